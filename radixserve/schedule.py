@@ -1,0 +1,70 @@
+"""The record in which the thinking wing and the computing wing meet: one step's work and its result.
+
+Plain numpy. The scheduler fills a `Schedule`, the runner answers it with a `StepOutput`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixserve.arrays import IntArray
+from radixserve.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """What the sampler needs to draw the token that follows a row."""
+
+    params: SamplingParams
+    seed: int  # of the request's own random stream, 64 bits
+    num_prompt: int  # `token_ids[:num_prompt]` is the prompt, the rest was generated
+    token_ids: IntArray  # [n] prompt and output so far; a view, read it within the step
+    banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
+
+    @property
+    def index(self) -> int:
+        """Position of the token to draw in the output: 0 for the first generated token."""
+        return len(self.token_ids) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: the tokens at positions [start, start + len(token_ids))."""
+
+    request_id: str
+    token_ids: IntArray  # [n] tokens to compute, n >= 1
+    start: int  # position of the first one; K/V of [0, start) lies in the pages already
+    page_ids: IntArray  # [ceil((start + n) / page_size)] pages of positions [0, start + n)
+    sample: SampleSpec | None  # None: a prefill chunk that does not reach the last token
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: first the copies, then one forward over all rows, then one token a sampled row."""
+
+    step: int
+    rows: tuple[Row, ...]
+    copies: IntArray  # [num_copies, 3] (source page, destination page, tokens from the page's head)
+    num_prefill_tokens: int
+    num_decode_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """The token drawn after a row; logprobs are of the model's own distribution."""
+
+    token_id: int
+    logprob: float | None  # when the request asked for logprobs
+    top_logprobs: tuple[tuple[int, float], ...]  # best first, as many as asked for
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The answer to a `Schedule`: one entry a row, None where nothing was to be sampled."""
+
+    outputs: tuple[RowOutput | None, ...]
+    seconds: dict[str, float]  # prepare, forward, sample
