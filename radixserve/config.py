@@ -39,8 +39,10 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         raise InvalidRequest(f"{name} must be {limit}, got {value}")
 
 
-def check_float(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise InvalidRequest unless `value` is a finite number in [low, high] ((low, high] if open)."""
+def check_float(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> None:
+    """Raise InvalidRequest unless `value` is a finite number in [low, high], or in (low, high]."""
     left = f"above {low:g}" if open_low else f">= {low:g}"
     limit = left if math.isinf(high) else f"{left} and <= {high:g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -61,10 +63,10 @@ class EngineConfig(StrictFields):
     """Settings of an engine. Sizes are in tokens unless the name says otherwise.
 
     device              "auto" or "cpu"
-    dtype               "auto", "float32" or "bfloat16"; auto takes the checkpoint's, float32 for float16
+    dtype               "auto", "float32", "bfloat16"; auto: the checkpoint's, float32 if float16
     page_size           tokens a KV page
     num_pages           pages in the pool, or
-    kv_cache_memory     bytes for the pool ("512MB" style strings too); neither: a share of free memory
+    kv_cache_memory     bytes for the pool, "512MB" works; neither: a share of free memory
     chunk_size          prefill tokens a step, over all requests
     max_running         requests that run at the same time
     max_seq_len         longest prompt + output; default: what the model and the pool allow

@@ -1,4 +1,4 @@
-"""The record in which the thinking wing and the computing wing meet: one step's work and its result.
+"""Where the thinking wing and the computing wing meet: one step's work and its result.
 
 Plain numpy. The scheduler fills a `Schedule`, the runner answers it with a `StepOutput`.
 """
