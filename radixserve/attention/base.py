@@ -1,0 +1,88 @@
+"""What an attention backend is given and what it owes: `ForwardBatch`, `AttentionBackend`.
+
+Knows token slots and pages; nothing of requests, models or sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IndexArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HostIndex:
+    """The numpy twins of a batch's index tensors, for planning on the host."""
+
+    start: IndexArray  # [R] position of each row's first new token
+    qo_indptr: IndexArray  # [R + 1] row r's new tokens are [qo_indptr[r], qo_indptr[r + 1])
+    kv_indptr: IndexArray  # [R + 1] row r's pages are kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
+    kv_indices: NDArray[np.int32]  # [total pages] page ids
+    seq_lens: IndexArray  # [R] tokens of each row after the step
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's rows, laid end to end: T new tokens of R sequences.
+
+    The names qo_indptr, kv_indptr, kv_indices and last_page_len mean what they mean in FlashInfer.
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64, page_id * page_size + offset of each new token
+    qo_indptr: Tensor  # [R + 1] int32
+    kv_indptr: Tensor  # [R + 1] int32
+    kv_indices: Tensor  # [total pages] int32
+    last_page_len: Tensor  # [R] int32, tokens in each row's last page after the step
+    seq_lens: Tensor  # [R] int32
+    logits_indices: Tensor  # [S] int64, the token after which each sampled row draws
+    host: HostIndex
+    page_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+class AttentionBackend(Protocol):
+    """Paged causal attention over the pool's K and V.
+
+    A backend is made for one pool and borrows its tensors: only `run` writes to them, only to the
+    slots of the batch's new tokens, and nobody else may write between `plan` and the last `run`.
+    One thread; one plan at a time.
+
+    Cost: `plan` is the only place for work that grows with the number of rows in Python or numpy;
+    `run` may take a number of tensor operations that does not grow with rows.
+    """
+
+    name: str
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare for `batch`; once a step, before the first `run`."""
+        ...
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None) -> Tensor:
+        """Store k, v in the new tokens' slots, then attend causally by position.
+
+        q [T, Hq, D]; k, v [T, Hkv, D]; returns [T, Hq, D]. `scale` multiplies the scores and is
+        1 / sqrt(D) when None. Once a layer, in any order of layers.
+        """
+        ...
+
+
+def kv_view(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """A layer's K and V by slot, each [num_slots, Hkv, D], of kv [L, 2, num_pages, P, Hkv, D]."""
+    shape = (-1, *kv.shape[-2:])
+    return kv[layer, 0].view(shape), kv[layer, 1].view(shape)
+
+
+def check_dtype(dtype: torch.dtype) -> bool:
+    """Whether a pool of this dtype can be attended over."""
+    return dtype in (torch.float32, torch.bfloat16)

@@ -1,0 +1,218 @@
+"""`check()` and `dump()`: every law of the cache, and a picture of it. Iterative everywhere."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from radixserve.cache.radix_tree import TOKEN_BYTES, Node, Space
+from radixserve.cache.sequence import CachedSequence
+from radixserve.cache.store import PageStore
+
+
+def check_store(store: PageStore) -> None:
+    """Raise AssertionError at the first broken law."""
+    owners = _Owners(store.pool.num_pages)
+    owners.add(store.pool.free_ids(), "the free list")
+    nodes = _all_nodes(store)
+    for node in nodes:
+        owners.add(node.pages.tolist(), f"node {node.serial}")
+        _check_node(store, node)
+    _check_locks(store, nodes)
+    _check_counts(store, nodes)
+    _check_order(store, nodes)
+    for sequence in store.live:
+        owners.add(sequence._pages.view(sequence._num_shared).tolist(), repr(sequence))
+        _check_sequence(store, sequence)
+    owners.check_complete()
+
+
+class _Owners:
+    """Who owns each page; a second owner is an error."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._owner: list[str | None] = [None] * num_pages
+
+    def add(self, pages: list[int], owner: str) -> None:
+        for page in pages:
+            assert 0 <= page < len(self._owner), f"{owner} has page {page}, which does not exist"
+            other = self._owner[page]
+            assert other is None, f"page {page} belongs to {other} and to {owner}"
+            self._owner[page] = owner
+
+    def check_complete(self) -> None:
+        lost = [page for page, owner in enumerate(self._owner) if owner is None]
+        assert not lost, f"pages {lost[:8]} belong to nobody ({len(lost)} in all)"
+
+
+def _all_nodes(store: PageStore) -> list[Node]:
+    """Every node but the roots: of living spaces, of dead ones, of those only sequences hold."""
+    tops = [space.root for space in store.tree.spaces.values()]
+    tops += store.tree.graveyard()
+    for sequence in store.live:
+        node = sequence._node
+        while node.parent is not None:
+            node = node.parent
+        tops.append(node)
+    seen: dict[int, Node] = {}
+    stack = list(tops)
+    roots: set[int] = set()
+    while stack:
+        node = stack.pop()
+        if id(node) in seen or id(node) in roots:
+            continue
+        if node is node.space.root:
+            roots.add(id(node))
+        elif node.parent is not None:
+            seen[id(node)] = node
+        stack.extend(node.children.values())
+    return list(seen.values())
+
+
+def _check_node(store: PageStore, node: Node) -> None:
+    size, parent, name = store.page_size, node.parent, f"node {node.serial}"
+    assert parent is not None, f"{name} has no parent"
+    assert node.num_tokens > 0, f"{name} is empty"
+    assert node.start % size == 0, f"{name} starts inside a page"
+    assert len(node.pages) == store.pages_for(node.num_tokens), f"{name} lacks or hoards pages"
+    assert not node.children or node.end % size == 0, f"{name} has children and a partial page"
+    if parent.children.get(store.tree.key(node)) is node:
+        assert node.start == parent.end, f"{name} does not begin where its parent ends"
+    else:
+        assert node.space.is_dead, f"{name} is not among its parent's children"
+    for key, child in node.children.items():
+        assert child.parent is node, f"{name} has a child with another parent"
+        assert key == store.tree.key(child), f"{name} has a child under a wrong key"
+    if node.keys is not None:
+        assert list(node.keys) == sorted(node.children), f"{name} has a wrong index of children"
+    if not node.refs and not node.space.is_dead:
+        assert not store.tree._is_redundant(node), f"{name} is unused and covered by a sibling"
+
+
+def _check_locks(store: PageStore, nodes: list[Node]) -> None:
+    held: dict[int, int] = {}
+    for sequence in store.live:
+        held[id(sequence._node)] = held.get(id(sequence._node), 0) + 1
+    for node in nodes:
+        wanted = held.get(id(node), 0) + sum(1 for child in node.children.values() if child.refs)
+        assert node.refs == wanted, f"node {node.serial} has {node.refs} locks, not {wanted}"
+
+
+def _check_counts(store: PageStore, nodes: list[Node]) -> None:
+    tree = store.tree
+    pages = sum(len(node.pages) for node in nodes)
+    locked = sum(len(node.pages) for node in nodes if node.refs)
+    dead = sum(len(n.pages) for n in nodes if n.space.is_dead and not n.refs)
+    assert tree.num_nodes == len(nodes), f"{tree.num_nodes} nodes counted, {len(nodes)} found"
+    assert tree.num_pages == pages, f"{tree.num_pages} tree pages counted, {pages} found"
+    assert tree.num_locked == locked, f"{tree.num_locked} locked pages counted, {locked} found"
+    assert tree.num_dead == dead, f"{tree.num_dead} dead pages counted, {dead} found"
+    assert store.num_private == sum(s.num_private for s in store.live), "private pages miscounted"
+    for space in tree.spaces.values():
+        mine = [node for node in nodes if node.space is space]
+        assert space.num_pages == sum(len(n.pages) for n in mine), f"pages of {space.name!r}"
+        locked = sum(len(n.pages) for n in mine if n.refs)
+        assert space.num_locked == locked, f"locked pages of {space.name!r}"
+        assert space.root.children or space.root.refs, f"namespace {space.name!r} is empty"
+
+
+def _check_order(store: PageStore, nodes: list[Node]) -> None:
+    rank = {id(node): at for at, node in enumerate(store.tree.order)}
+    for node in nodes:
+        if node.space.is_dead:
+            continue
+        assert (id(node) in rank) == (not node.refs), f"node {node.serial}: locked and evictable"
+        if node.refs or node.parent is None or id(node.parent) not in rank:
+            continue
+        assert rank[id(node)] < rank[id(node.parent)], f"node {node.serial} outlives its parent"
+    found = {id(node) for node in nodes}
+    assert all(key in found for key in rank), "the eviction order holds a node that is gone"
+
+
+def _check_sequence(store: PageStore, sequence: CachedSequence) -> None:
+    size, name = store.page_size, repr(sequence)
+    assert not sequence.is_released, f"{name} is registered after its release"
+    assert len(sequence.pages) == store.pages_for(sequence.length), f"{name} has wrong pages"
+    published, committed = sequence._published, sequence.committed_len
+    assert published <= committed <= sequence.length, f"{name} has committed too much"
+    assert committed - published < size, f"{name} has unpublished pages"
+    assert sequence._num_shared >= published // size, f"{name} holds published pages as its own"
+    tokens, pages = _path(sequence._holder_of(published))
+    ours = sequence.tokens[:published].tobytes()
+    assert tokens[: len(ours)] == ours, f"{name} is not on the path it holds"
+    shared = sequence.pages[: sequence._num_shared].tolist()
+    assert pages[: len(shared)] == shared, f"{name} shares pages that are not on its path"
+    for source, target, count in sequence.copies:
+        assert target in sequence.pages[sequence._num_shared :], f"{name} copies to a foreign page"
+        assert 0 < count < size, f"{name} copies {count} tokens"
+        at = sequence._node
+        found = False
+        while at.parent is not None:
+            found = found or source in at.pages
+            at = at.parent
+        assert found, f"{name} copies from page {source}, which it does not protect"
+
+
+def _path(node: Node) -> tuple[bytes, list[int]]:
+    """Tokens and pages from the root to the end of `node`."""
+    nodes = []
+    at: Node | None = node
+    while at is not None:
+        nodes.append(at)
+        at = at.parent
+    nodes.reverse()
+    return b"".join(n.tokens for n in nodes), [page for n in nodes for page in n.pages]
+
+
+def dump_spaces(store: PageStore, max_nodes: int) -> dict[str, Any]:
+    """See `RadixCache.dump`."""
+    holders: dict[int, int] = {}
+    for sequence in store.live:
+        at: Node | None = sequence._node
+        while at is not None:
+            holders[id(at)] = holders.get(id(at), 0) + 1
+            at = at.parent
+    namespaces: dict[str, Any] = {}
+    queue: deque[tuple[Node, dict[str, Any]]] = deque()
+    for name, space in sorted(store.tree.spaces.items(), key=lambda item: item[0]):
+        namespaces[name] = _as_dict(space.root, holders)
+        queue.append((space.root, namespaces[name]))
+    count = 0
+    while queue and count < max_nodes:
+        node, picture = queue.popleft()
+        for child in node.children.values():
+            if count >= max_nodes:
+                break
+            below = _as_dict(child, holders)
+            picture["children"].append(below)
+            queue.append((child, below))
+            count += 1
+    return {
+        "page_size": store.page_size,
+        "truncated": count < sum(_count_nodes(space) for space in store.tree.spaces.values()),
+        "namespaces": namespaces,
+    }
+
+
+def _count_nodes(space: Space) -> int:
+    count, stack = 0, list(space.root.children.values())
+    while stack:
+        node = stack.pop()
+        count += 1
+        stack.extend(node.children.values())
+    return count
+
+
+def _as_dict(node: Node, holders: dict[int, int]) -> dict[str, Any]:
+    count = len(node.tokens) // TOKEN_BYTES
+    return {
+        "start": node.start,
+        "num_tokens": count,
+        "tokens": np.frombuffer(bytes(node.tokens), np.int32).tolist(),
+        "pages": node.pages.tolist(),
+        "refs": node.refs,
+        "holders": holders.get(id(node), 0),
+        "children": [],
+    }

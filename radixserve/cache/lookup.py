@@ -1,0 +1,79 @@
+"""`Lookup`: how much of a prompt is cached, and why not more."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from radixserve.cache.radix_tree import (
+    TOKEN_BYTES,
+    Match,
+    Node,
+    RadixTree,
+    Space,
+    common_head,
+)
+
+_OTHER_SPACES = 64  # namespaces asked at most when explaining a miss
+
+REASONS = ("never_seen", "evicted", "diverged", "namespace", "full")
+
+
+class Lookup(NamedTuple):
+    """The answer of `RadixCache.lookup`.
+
+    reason is one of
+      full        all that may be reused is cached
+      diverged    cached sequences go on with another token at `position`
+      evicted     what follows was cached and has been dropped
+      namespace   another namespace holds more of these tokens
+      never_seen  nothing cached goes on from here
+    """
+
+    cached_len: int  # tokens that acquire() would reuse now
+    reason: str
+    position: int  # where the match stops
+    expected: int | None = None  # for diverged: a token cached at that position
+    found: int | None = None  # for diverged: the prompt's token there
+
+
+def explain(tree: RadixTree, space: Space, match: Match, data: bytes, limit: int) -> Lookup:
+    """The reason why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
+    length = match.length
+    if length >= limit:
+        return Lookup(length, "full", length)
+    if _was_evicted(tree, match, data, limit):
+        return Lookup(length, "evicted", length)
+    if _is_elsewhere(tree, space, data[: limit * TOKEN_BYTES], length):
+        return Lookup(length, "namespace", length)
+    expected = _next_token(match) if length else None
+    if expected is None:
+        return Lookup(length, "never_seen", length)
+    found = int(np.frombuffer(data, np.int32, 1, length * TOKEN_BYTES)[0])
+    return Lookup(length, "diverged", length, expected, found)
+
+
+def _was_evicted(tree: RadixTree, match: Match, data: bytes, limit: int) -> bool:
+    """Whether a dropped branch would have matched further than `match` does."""
+    node = match.resume
+    if node.end > match.length:  # stopped inside an edge: nothing was cut off here
+        return False
+    at = node.end * TOKEN_BYTES
+    page = data[at : min(limit * TOKEN_BYTES, at + tree.page_size * TOKEN_BYTES)]
+    ghost = tree.ghosts.find(node.serial, node.end, page[:TOKEN_BYTES])
+    return common_head(ghost, page) > match.length - node.end
+
+
+def _is_elsewhere(tree: RadixTree, space: Space, data: bytes, length: int) -> bool:
+    others = islice(tree.spaces.values(), _OTHER_SPACES)
+    return any(tree.match(other, data).length > length for other in others if other is not space)
+
+
+def _next_token(match: Match) -> int | None:
+    """A token that is cached where the match stopped."""
+    node: Node | None = match.node
+    if node is not None and node.end <= match.length:
+        node = next(iter(node.children.values()), None)
+    return None if node is None else node.token_at(match.length)

@@ -1,0 +1,219 @@
+"""`RadixCache`, the front of the cache: look up, acquire, evict, reset, explain, audit.
+
+Single-threaded by contract: one owner. Knows nothing of tensors; whoever owns the K/V memory
+performs the page copies that sequences ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from radixserve.arrays import IntArray
+from radixserve.cache.audit import check_store, dump_spaces
+from radixserve.cache.lookup import Lookup, explain
+from radixserve.cache.probe import Probe
+from radixserve.cache.radix_tree import Match, Node, Space
+from radixserve.cache.sequence import CachedSequence, PageCopy
+from radixserve.cache.store import PageStore
+from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.errors import InvalidRequest, OutOfPages
+
+
+class RadixCache:
+    """A token-level radix tree over a pool of `num_pages` KV pages of `page_size` tokens.
+
+        cache = RadixCache(num_pages=1024, page_size=16)
+        seq = cache.acquire(prompt)                  # longest cached prefix, locked
+        seq.extend(prompt[seq.cached_len :])         # room for the rest
+        ...                                          # copy seq.copies, compute K/V into seq.pages
+        seq.commit(seq.length)                       # publish it
+        seq.release()
+
+    With `reuse=False` nothing is ever shared or kept between sequences (but forks still share).
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int = 1, eviction: str = "lru", *, reuse: bool = True
+    ) -> None:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
+        if eviction != "lru":
+            raise InvalidRequest(f"eviction must be lru, got {eviction!r}")
+        self._store = PageStore(num_pages, page_size)
+        self._reuse = reuse
+
+    @property
+    def num_pages(self) -> int:
+        return self._store.pool.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self._store.page_size
+
+    @property
+    def reuses(self) -> bool:
+        """Whether sequences share what others computed."""
+        return self._reuse
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or evictable now."""
+        return self._store.num_available
+
+    @property
+    def version(self) -> int:
+        """Changes whenever any match could."""
+        return self._store.tree.version
+
+    # -- finding ------------------------------------------------------------------------------
+
+    def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
+        """What `acquire` would reuse now, and why not more. Changes nothing.
+
+        O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
+        """
+        ids = as_token_ids(tokens)
+        limit = len(ids) if allow_full else max(0, len(ids) - 1)
+        data = ids.tobytes()
+        space = self._store.tree.spaces.get(namespace) if self._reuse else None
+        if space is None:
+            space = Space(namespace)
+        match = self._store.tree.match(space, data[: limit * 4])
+        found = explain(self._store.tree, space, match, data, limit)
+        if self._can_copy_head(match):
+            return found
+        whole = match.length - match.length % self.page_size
+        return found._replace(cached_len=whole, position=whole)
+
+    def probe(self, tokens: IntArray, namespace: str = "") -> Probe:
+        """A look-up to ask again and again, for the cost of what changed."""
+        return Probe(self._store.tree, tokens, namespace, reuse=self._reuse)
+
+    def acquire(
+        self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False
+    ) -> CachedSequence:
+        """The longest cached prefix of `tokens`, locked until the sequence is released.
+
+        At least the last token is left to compute unless `allow_full`. The sequence's length is
+        `cached_len`; `extend` takes room for the rest. A prefix that ends inside a page takes one
+        page for the copy of its head; when there is none, the prefix ends at the page boundary.
+        """
+        ids = as_token_ids(tokens)
+        limit = len(ids) if allow_full else max(0, len(ids) - 1)
+        store, tree = self._store, self._store.tree
+        space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
+        match = tree.match(space, ids[:limit].tobytes())
+        tree.lock(match.node)
+        shared = path_pages(match.node, match.length // self.page_size)
+        node, length, copy = self._copy_head(match)
+        counters = store.counters
+        counters.acquired += 1
+        counters.prompted += len(ids)
+        counters.reused += length
+        counters.copied_heads += copy[2] if copy else 0
+        return CachedSequence(store, node, ids[:length], shared, copy)
+
+    def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
+        """Take a page for the partial last page of a locked match, or shorten the match."""
+        store, (length, node, _) = self._store, match
+        whole, extra = divmod(length, self.page_size)
+        if not extra:
+            return node, length, None
+        try:
+            page = int(store.allocate(1, may_narrow=False)[0])
+        except OutOfPages:
+            upper = node if node.start < length - extra else node.parent
+            assert upper is not None
+            if upper is not node:
+                store.tree.lock(upper)
+                store.tree.unlock(node)
+            return upper, length - extra, None
+        return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
+
+    def _can_copy_head(self, match: Match) -> bool:
+        """Whether a page can be had for the copy, once the matched path is locked."""
+        if not match.length % self.page_size or self._store.pool.num_free:
+            return True
+        kept, node = 0, match.node
+        while node.parent is not None and not node.refs:
+            kept += len(node.pages)
+            node = node.parent
+        return self._store.num_available > kept
+
+    # -- letting go ---------------------------------------------------------------------------
+
+    def evict(self, num_tokens: int) -> int:
+        """Free room for `num_tokens`, rounded up to a page, from what nobody holds.
+
+        Returns the room freed, in tokens of whole pages: less than asked when there is no more.
+        """
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
+            raise InvalidRequest(f"num_tokens must be an integer >= 0, got {num_tokens!r}")
+        return self._store.tree.evict(self._store.pages_for(num_tokens)) * self.page_size
+
+    def reset(self, namespace: str | None = None) -> None:
+        """Forget one namespace, or all. O(1) for each; pages in use are freed when released.
+
+        Sequences acquired before go on undisturbed, but what they commit is not kept.
+        """
+        names = list(self._store.tree.spaces) if namespace is None else [namespace]
+        for name in names:
+            self._store.tree.reset(name)
+        self._store.counters.resets += 1
+
+    # -- knowing ------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start (tokens) and gauges (pages). free + tree + private == total."""
+        store, tree = self._store, self._store.tree
+        counters = {f"{name}_tokens": n for name, n in asdict(store.counters).items()}
+        return {
+            "page_size": self.page_size,
+            "pages_total": self.num_pages,
+            "pages_free": store.pool.num_free + tree.num_dead,
+            "pages_tree": tree.num_pages - tree.num_dead,
+            "pages_locked": tree.num_locked,
+            "pages_private": store.num_private,
+            "sequences": len(store.live),
+            "namespaces": len(tree.spaces),
+            "nodes": tree.num_nodes,
+            "splits": tree.num_splits,
+            "evicted_tokens": tree.num_evicted_tokens,
+            "acquired": counters.pop("acquired_tokens"),
+            "resets": counters.pop("resets_tokens"),
+            **counters,
+        }
+
+    def check(self) -> None:
+        """Audit every page's owner and every law of the tree; AssertionError names the first broken
+        one. O(everything): for tests and for those in doubt."""
+        check_store(self._store)
+
+    def dump(self, max_nodes: int = 10_000) -> dict[str, Any]:
+        """The trees as nested dicts, breadth first up to `max_nodes` nodes; "truncated" tells.
+
+        {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
+        "num_tokens", "pages", "refs", "holders", "children"}.
+        """
+        return dump_spaces(self._store, max_nodes)
+
+
+def path_pages(node: Node, count: int) -> IntArray:
+    """[count] page ids of the first `count` pages on the path from the root to `node`."""
+    pieces = list(_pages_upwards(node))
+    pieces.reverse()
+    pages: IntArray = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+    return pages[:count]
+
+
+def _pages_upwards(node: Node) -> Iterator[IntArray]:
+    at: Node | None = node
+    while at is not None:
+        if at.pages:
+            yield np.frombuffer(at.pages, np.int32)
+        at = at.parent

@@ -1,0 +1,93 @@
+"""What all sequences of one cache share: the pool, the tree, the list of holders, the counters."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from radixserve.arrays import IntArray
+from radixserve.cache.page_pool import PagePool
+from radixserve.cache.radix_tree import Node, RadixTree
+from radixserve.errors import OutOfPages
+
+if TYPE_CHECKING:
+    from radixserve.cache.sequence import CachedSequence
+
+
+@dataclass(slots=True)
+class Counters:
+    """Tokens since the cache was made."""
+
+    acquired: int = 0  # sequences
+    prompted: int = 0  # tokens asked for by acquire
+    reused: int = 0  # of those, found
+    copied_heads: int = 0  # tokens of page heads to be copied
+    committed: int = 0  # tokens whose K/V was published
+    duplicates: int = 0  # tokens committed whose pages were given back, whole pages only
+    resets: int = 0
+
+
+class PageStore:
+    """Hands out pages, making room by eviction, and takes them back."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.tree = RadixTree(self.pool, page_size)
+        self.counters = Counters()
+        self.live: set[CachedSequence] = set()
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or evictable."""
+        return self.pool.num_free + self.tree.num_evictable
+
+    @property
+    def num_private(self) -> int:
+        """Pages that belong to sequences."""
+        return self.pool.num_pages - self.pool.num_free - self.tree.num_pages
+
+    def allocate(self, count: int, *, may_narrow: bool = True) -> array[int]:
+        """`count` pages, evicting the oldest unused ones; OutOfPages, nothing dropped, if too few.
+
+        `may_narrow`: when short, make sequences protect no more than they need.
+        """
+        missing = count - self.pool.num_free
+        if missing > 0:
+            if self.num_available < count and may_narrow:
+                for sequence in self.live:
+                    sequence.narrow()
+            if self.num_available < count:
+                raise OutOfPages(
+                    f"{count} pages wanted: {self.pool.num_free} free and "
+                    f"{self.tree.num_evictable} evictable of {self.pool.num_pages}"
+                )
+            self.tree.evict(missing)
+        return self.pool.allocate(count)
+
+    def free(self, pages: Iterable[int] | IntArray) -> None:
+        """Private pages go back to the free list."""
+        self.pool.free(pages if isinstance(pages, array) else array("i", pages))
+
+    def unlock(self, node: Node) -> None:
+        """A sequence lets go of its anchor."""
+        self.tree.unlock(node)
+        if node.parent is None:
+            self.tree.prune(node.space)
+
+    def register(self, sequence: CachedSequence) -> None:
+        self.live.add(sequence)
+
+    def unregister(self, sequence: CachedSequence) -> None:
+        self.live.discard(sequence)
+
+    def count_commit(self, num_tokens: int) -> None:
+        self.counters.committed += num_tokens
+
+    def count_duplicates(self, num_tokens: int) -> None:
+        self.counters.duplicates += num_tokens

@@ -1,0 +1,33 @@
+"""Token ids at the border of the cache: any sequence of ints in, int32 arrays inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.arrays import IntArray
+from radixserve.errors import InvalidRequest
+
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+
+
+def as_token_ids(tokens: TokenIds) -> IntArray:
+    """[n] int32. Raises InvalidRequest for anything but a flat sequence of int32 values."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+        return tokens
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise InvalidRequest(f"token ids must be a flat sequence of integers: {error}") from None
+    if ids.ndim != 1:
+        raise InvalidRequest(f"token ids must be a flat sequence, got {ids.ndim} dimensions")
+    if not len(ids):
+        return np.empty(0, np.int32)
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise InvalidRequest(f"token ids must be integers, got {ids.dtype}")
+    if ids.min() < -(2**31) or ids.max() >= 2**31:
+        raise InvalidRequest("token ids must fit in int32")
+    return ids.astype(np.int32)

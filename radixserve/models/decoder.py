@@ -1,0 +1,259 @@
+"""One native decoder for Llama, Mistral, Qwen2 and Qwen3, on the K and V of an attention backend.
+
+Weights and shapes only: which tokens belong together is the batch's and the backend's business.
+Projections that read the same input are fused at load: q, k, v into one, gate and up into one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.errors import ModelNotSupported
+from radixserve.models.base import ModelInfo
+from radixserve.models.weights import (
+    WeightReader,
+    architecture_of,
+    check_sliding_window,
+    read_eos_ids,
+)
+from radixserve_kernels.torch_ops import (
+    add_rms_norm,
+    apply_rotary,
+    rms_norm,
+    rotary_tables,
+    silu_and_mul,
+)
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The numbers of a checkpoint's config that decide its tensors and its arithmetic."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    eps: float
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    is_tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; Q = Hq * D and KV = Hkv * D features, M of the MLP, H hidden."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [Q + 2 KV, H]
+    qkv_bias: Tensor | None  # [Q + 2 KV]
+    qk_norm: Tensor | None  # [Hq + Hkv, D] q's weight for the first Hq heads, then k's
+    o: Tensor  # [H, Q]
+    o_bias: Tensor | None  # [H]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2 M, H]
+    gate_up_bias: Tensor | None  # [2 M]
+    down: Tensor  # [H, M]
+    down_bias: Tensor | None  # [H]
+
+
+class Decoder:
+    """See `LanguageModel`. Made by `load_decoder`."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        shape: DecoderShape,
+        embedding: Tensor,  # [V, H]
+        layers: tuple[LayerWeights, ...],
+        norm: Tensor,  # [H]
+        lm_head: Tensor,  # [V, H]
+        rope: tuple[Tensor, float],  # [D/2] float32, and what cosines and sines are multiplied by
+    ) -> None:
+        self.info = info
+        self._shape = shape
+        self._embedding, self._layers, self._norm = embedding, layers, norm
+        self._lm_head, self._rope = lm_head, rope
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        eps = self._shape.eps
+        residual = F.embedding(batch.input_ids, self._embedding)  # [T, H]
+        tables = rotary_tables(batch.positions, *self._rope, residual.dtype)
+        x: Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            if x is None:
+                normed = rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed, residual = add_rms_norm(x, residual, layer.input_norm, eps)
+            x = self._attention(layer, normed, tables, backend, number)
+            normed, residual = add_rms_norm(x, residual, layer.post_norm, eps)
+            gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+            x = F.linear(silu_and_mul(gate_up), layer.down, layer.down_bias)
+        assert x is not None
+        rows = batch.logits_indices
+        x, residual = x.index_select(0, rows), residual.index_select(0, rows)  # [S, H]
+        normed, _ = add_rms_norm(x, residual, self._norm, eps)
+        return F.linear(normed, self._lm_head).float()
+
+    def _attention(
+        self,
+        layer: LayerWeights,
+        x: Tensor,  # [T, H]
+        tables: tuple[Tensor, Tensor],
+        backend: AttentionBackend,
+        number: int,
+    ) -> Tensor:
+        shape = self._shape
+        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
+        qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
+        if layer.qk_norm is not None:
+            qk = rms_norm(qk, layer.qk_norm, shape.eps)
+        q, k = apply_rotary(qk, *tables).split((num_heads, num_kv_heads), 1)
+        out = backend.run(q, k, v, number)  # [T, Hq, D]
+        return F.linear(out.flatten(1), layer.o, layer.o_bias)
+
+
+def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Read a checkpoint of one of ARCHITECTURES; see `check_decoder` for what is refused."""
+    check_decoder(config)
+    shape = decoder_shape(config)
+    inv_freq, scaling = rope_frequencies(config, shape.head_dim)
+    reader = WeightReader(folder, dtype, device)
+    reader.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    embedding = reader.take("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
+    lm_head = _load_head(reader, shape, embedding)
+    norm = reader.take("model.norm.weight", (shape.hidden_size,))
+    layers = tuple(
+        _load_layer(reader, f"model.layers.{number}.", shape) for number in range(shape.num_layers)
+    )
+    reader.finish()
+    info = ModelInfo(
+        architecture=architecture_of(config),
+        is_native=True,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        max_positions=config.max_position_embeddings,
+        eos_ids=read_eos_ids(folder, config),
+        dtype=dtype,
+        num_parameters=reader.num_parameters,
+    )
+    return Decoder(info, shape, embedding, layers, norm, lm_head, (inv_freq.to(device), scaling))
+
+
+def check_decoder(config: Any) -> None:
+    """Raise ModelNotSupported naming what of `config` the native decoder does not compute."""
+    name = architecture_of(config)
+    if name not in ARCHITECTURES:
+        raise ModelNotSupported(f"{name} is not one of {', '.join(ARCHITECTURES)}")
+    check_sliding_window(config)
+    activation = config.hidden_act
+    if activation not in ("silu", "swish"):
+        raise ModelNotSupported(f"{name} with activation {activation!r}; only silu is computed")
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type not in ROPE_TYPES:
+        raise ModelNotSupported(
+            f"{name} with rope scaling {rope_type!r}; possible are {', '.join(ROPE_TYPES)}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelNotSupported(f"{name} with quantized weights")
+
+
+def decoder_shape(config: Any) -> DecoderShape:
+    """Shapes and switches of a checked config of any of ARCHITECTURES."""
+    name = architecture_of(config)
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    num_heads = config.num_attention_heads
+    return DecoderShape(
+        num_layers=config.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.num_key_value_heads or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        eps=config.rms_norm_eps,
+        qkv_bias=attention_bias or name == "Qwen2ForCausalLM",
+        o_bias=attention_bias and name != "Qwen2ForCausalLM",
+        mlp_bias=bool(getattr(config, "mlp_bias", False)) and name == "LlamaForCausalLM",
+        qk_norm=name == "Qwen3ForCausalLM",
+        is_tied=bool(config.tie_word_embeddings),
+    )
+
+
+def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
+    """(inv_freq [D/2] float32, attention scaling), made by transformers' own rotary module."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    module = LlamaRotaryEmbedding(config)
+    inv_freq = module.inv_freq.detach().float()
+    if 2 * inv_freq.shape[0] != head_dim:
+        raise ModelNotSupported(
+            f"rotary embedding of {2 * inv_freq.shape[0]} features in heads of {head_dim}"
+        )
+    return inv_freq, float(module.attention_scaling)
+
+
+def _load_head(reader: WeightReader, shape: DecoderShape, embedding: Tensor) -> Tensor:
+    """[V, H]; the embedding itself if tied, unless the checkpoint brings another one."""
+    if shape.is_tied and "lm_head.weight" not in reader:
+        return embedding
+    head = reader.take("lm_head.weight", (shape.vocab_size, shape.hidden_size))
+    if shape.is_tied and torch.equal(head, embedding):
+        reader.num_parameters -= head.numel()
+        return embedding
+    return head
+
+
+def _load_layer(reader: WeightReader, prefix: str, shape: DecoderShape) -> LayerWeights:
+    hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    q, kv = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+
+    def fused(parts: dict[str, int]) -> Tensor:
+        return torch.cat([reader.take(f"{prefix}{p}.weight", (n, hidden)) for p, n in parts.items()])
+
+    def bias(parts: dict[str, int], exists: bool) -> Tensor | None:
+        if not exists:
+            return None
+        return torch.cat([reader.take(f"{prefix}{p}.bias", (n,)) for p, n in parts.items()])
+
+    qk_norm = None
+    if shape.qk_norm:
+        q_norm = reader.take(f"{prefix}self_attn.q_norm.weight", (head_dim,))
+        k_norm = reader.take(f"{prefix}self_attn.k_norm.weight", (head_dim,))
+        repeats = (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
+        qk_norm = torch.cat(repeats)
+    return LayerWeights(
+        input_norm=reader.take(f"{prefix}input_layernorm.weight", (hidden,)),
+        qkv=fused(qkv),
+        qkv_bias=bias(qkv, shape.qkv_bias),
+        qk_norm=qk_norm,
+        o=reader.take(f"{prefix}self_attn.o_proj.weight", (hidden, q)),
+        o_bias=bias({"self_attn.o_proj": hidden}, shape.o_bias),
+        post_norm=reader.take(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+        gate_up=fused(gate_up),
+        gate_up_bias=bias(gate_up, shape.mlp_bias),
+        down=reader.take(f"{prefix}mlp.down_proj.weight", (hidden, inner)),
+        down_bias=bias({"mlp.down_proj": hidden}, shape.mlp_bias),
+    )

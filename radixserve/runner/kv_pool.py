@@ -1,0 +1,110 @@
+"""The K and V of every page: one tensor for all layers, so that a page head is copied in one go.
+
+Owns the memory; which page belongs to whom is the cache's business.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixserve.arrays import IntArray
+from radixserve.config import EngineConfig, parse_bytes
+from radixserve.errors import InvalidRequest
+from radixserve.models.base import ModelInfo
+from radixserve_kernels.torch_ops import copy_slots
+
+FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
+FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell
+
+
+class KVPool:
+    """kv [L, 2, num_pages, P, Hkv, D], zeros: a slot that was never written holds no NaN."""
+
+    def __init__(
+        self, info: ModelInfo, num_pages: int, page_size: int, device: torch.device
+    ) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        shape = (info.num_layers, 2, num_pages, page_size, info.num_kv_heads, info.head_dim)
+        self.kv = _zeros(shape, info.dtype, device)
+        self._by_slot = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.numel() * self.kv.element_size()
+
+    def copy_heads(self, copies: IntArray) -> None:
+        """Copy page heads in every layer, as if all at once.
+
+        copies [n, 3]: source page, destination page, tokens; no page is written twice or both
+        written and read.
+        """
+        if not len(copies):
+            return
+        source, destination, num_tokens = copies.astype(np.int64).T
+        of_copy = np.repeat(np.arange(len(copies)), num_tokens)
+        offset = np.arange(len(of_copy)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
+        slots = [pages[of_copy] * self.page_size + offset for pages in (source, destination)]
+        read, write = (torch.from_numpy(slot).to(self.kv.device) for slot in slots)
+        copy_slots(self._by_slot, read, write)
+
+
+def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
+    """Pages of the pool: as many as asked for, as fit the bytes asked for, or a default.
+
+    The default is what `max_running` sequences of full length need, but at most a share of the
+    memory that is free now. Raises InvalidRequest if not one page fits.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    page_bytes = info.kv_bytes_per_token * config.page_size
+    if config.kv_cache_memory is not None:
+        allowed = parse_bytes(config.kv_cache_memory)
+        if allowed < page_bytes:
+            raise InvalidRequest(
+                f"kv_cache_memory of {allowed} bytes holds no page; a page of {config.page_size} "
+                f"tokens of this model needs {page_bytes} bytes"
+            )
+        return min(allowed // page_bytes, 2**31 - 1)
+    longest = min(config.max_seq_len or info.max_positions, info.max_positions)
+    wanted = config.max_running * -(-longest // config.page_size)
+    fitting = free_memory() // FREE_SHARE // page_bytes
+    if fitting < 1:
+        raise InvalidRequest(
+            f"a page of {config.page_size} tokens of this model needs {page_bytes} bytes, more "
+            f"than a quarter of the free memory; set num_pages or kv_cache_memory"
+        )
+    return max(1, min(wanted, fitting))
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping, as far as the system tells."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (OSError, ValueError, AttributeError):
+        return FREE_FALLBACK
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU the system provides them when they are first touched."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    try:
+        flat = np.zeros(num_bytes, np.uint8)
+    except (MemoryError, ValueError) as error:
+        raise InvalidRequest(
+            f"the KV pool needs {num_bytes} bytes, which cannot be had; "
+            "set a smaller num_pages or kv_cache_memory"
+        ) from error
+    return torch.from_numpy(flat).view(dtype).view(shape)

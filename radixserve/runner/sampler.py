@@ -1,0 +1,198 @@
+"""From logits to tokens, for all sampled rows of a step at once.
+
+Knows what each row asks for (`SampleSpec`) and keeps nothing between calls: a row's token depends on
+its own logits, parameters, seed and index alone, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixserve.request import SamplingParams
+from radixserve.schedule import RowOutput, SampleSpec
+
+TOP_P_CANDIDATES = 512  # sorted first for top_p; the whole vocabulary only where they fall short
+
+
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+    """Draw one token a row.
+
+    logits [S, V] float32, row r for specs[r]; left unchanged. Order: penalties, banned tokens,
+    temperature, min_p, top_k, top_p, draw. Log-probabilities are those of `logits` themselves.
+    """
+    if not specs:
+        return []
+    changed = ban_tokens(apply_penalties(logits, specs), specs)
+    token_ids = changed.argmax(-1)  # [S]
+    rows = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
+    if rows:
+        index = torch.tensor(rows, device=logits.device)
+        drawn = draw_tokens(changed.index_select(0, index), [specs[row] for row in rows])
+        token_ids.index_copy_(0, index, drawn)
+    return _outputs(logits, token_ids, specs)
+
+
+def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Repetition over prompt and output, presence and frequency over the output, as in vLLM.
+
+    logits [S, V]; returns them untouched where no row has a penalty, else a copy.
+    """
+    rows = [row for row, spec in enumerate(specs) if spec.params.has_penalty]
+    if not rows:
+        return logits
+    params = [specs[row].params for row in rows]
+    vocab_size = logits.shape[1]
+    everything = [specs[row].token_ids for row in rows]
+    outputs = [specs[row].token_ids[specs[row].num_prompt :] for row in rows]
+    flat = logits.flatten().clone()
+
+    cells, _, of_row = _cells(rows, everything, vocab_size)
+    index = torch.from_numpy(cells).to(logits.device)
+    penalty = _column(params, lambda p: p.repetition_penalty, logits)[of_row]
+    seen = flat[index]
+    flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+    cells, counts, of_row = _cells(rows, outputs, vocab_size)
+    index = torch.from_numpy(cells).to(logits.device)
+    times = torch.from_numpy(counts).to(logits)
+    flat[index] -= _column(params, lambda p: p.frequency_penalty, logits)[of_row] * times
+    flat[index] -= _column(params, lambda p: p.presence_penalty, logits)[of_row]
+    return flat.view_as(logits)
+
+
+def ban_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Logits [S, V] with each row's banned tokens at -inf; a copy if there are any."""
+    rows = [row for row, spec in enumerate(specs) for _ in spec.banned_ids]
+    if not rows:
+        return logits
+    columns = [token_id for spec in specs for token_id in spec.banned_ids]
+    banned = torch.tensor([rows, columns], device=logits.device)
+    return logits.index_put((banned[0], banned[1]), logits.new_tensor(-torch.inf))
+
+
+def draw_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Temperature, filters and one draw a row: logits [S, V] -> token ids [S] int64.
+
+    The draw inverts the cumulative distribution in the order of the vocabulary, so that tokens of
+    nearly equal probability never trade places.
+    """
+    params = [spec.params for spec in specs]
+    temperature = _column(params, lambda p: p.temperature, logits)[:, None]
+    # The best logit goes to 0 first: a tiny temperature then makes -inf of the others, never NaN.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
+    kept = filter_tokens(scaled, params)
+    mass = kept.softmax(-1).double().cumsum(-1)  # [S, V]
+    total = mass[:, -1:]
+    uniform = torch.from_numpy(uniform_numbers(specs)).to(logits.device)[:, None]
+    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(mass, point, right=True)[:, 0]
+
+
+def filter_tokens(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Scaled logits [S, V] with the tokens that min_p, top_k and top_p drop at -inf.
+
+    Tokens that tie with the last one kept are kept too.
+    """
+    floor = torch.full_like(logits[:, :1], -torch.inf)  # [S, 1] least logit kept
+    if any(p.min_p > 0 for p in params):
+        log_min_p = _column(params, lambda p: p.min_p, logits).log()[:, None]
+        floor = logits.amax(-1, keepdim=True) + log_min_p
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    vocab_size = logits.shape[1]
+    top_k = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
+    rows = [r for r, p in enumerate(params) if top_k[r] or p.top_p < 1.0]
+    if not rows:
+        return logits
+    index = torch.tensor(rows, device=logits.device)
+    some = logits.index_select(0, index)
+    some = _filter_top_k(some, [top_k[row] for row in rows])
+    some = _filter_top_p(some, [params[row].top_p for row in rows])
+    return logits.index_copy(0, index, some)
+
+
+def _filter_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:
+    """0 keeps all."""
+    if not any(top_k):
+        return logits
+    best = logits.topk(max(top_k), -1).values
+    last = torch.tensor(top_k, device=logits.device)[:, None] - 1  # -1 where all are kept
+    floor = best.gather(1, last.clamp(min=0)).masked_fill(last < 0, -torch.inf)
+    return logits.masked_fill(logits < floor, -torch.inf)
+
+
+def _filter_top_p(logits: Tensor, top_p: Sequence[float]) -> Tensor:
+    """The smallest set of best tokens with at least this probability; 1 keeps all."""
+    if not any(p < 1.0 for p in top_p):
+        return logits
+    wanted = torch.tensor(top_p, dtype=torch.float64, device=logits.device)[:, None]
+    probs = logits.softmax(-1)
+    num_best = min(TOP_P_CANDIDATES, logits.shape[1])
+    while True:
+        best = probs.topk(num_best, -1).values  # [S, num_best]
+        mass = best.double().cumsum(-1)
+        if num_best == logits.shape[1] or bool(((mass[:, -1:] >= wanted) | (wanted == 1)).all()):
+            break
+        num_best = logits.shape[1]
+    num_kept = (mass < wanted).sum(-1, keepdim=True) + 1  # the one that reaches `wanted` as well
+    floor = best.gather(1, (num_kept - 1).clamp(max=num_best - 1))
+    return logits.masked_fill((probs < floor) & (wanted < 1), -torch.inf)
+
+
+def uniform_numbers(specs: Sequence[SampleSpec]) -> NDArray[np.float64]:
+    """[S] numbers in (0, 1), each a pure function of its row's seed and index.
+
+    Two rounds of splitmix64's finalizer (Steele, Lea and Flood 2014), as a counter-based generator.
+    """
+    seeds = np.array([spec.seed & (2**64 - 1) for spec in specs], np.uint64)
+    index = np.array([spec.index for spec in specs], np.uint64)
+    bits = _mix(_mix(seeds) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _cells(
+    rows: Sequence[int], tokens: Sequence[NDArray[np.int32]], vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct (row, token) cells of flattened [S, V] logits that `tokens` of `rows` name.
+
+    Returns flat indices, how often each is named, and which entry of `rows` it belongs to.
+    """
+    lengths = [len(ids) for ids in tokens]
+    base = np.repeat(np.arange(len(rows), dtype=np.int64) * vocab_size, lengths)
+    local, counts = np.unique(base + np.concatenate(tokens), return_counts=True)
+    of_row = local // vocab_size
+    return local + (np.asarray(rows) - np.arange(len(rows)))[of_row] * vocab_size, counts, of_row
+
+
+def _column(
+    params: Sequence[SamplingParams], get: Callable[[SamplingParams], float], like: Tensor
+) -> Tensor:
+    """[S] a parameter of each row, in the dtype and on the device of `like`."""
+    return torch.tensor([get(p) for p in params], dtype=like.dtype, device=like.device)
+
+
+def _outputs(logits: Tensor, token_ids: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+    chosen: list[int] = token_ids.tolist()
+    outputs = [RowOutput(token_id, None, ()) for token_id in chosen]
+    rows = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    if not rows:
+        return outputs
+    index = torch.tensor(rows, device=logits.device)
+    logprobs = logits.index_select(0, index).log_softmax(-1)  # [rows, V]
+    own = logprobs.gather(1, token_ids.index_select(0, index)[:, None])[:, 0].tolist()
+    wanted = [min(specs[row].params.logprobs or 0, logits.shape[1]) for row in rows]
+    values, ids = (best.tolist() for best in logprobs.topk(max(wanted), -1))
+    for i, row in enumerate(rows):
+        best = tuple(zip(ids[i][: wanted[i]], values[i][: wanted[i]], strict=True))
+        outputs[row] = RowOutput(chosen[row], own[i], best)
+    return outputs

@@ -1,0 +1,232 @@
+"""A cache under an oracle so plain that it is obviously right.
+
+Every page slot holds the token prefix whose K/V it stands for. A step that would read a slot checks
+it first. What the cache may hold is followed as a plain set of token tuples.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from radixserve.cache import CachedSequence, OutOfPages, RadixCache
+
+Prefix = tuple[int, ...]
+
+
+class World:
+    def __init__(self, num_pages: int, page_size: int, *, reuse: bool = True) -> None:
+        self.cache = RadixCache(num_pages, page_size, reuse=reuse)
+        self.page_size = page_size
+        self.cells: dict[tuple[int, int], Prefix] = {}  # (page, slot) -> the prefix it stands for
+        self.open: list[CachedSequence] = []
+        self.spaces: dict[int, str] = {}  # id(sequence) -> namespace; "" of a reset one is kept
+        self.stale: set[int] = set()  # sequences that were open at a reset of their namespace
+
+    # -- what a user does ---------------------------------------------------------------------
+
+    def acquire(self, tokens: Prefix, namespace: str = "", *, allow_full: bool = False) -> None:
+        before = self.cache.dump()
+        found = self.cache.lookup(tokens, namespace, allow_full=allow_full)
+        probe = self.cache.probe(_array(tokens), namespace)
+        assert self.cache.dump() == before, "lookup changed something"
+        limit = len(tokens) if allow_full else max(0, len(tokens) - 1)
+        true = self.longest_cached(tokens[:limit], namespace)
+        assert true - true % self.page_size <= found.cached_len <= true
+        if self.cache.stats()["pages_free"]:
+            assert found.cached_len == true
+        if not allow_full and self.cache.reuses:
+            assert probe.cached_len == true
+        seq = self.cache.acquire(tokens, namespace, allow_full=allow_full)
+        assert seq.cached_len == seq.length == found.cached_len
+        assert tuple(seq.tokens) == tokens[: seq.cached_len]
+        self._add(seq, namespace)
+
+    def extend(self, seq: CachedSequence, tokens: Prefix) -> bool:
+        before = self.cache.dump(), self.cache.stats()["pages_free"]
+        length = seq.length
+        wanted = seq.pages_wanted(len(tokens))
+        available = self.cache.num_available
+        try:
+            seq.extend(tokens)
+        except OutOfPages:
+            assert wanted > available
+            assert seq.length == length
+            assert self.cache.stats()["pages_free"] >= before[1]
+            return False
+        self.copy_heads(seq)
+        self.write(seq, length)
+        return True
+
+    def commit(self, seq: CachedSequence, length: int) -> None:
+        seq.commit(length)
+        self.verify(seq)
+        if self.cache.reuses and id(seq) not in self.stale:
+            cached = self.longest_cached(tuple(seq.tokens[:length]), self.spaces[id(seq)])
+            assert cached == length, "published tokens are not in the tree"
+
+    def fork(self, seq: CachedSequence) -> None:
+        try:
+            twin = seq.fork()
+        except OutOfPages:
+            return
+        assert tuple(twin.tokens) == tuple(seq.tokens[: seq.committed_len])
+        if id(seq) in self.stale:
+            self.stale.add(id(twin))
+        self._add(twin, self.spaces[id(seq)])
+
+    def truncate(self, seq: CachedSequence, length: int) -> None:
+        tokens = tuple(seq.tokens[:length])
+        try:
+            seq.truncate(length)
+        except OutOfPages:
+            return
+        assert tuple(seq.tokens) == tokens
+        self.copy_heads(seq)
+        self.verify(seq)
+
+    def release(self, seq: CachedSequence) -> None:
+        seq.release()
+        self.open.remove(seq)
+        self.stale.discard(id(seq))
+
+    def evict(self, num_tokens: int) -> None:
+        could = self.cache.num_available * self.page_size
+        free = self.cache.stats()["pages_free"]
+        freed = self.cache.evict(num_tokens)
+        rounded = -(-num_tokens // self.page_size) * self.page_size
+        assert freed <= max(rounded, self.cache.num_pages * self.page_size)
+        assert freed >= min(rounded, could - free * self.page_size)
+        for seq in self.open:
+            self.verify(seq)
+
+    def reset(self, namespace: str | None) -> None:
+        self.cache.reset(namespace)
+        for seq in self.open:
+            if namespace is None or self.spaces[id(seq)] == namespace:
+                self.stale.add(id(seq))
+
+    # -- what the device would do -------------------------------------------------------------
+
+    def copy_heads(self, seq: CachedSequence) -> None:
+        for source, target, count in seq.copies:
+            for slot in range(count):
+                self.cells[target, slot] = self.cells[source, slot]
+
+    def write(self, seq: CachedSequence, start: int) -> None:
+        tokens = tuple(seq.tokens)
+        shared = self.shared_cells()
+        for at in range(start, seq.length):
+            cell = int(seq.pages[at // self.page_size]), at % self.page_size
+            assert cell not in shared, "a slot that others may read would be overwritten"
+            self.cells[cell] = tokens[: at + 1]
+
+    def verify(self, seq: CachedSequence) -> None:
+        """Everything that this sequence's next step would read is what it should be."""
+        tokens = tuple(seq.tokens)
+        heads = {target: source for source, target, _ in seq.copies}
+        for at in range(seq.committed_len):
+            page, slot = int(seq.pages[at // self.page_size]), at % self.page_size
+            page = heads.get(page, page)  # not copied yet
+            assert self.cells[page, slot] == tokens[: at + 1], f"position {at} of {seq}"
+
+    # -- the oracle ---------------------------------------------------------------------------
+
+    def paths(self, namespace: str) -> Iterator[tuple[Prefix, list[tuple[int, int]]]]:
+        """Every path of the tree from its root: tokens and the cells that hold them."""
+        root = self.cache.dump()["namespaces"].get(namespace)
+        stack: list[tuple[dict[str, Any], Prefix, list[tuple[int, int]]]] = []
+        if root is not None:
+            stack.append((root, (), []))
+        while stack:
+            node, tokens, cells = stack.pop()
+            for child in node["children"]:
+                more = [
+                    (child["pages"][at // self.page_size], at % self.page_size)
+                    for at in range(child["num_tokens"])
+                ]
+                stack.append((child, tokens + tuple(child["tokens"]), cells + more))
+            yield tokens, cells
+
+    def longest_cached(self, tokens: Prefix, namespace: str) -> int:
+        longest = 0
+        for path, cells in self.paths(namespace):
+            agreed = 0
+            while agreed < min(len(path), len(tokens)) and path[agreed] == tokens[agreed]:
+                agreed += 1
+            for at in range(len(path)):
+                assert self.cells[cells[at]] == path[: at + 1], "a cached page holds something else"
+            longest = max(longest, agreed)
+        return longest
+
+    def shared_cells(self) -> set[tuple[int, int]]:
+        spaces = self.cache.dump()["namespaces"]
+        return {cell for name in spaces for _, cells in self.paths(name) for cell in cells}
+
+    def check(self) -> None:
+        self.cache.check()
+        stats = self.cache.stats()
+        parts = stats["pages_free"] + stats["pages_tree"] + stats["pages_private"]
+        assert parts == stats["pages_total"]
+
+    def drain(self) -> None:
+        for seq in list(self.open):
+            self.release(seq)
+        self.check()
+        self.cache.reset()
+        self.check()
+        stats = self.cache.stats()
+        assert stats["pages_free"] == stats["pages_total"]
+        assert self.cache.evict(stats["pages_total"] * self.page_size) >= 0
+        self.check()
+
+    def _add(self, seq: CachedSequence, namespace: str) -> None:
+        self.spaces[id(seq)] = namespace
+        self.open.append(seq)
+        self.verify(seq)
+        self.copy_heads(seq)
+        self.verify(seq)
+
+
+def _array(tokens: Prefix) -> Any:
+    import numpy as np
+
+    return np.asarray(tokens, np.int32)
+
+
+def random_step(world: World, rng: random.Random, max_len: int) -> None:
+    """One random thing that a user of the cache may do."""
+    action = rng.choices(
+        ["acquire", "extend", "commit", "fork", "truncate", "release", "evict", "reset"],
+        [8, 10, 10, 3, 3, 5, 2, 0.2],
+    )[0]
+    seq = rng.choice(world.open) if world.open else None
+    if action == "acquire" and len(world.open) < 12:
+        tokens = random_tokens(world, rng, max_len)
+        world.acquire(tokens, rng.choice(["", "", "b"]), allow_full=rng.random() < 0.2)
+    elif action == "evict":
+        world.evict(rng.randrange(2 * world.page_size + 8))
+    elif action == "reset":
+        world.reset(rng.choice([None, "", "b"]))
+    elif seq is None:
+        return
+    elif action == "extend":
+        world.extend(seq, tuple(rng.randrange(2) for _ in range(rng.randrange(1, 6))))
+    elif action == "commit":
+        world.commit(seq, rng.randint(seq.committed_len, seq.length))
+    elif action == "fork":
+        world.fork(seq)
+    elif action == "truncate":
+        world.truncate(seq, rng.randint(0, seq.length))
+    else:
+        world.release(seq)
+
+
+def random_tokens(world: World, rng: random.Random, max_len: int) -> Prefix:
+    """Often a head of something open, so that prefixes are shared at every offset."""
+    head: Prefix = ()
+    if world.open and rng.random() < 0.7:
+        other = tuple(rng.choice(world.open).tokens.tolist())
+        head = other[: rng.randint(0, len(other))]
+    return head + tuple(rng.randrange(2) for _ in range(rng.randrange(max_len)))

@@ -1,0 +1,177 @@
+"""Tiny random checkpoints of many families, written the way the hub writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+VOCAB_SIZE = 288  # 256 bytes and room for special tokens
+BOS_ID, EOS_ID = 256, 257
+
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": None,
+}
+MOE = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "rotary_pct": 0.5}),
+    "olmo": ("OlmoConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "phi": ("PhiConfig", {"partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3Config", {}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            "embedding_multiplier": 3.0,
+        },
+    ),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True}),
+    "gemma": ("GemmaConfig", {"head_dim": 32, "tie_word_embeddings": True}),
+    "glm": ("GlmConfig", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": None, "use_bias": True}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "gpt2": ("GPT2Config", {"num_key_value_heads": None, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 32, **MOE}),
+    "nemotron": ("NemotronConfig", {"head_dim": 16}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+}
+NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def make_config(family: str, **overrides: Any) -> Any:
+    """A tiny transformers config of the family; `overrides` replace its fields."""
+    class_name, own = FAMILIES[family]
+    fields = {**SIZES, **own, **overrides}
+    fields = {k: v for k, v in fields.items() if v is not None or k in _MAY_BE_NONE}
+    return getattr(transformers, class_name)(**fields)
+
+
+_MAY_BE_NONE = ("pad_token_id", "eos_token_id", "sliding_window")
+
+
+def make_model(config: Any, seed: int = 0) -> Any:
+    """The config's causal language model in float32 with seeded weights, eager attention.
+
+    Biases and norms are random, too: as transformers starts them, zeros and ones hide errors.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or "norm" in name:
+                    parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.float()
+
+
+def make_checkpoint(
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    eos_ids: int | Iterable[int] | None = None,
+    max_shard_size: str | None = None,
+    with_tokenizer: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write a tiny checkpoint of the family into `folder` and return it.
+
+    eos_ids go to generation_config.json; a small max_shard_size ("40KB") makes several files and an
+    index; `overrides` are fields of the transformers config.
+    """
+    model = make_model(make_config(family, **overrides), seed).to(dtype)
+    if eos_ids is not None:
+        ids = eos_ids if isinstance(eos_ids, int) else list(eos_ids)
+        model.generation_config.eos_token_id = ids
+    sharding = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    model.save_pretrained(folder, **sharding)
+    if with_tokenizer:
+        make_tokenizer(folder)
+    return Path(folder)
+
+
+def load_reference(folder: Path) -> Any:
+    """transformers' own float32 model of a checkpoint, eager attention."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def edit_json(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file; None removes one."""
+    data = json.loads(path.read_text()) if path.exists() else {}
+    data.update(fields)
+    path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> Any:
+    """Write a tokenizer of one token a byte, with end and role tokens and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: Iterable[int], num_tokens: int) -> list[int]:
+    """The prompt and `num_tokens` more, as transformers' generate finds them; end tokens ignored."""
+    ids = torch.tensor([list(prompt)])
+    model.generation_config.eos_token_id = None
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )[0].tolist()
+
+
+@torch.inference_mode()
+def all_logprobs(model: Any, tokens: Iterable[int]) -> torch.Tensor:
+    """[n, V] float32: transformers' log-probabilities after each of the tokens."""
+    return model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
