@@ -159,7 +159,7 @@ def make_tokenizer(folder: Path) -> Any:
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Iterable[int], num_tokens: int) -> list[int]:
-    """The prompt and `num_tokens` more, as transformers' generate finds them; end tokens ignored."""
+    """The prompt and `num_tokens` more by transformers' generate; end tokens are ignored."""
     ids = torch.tensor([list(prompt)])
     model.generation_config.eos_token_id = None
     return model.generate(

@@ -50,10 +50,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """Write k, v [T, Hkv, D] to slots of k_cache, v_cache [num_slots, Hkv, D]; slots are distinct."""
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write k, v [T, Hkv, D] to distinct slots of k_cache, v_cache [num_slots, Hkv, D]."""
     k_cache.index_copy_(0, slot_mapping, k)
     v_cache.index_copy_(0, slot_mapping, v)
 

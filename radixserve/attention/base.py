@@ -68,7 +68,9 @@ class AttentionBackend(Protocol):
         """Prepare for `batch`; once a step, before the first `run`."""
         ...
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
+    ) -> Tensor:
         """Store k, v in the new tokens' slots, then attend causally by position.
 
         q [T, Hq, D]; k, v [T, Hkv, D]; returns [T, Hq, D]. `scale` multiplies the scores and is

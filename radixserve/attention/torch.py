@@ -1,7 +1,7 @@
 """The `torch` backend: paged attention from PyTorch's own operations, and the tests' reference.
 
-`plan` cuts the step's rows into segments and packs these into a few padded groups; `run` then costs,
-for each group, a gather of its pages and one scaled_dot_product_attention:
+`plan` cuts the step's rows into segments and packs these into a few padded groups; `run` then
+costs, for each group, a gather of its pages and one scaled_dot_product_attention:
 
     fresh    rows that start at position 0: K and V are the step's own, no gather, causal, no mask
     folded   decodes and short chunks: the query heads of a K/V head become query positions,
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from radixserve_kernels.torch_ops import store_kv
 from torch import Tensor
 
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray, check_dtype, kv_view
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.torch_ops import store_kv
 
 Q_BLOCK = 256  # queries of one row in a masked segment, at most
 FOLD_MAX = 16  # longest segment whose query heads are folded
@@ -50,7 +50,9 @@ class Group:
     kv_len: int  # Lk
     is_fresh: bool
     is_folded: bool
-    tokens: slice | Tensor  # [B * Lq] the queries among the batch's tokens; padding repeats the last
+    tokens: (
+        slice | Tensor
+    )  # [B * Lq] the queries among the batch's tokens; padding repeats the last
     pages: slice | Tensor | None  # slots if they are contiguous, else [B * pages] int64 page ids
     mask: Tensor | None  # [B, 1, Lq or G * Lq, Lk] 0 or -inf
 
@@ -97,7 +99,9 @@ class TorchBackend:
             order.append(np.where(_is_real(segments, members, tokens.shape[1]), tokens, -1).ravel())
         self._plan = Plan(tuple(groups), batch.slot_mapping, self._out_index(np.concatenate(order)))
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None) -> Tensor:
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
+    ) -> Tensor:
         plan = self._plan
         assert plan is not None, "run before plan"
         store_kv(k, v, *self._slots[layer], plan.slot_mapping)
@@ -127,12 +131,10 @@ class TorchBackend:
         query = query.view(split).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * Lq, D]
         out = F.scaled_dot_product_attention(
             query, keys, values, attn_mask=group.mask, scale=scale
-        ).unflatten(2, (self.group_size, q_len))
+        ).view(size, self.num_kv_heads, self.group_size, q_len, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(size * q_len, heads, dim)
 
-    def _keys_values(
-        self, group: Group, k: Tensor, v: Tensor, layer: int
-    ) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, group: Group, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """A group's keys and values, each [B, Hkv, Lk, D]."""
         pages = group.pages
         if pages is None:  # fresh: the step's own

@@ -40,7 +40,7 @@ class Lookup(NamedTuple):
 
 
 def explain(tree: RadixTree, space: Space, match: Match, data: bytes, limit: int) -> Lookup:
-    """The reason why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
+    """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
     length = match.length
     if length >= limit:
         return Lookup(length, "full", length)

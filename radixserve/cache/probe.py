@@ -37,6 +37,17 @@ class Probe:
             node = node.parent
         return node.end
 
+    def path(self) -> tuple[int, ...]:
+        """Serial numbers of the nodes that the match goes through, from the root down."""
+        self.refresh()
+        serials: list[int] = []
+        node = self._match.node
+        while node.parent is not None:
+            serials.append(int(node.serial))
+            node = node.parent
+        serials.reverse()
+        return tuple(serials)
+
     def refresh(self) -> bool:
         """Look again if a node that the match rests on has changed; True if the length did."""
         if not self._reuse:

@@ -207,9 +207,9 @@ class RadixTree:
 
     def prune(self, space: Space) -> None:
         """Forget a namespace that holds nothing and that nobody holds."""
-        if not space.root.refs and not space.root.children:
-            if self.spaces.get(space.name) is space:
-                del self.spaces[space.name]
+        is_empty = not space.root.refs and not space.root.children
+        if is_empty and self.spaces.get(space.name) is space:
+            del self.spaces[space.name]
 
     def _shift_locked(self, node: Node, pages: int) -> None:
         self.num_locked += pages
@@ -225,7 +225,7 @@ class RadixTree:
         if parent.keys is None:
             return any(len(k) > len(key) and k.startswith(key) for k in parent.children)
         at = parent.keys.bisect_right(key)
-        return at < len(parent.keys) and parent.keys[at].startswith(key)
+        return at < len(parent.keys) and bool(parent.keys[at].startswith(key))
 
     # -- changing -----------------------------------------------------------------------------
 

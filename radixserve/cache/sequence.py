@@ -3,9 +3,10 @@
     tokens     [0 .................... published) [ ... committed) [ ... length)
     pages      [ shared with the tree, read-only ][ private to this sequence   )
 
-`_node` is the locked anchor: it or its ancestors hold the tokens [0, published). The last shared page
-may be partial: then this sequence put it there and is the only one to write behind its end.
-`published` lags `committed` by less than a page, only where the tree holds the same tokens already.
+`_node` is the locked anchor: it or its ancestors hold the tokens [0, published). The last shared
+page may be partial: then this sequence put it there and is the only one to write behind its end.
+`published` lags `committed` by less than a page, where the tree holds the same tokens already or
+was made to protect no more than it must.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.int_buffer import IntBuffer
 from radixserve.cache.radix_tree import TOKEN_BYTES, Node, common_tokens
 from radixserve.cache.tokens import TokenIds, as_token_ids
 from radixserve.errors import InvalidRequest
+from radixserve.int_buffer import IntBuffer
 
 if TYPE_CHECKING:
     from radixserve.cache.store import PageStore
@@ -44,9 +45,14 @@ class CachedSequence:
     )
 
     def __init__(
-        self, store: PageStore, node: Node, tokens: IntArray, shared: IntArray, copy: PageCopy | None
+        self,
+        store: PageStore,
+        node: Node,
+        tokens: IntArray,
+        shared: IntArray,
+        copy: PageCopy | None,
     ) -> None:
-        """`node` covers all of `tokens` and is locked for this sequence; `copy` fills the last page."""
+        """`node` covers all of `tokens` and is locked for this one; `copy` fills its last page."""
         self._store = store
         self._node = node
         self._tokens = IntBuffer(tokens)
@@ -93,6 +99,11 @@ class CachedSequence:
     @property
     def is_released(self) -> bool:
         return not self._is_open
+
+    @property
+    def is_stale(self) -> bool:
+        """Its namespace was reset: what it commits is not found by others."""
+        return self._node.space.is_dead
 
     def pages_wanted(self, num_tokens: int) -> int:
         """New pages that `extend` by that many tokens would take."""
@@ -143,9 +154,8 @@ class CachedSequence:
             self._publish()
         copy = (self._tree_page(whole), page, extra) if extra else None
         store.tree.lock(self._node)
-        twin = CachedSequence(
-            store, self._node, self._tokens.view(0, self._committed), self._pages.view(0, whole), copy
-        )
+        tokens, shared = self._tokens.view(0, self._committed), self._pages.view(0, whole)
+        twin = CachedSequence(store, self._node, tokens, shared, copy)
         twin._published = self._published
         return twin
 
@@ -164,6 +174,8 @@ class CachedSequence:
             source = int(self._pages.view()[whole])
             copy = (source, int(self._store.allocate(1)[0]), extra)
         self._cut_pages(whole + (1 if extra else 0), copy)
+        if extra:  # a copy that is still to be made must not reach behind the cut
+            self.copies[:] = [(src, dst, min(n, extra)) for src, dst, n in self.copies]
         self._tokens.truncate(length)
         self._committed = min(self._committed, length)
         self._published = min(self._published, length)
@@ -288,7 +300,9 @@ class CachedSequence:
 
     def _extend_leaf(self, leaf: Node, pos: int) -> None:
         """Append our tokens [pos, committed) and the pages that the leaf lacks."""
-        tokens, pages = self._unpublished(pos, leaf.start // self._store.page_size + len(leaf.pages))
+        tokens, pages = self._unpublished(
+            pos, leaf.start // self._store.page_size + len(leaf.pages)
+        )
         self._store.tree.extend(leaf, tokens, pages)
         self._num_shared = self._store.pages_for(self._committed)
         self._published = self._committed

@@ -17,7 +17,7 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 def as_token_ids(tokens: TokenIds) -> IntArray:
     """[n] int32. Raises InvalidRequest for anything but a flat sequence of int32 values."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        return tokens
+        return tokens.view(np.int32)
     try:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError, TypeError) as error:

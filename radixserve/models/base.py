@@ -46,5 +46,5 @@ class LanguageModel(Protocol):
     info: ModelInfo
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        """Logits [S, V] float32 after each of `batch.logits_indices`; `backend` has been planned."""
+        """Logits [S, V] float32 after each of `batch.logits_indices`; `backend` is planned."""
         ...

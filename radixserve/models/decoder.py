@@ -12,6 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from radixserve_kernels.torch_ops import (
+    add_rms_norm,
+    apply_rotary,
+    rms_norm,
+    rotary_tables,
+    silu_and_mul,
+)
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
@@ -22,13 +29,6 @@ from radixserve.models.weights import (
     architecture_of,
     check_sliding_window,
     read_eos_ids,
-)
-from radixserve_kernels.torch_ops import (
-    add_rms_norm,
-    apply_rotary,
-    rms_norm,
-    rotary_tables,
-    silu_and_mul,
 )
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -121,11 +121,11 @@ class Decoder:
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
-        qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), 1)
+        qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, layer.qk_norm, shape.eps)
-        q, k = apply_rotary(qk, *tables).split((num_heads, num_kv_heads), 1)
-        out = backend.run(q, k, v, number)  # [T, Hq, D]
+        qk = apply_rotary(qk, *tables)
+        out = backend.run(qk[:, :num_heads], qk[:, num_heads:], v, number)  # [T, Hq, D]
         return F.linear(out.flatten(1), layer.o, layer.o_bias)
 
 
@@ -231,7 +231,9 @@ def _load_layer(reader: WeightReader, prefix: str, shape: DecoderShape) -> Layer
     gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
 
     def fused(parts: dict[str, int]) -> Tensor:
-        return torch.cat([reader.take(f"{prefix}{p}.weight", (n, hidden)) for p, n in parts.items()])
+        return torch.cat(
+            [reader.take(f"{prefix}{p}.weight", (n, hidden)) for p, n in parts.items()]
+        )
 
     def bias(parts: dict[str, int], exists: bool) -> Tensor | None:
         if not exists:

@@ -112,9 +112,10 @@ def check_sliding_window(config: Any) -> None:
         others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
         if others:
             raise ModelNotSupported(f"layers of type {', '.join(others)} (full attention only)")
-    elif window and getattr(config, "use_sliding_window", True):
-        if window < config.max_position_embeddings:
-            raise ModelNotSupported(f"sliding window attention over {window} positions")
+        return
+    is_used = bool(window) and getattr(config, "use_sliding_window", True)
+    if is_used and window < config.max_position_embeddings:
+        raise ModelNotSupported(f"sliding window attention over {window} positions")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -164,7 +165,7 @@ class WeightReader:
         self._handles: dict[str, Any] = {}  # tensor name -> open file
         for path in tensor_files(folder):
             try:
-                handle = safe_open(path, framework="pt", device="cpu")
+                handle: Any = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
             self._handles.update(dict.fromkeys(handle.keys(), handle))

@@ -17,9 +17,7 @@ from radixserve.schedule import Row
 __all__ = ["ForwardBatch", "build_forward_batch"]
 
 
-def build_forward_batch(
-    rows: Sequence[Row], page_size: int, device: torch.device
-) -> ForwardBatch:
+def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device) -> ForwardBatch:
     """Lay the rows (at least one) end to end. Raises ValueError if one's pages do not fit it."""
     start = np.array([row.start for row in rows], np.int64)
     num_new = np.array([len(row.token_ids) for row in rows], np.int64)

@@ -1,7 +1,7 @@
 """From logits to tokens, for all sampled rows of a step at once.
 
-Knows what each row asks for (`SampleSpec`) and keeps nothing between calls: a row's token depends on
-its own logits, parameters, seed and index alone, whatever else is in the batch.
+Knows what each row asks for (`SampleSpec`) and keeps nothing between calls: a row's token depends
+on its own logits, parameters, seed and index alone, whatever else is in the batch.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""What comes out: a step's news of one request, and the finished `Completion`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixserve.cache import Lookup
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts; cached_tokens + computed_tokens == prompt_tokens, always.
+
+    A prompt token counts as cached when this request never computed it, as computed otherwise
+    (once, also when a preemption made it necessary again). A request that ended before its prompt
+    was processed counts only what was.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Seconds since the request was queued; None for what it did not reach."""
+
+    queue_s: float | None  # until it was admitted
+    ttft_s: float | None  # until its first token
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended."""
+
+    reason: str  # "stop", "length", "abort" or "error"
+    usage: Usage
+    metrics: Metrics
+    miss: Lookup | None  # the cache's answer when it was admitted
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One step's news of one request: at most one token, and its end when it ended."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # one a token when asked for, else empty
+    top_logprobs: tuple[dict[int, float], ...]
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one prompt.
+
+    finish_reason   "stop" (end token or stop string), "length" or "abort"
+    logprobs        of each generated token, when asked for: of the model's own distribution
+    top_logprobs    {token id: logprob} of the best ones at each position, when asked for
+    miss            how much of the prompt was cached at admission, and why not more
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    usage: Usage
+    metrics: Metrics
+    miss: Lookup | None
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a streamed answer; the last one carries the whole `completion`."""
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None

@@ -1,0 +1,104 @@
+"""`Job`: the scheduler's own record of a request, from arrival to end."""
+
+from __future__ import annotations
+
+from radixserve.arrays import IntArray
+from radixserve.cache import CachedSequence, Lookup, Probe
+from radixserve.int_buffer import IntBuffer
+from radixserve.output import Metrics, Usage
+from radixserve.request import Request
+
+
+class Job:
+    """Waiting while `sequence` is None, running otherwise."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrival",
+        "cached_at_first",
+        "first_token_at",
+        "follows",
+        "follows_until",
+        "lookup",
+        "num_prompt_done",
+        "num_reused",
+        "order_key",
+        "overtaken",
+        "probe",
+        "queued_at",
+        "request",
+        "sequence",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, arrival: int, probe: Probe, now: float) -> None:
+        self.request = request
+        self.arrival = arrival  # 0, 1, 2 ...
+        self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
+        self.probe = probe  # of `tokens`, while waiting
+        self.sequence: CachedSequence | None = None
+        self.overtaken = 0  # admissions of later requests while this one waited
+        self.follows: Job | None = None  # the running job whose tokens this one waits for
+        self.follows_until = 0  # how many of them
+        self.order_key: tuple[object, ...] = ()
+        self.lookup: Lookup | None = None  # at the first admission
+        self.cached_at_first = -1  # tokens cached when it was first considered
+        self.num_reused = 0  # prompt tokens that this request never computed
+        self.num_prompt_done = 0  # prompt tokens whose K/V it has had
+        self.queued_at = now
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.token_ids)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who keeps its pages when they run out: high priority first, then early arrival."""
+        return (-self.request.params.priority, self.arrival)
+
+    @property
+    def committed(self) -> int:
+        return 0 if self.sequence is None else self.sequence.committed_len
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its last token is still to be computed."""
+        return self.sequence is not None and self.committed == len(self.tokens) - 1
+
+    def admit(self, sequence: CachedSequence, lookup: Lookup, now: float) -> None:
+        cached = min(sequence.cached_len, self.num_prompt)
+        if self.lookup is None:
+            self.lookup, self.admitted_at, self.num_reused = lookup, now, cached
+        else:
+            self.num_reused = min(self.num_reused, cached)
+        self.num_prompt_done = max(self.num_prompt_done, cached)
+        self.sequence = sequence
+        self.follows = None
+
+    def note_committed(self, length: int) -> None:
+        self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_done,
+            cached_tokens=self.num_reused,
+            computed_tokens=self.num_prompt_done - self.num_reused,
+            completion_tokens=self.num_output,
+        )
+
+    def metrics(self, now: float) -> Metrics:
+        start = self.queued_at
+        return Metrics(
+            queue_s=None if self.admitted_at is None else self.admitted_at - start,
+            ttft_s=None if self.first_token_at is None else self.first_token_at - start,
+            total_s=now - start,
+        )
+
+    def token_ids(self) -> IntArray:
+        return self.tokens.view()

@@ -1,0 +1,61 @@
+"""Who is computing, right now, the tokens that a waiting request needs next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from radixserve.scheduler.job import Job
+
+
+class Leaders:
+    """The running requests of one pass, by the tokens that they are about to publish.
+
+    A waiting request whose cached prefix ends at position m follows a running one when both agree
+    on [0, m] and the running one still has to compute position m.
+    """
+
+    def __init__(self, running: Iterable[Job]) -> None:
+        self._prefilling: list[Job] = []
+        self._decoding: dict[int, list[Job]] = {}  # by the position that they compute
+        for job in running:
+            self.add(job)
+
+    def add(self, job: Job) -> None:
+        sequence = job.sequence
+        assert sequence is not None
+        if sequence.is_stale:  # what it computes will not be found
+            return
+        if job.is_decoding:
+            self._decoding.setdefault(len(job.tokens) - 1, []).append(job)
+        else:
+            self._prefilling.append(job)
+
+    def is_following(self, job: Job) -> bool:
+        """Whether `job` should wait for tokens of a running request; remembers which."""
+        leader = job.follows
+        if leader and leader.sequence and leader.committed < job.follows_until:
+            return True
+        job.follows = None
+        wanted = len(job.tokens) - 1  # the last token is always computed
+        at = job.probe.cached_len
+        if at >= wanted:
+            return False
+        for leader in (*self._prefilling, *self._decoding.get(at, ())):
+            agreed = _agreed(job, leader, at, wanted)
+            if agreed > max(at, leader.committed):
+                job.follows, job.follows_until = leader, agreed
+                return True
+        return False
+
+
+def _agreed(job: Job, leader: Job, at: int, limit: int) -> int:
+    """Leading tokens that both share, at most `limit`; 0 unless they share more than `at`."""
+    if job.request.params.namespace != leader.request.params.namespace:
+        return 0
+    mine, theirs = job.tokens.view(), leader.tokens.view()
+    if len(theirs) <= at or mine[at] != theirs[at]:
+        return 0
+    size = min(limit, len(theirs))
+    differs = mine[:size] != theirs[:size]
+    first = int(differs.argmax())
+    return first if differs[first] else size

@@ -1,0 +1,75 @@
+"""`StepPlan`: a step being put together, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixserve.schedule import Row, SampleSpec, Schedule
+from radixserve.scheduler.job import Job
+
+
+class StepPlan:
+    """Collects rows; the prefill budget is what is left of `chunk_size`."""
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.budget = budget
+        self.is_short = False  # somebody had no room: nobody new is admitted
+        self._step = step
+        self._rows: list[Row] = []
+        self._arrivals: set[int] = set()
+        self._num_decode = 0
+        self._copies: list[tuple[int, int, int]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._rows
+
+    def has(self, job: Job) -> bool:
+        return job.arrival in self._arrivals
+
+    def add(self, job: Job, num_tokens: int, *, is_decode: bool) -> None:
+        """Compute `num_tokens` more tokens of `job`, for which its sequence has room."""
+        sequence = job.sequence
+        assert sequence is not None
+        start = sequence.committed_len
+        end = start + num_tokens
+        assert sequence.length == end
+        if is_decode:
+            self._num_decode += 1
+        else:
+            self.budget -= num_tokens
+        self._arrivals.add(job.arrival)
+        self._copies += sequence.copies
+        self._rows.append(
+            Row(
+                request_id=job.request.request_id,
+                token_ids=job.tokens.view(start, end),
+                start=start,
+                page_ids=sequence.pages,
+                sample=_sample_spec(job) if end == len(job.tokens) else None,
+            )
+        )
+
+    def build(self) -> Schedule:
+        num_tokens = sum(len(row.token_ids) for row in self._rows)
+        return Schedule(
+            step=self._step,
+            rows=tuple(self._rows),
+            copies=np.asarray(self._copies, np.int32).reshape(-1, 3),
+            num_prefill_tokens=num_tokens - self._num_decode,
+            num_decode_tokens=self._num_decode,
+        )
+
+
+def _sample_spec(job: Job) -> SampleSpec:
+    request = job.request
+    banned: tuple[int, ...] = ()
+    if job.num_output < request.params.min_tokens:
+        banned = tuple(sorted(request.end_ids))
+    return SampleSpec(
+        params=request.params,
+        seed=request.seed,
+        num_prompt=job.num_prompt,
+        token_ids=job.tokens.view(),
+        banned_ids=banned,
+    )

@@ -1,0 +1,364 @@
+"""`Scheduler`: who runs in the next step, and what becomes of it.
+
+It owns the queues and every request's status. It alone calls the cache: `schedule` takes pages,
+`update` publishes and lets go. A request is waiting (no sequence) or running (a locked path in
+the tree); a running one is prefilling until only its last token is uncomputed, then decoding.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sortedcontainers import SortedDict
+
+from radixserve.cache import RadixCache
+from radixserve.errors import InvalidRequest, OutOfPages
+from radixserve.output import Finish, RequestOutput
+from radixserve.request import Request
+from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
+from radixserve.scheduler.job import Job
+from radixserve.scheduler.leaders import Leaders
+from radixserve.scheduler.plan import StepPlan
+from radixserve.scheduler.policy import make_queue
+
+_LOOKAHEAD = 8  # tokens of room kept for each running request when another is admitted
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start; tokens of prompts unless the name says otherwise."""
+
+    steps: int = 0
+    finished: int = 0  # requests
+    aborted: int = 0  # requests
+    failed: int = 0  # requests
+    preemptions: int = 0
+    prompted_tokens: int = 0
+    reused_tokens: int = 0
+    reused_from_leader_tokens: int = 0  # of those, computed by a running request meanwhile
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0  # computed again after a preemption, not part of the above
+    prefilled_tokens: int = 0  # in all prefill rows, recomputed ones included
+    decoded_tokens: int = 0  # in all decode rows
+    generated_tokens: int = 0
+
+
+class Scheduler:
+    """One step is `schedule()`, the runner's work, `update()`; `add` and `abort` come between."""
+
+    def __init__(
+        self,
+        cache: RadixCache,
+        *,
+        policy: str = "lpm",
+        chunk_size: int = 512,
+        max_running: int = 64,
+        max_overtake: int = 64,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._cache = cache
+        self._chunk_size = chunk_size
+        self._max_running = max_running
+        self._max_overtake = max_overtake
+        self._clock = clock
+        self._jobs: dict[str, Job] = {}
+        self._queue = make_queue(policy)  # the waiting ones in policy order
+        self._waiting: SortedDict = SortedDict()  # the same by arrival
+        self._running: dict[int, Job] = {}  # by arrival
+        self._num_arrived = 0
+        self._barrier: float = math.inf  # nobody who arrived after this may be admitted
+        self._counters = Counters()
+
+    # -- what comes from outside --------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. InvalidRequest if its id is in use or it could never fit."""
+        if request.request_id in self._jobs:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        capacity = self._cache.num_pages * self._cache.page_size
+        if not 0 < len(request.token_ids) < request.max_len <= capacity:
+            raise InvalidRequest(
+                f"a prompt of {len(request.token_ids)} tokens needs max_len between "
+                f"{len(request.token_ids) + 1} and the cache's {capacity} tokens, "
+                f"got {request.max_len}"
+            )
+        probe = self._cache.probe(request.token_ids, request.params.namespace)
+        job = Job(request, self._num_arrived, probe, self._clock())
+        self._num_arrived += 1
+        self._jobs[request.request_id] = job
+        self._enqueue(job)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now and free all it holds; None if it has ended already."""
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: str) -> RequestOutput | None:
+        """End a request from outside, for instance at a stop string; None if it has ended."""
+        job = self._jobs.get(request_id)
+        return None if job is None else self._end(job, reason)
+
+    def fail(self, schedule: Schedule, error: BaseException) -> list[RequestOutput]:
+        """The step failed: end its requests with `error`. What they had committed stays cached."""
+        failed = [
+            self._jobs[row.request_id] for row in schedule.rows if row.request_id in self._jobs
+        ]
+        return [self._end(job, "error", error) for job in failed]
+
+    def fail_all(self, error: BaseException) -> list[RequestOutput]:
+        """End everything with `error`."""
+        return [self._end(job, "error", error) for job in list(self._jobs.values())]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._jobs)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start and the queue depths now."""
+        counters = {name: getattr(self._counters, name) for name in self._counters.__slots__}
+        return {"waiting": len(self._queue), "running": len(self._running), **counters}
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def schedule(self) -> Schedule | None:
+        """The next step's work, or None when there is nothing to do."""
+        plan = StepPlan(self._counters.steps, self._chunk_size)
+        self._plan_running(plan)
+        self._admit(plan)
+        if plan.is_empty:
+            assert not self._jobs, "requests are left but none can go on"
+            return None
+        self._counters.steps += 1
+        return plan.build()
+
+    def update(self, schedule: Schedule, output: StepOutput) -> list[RequestOutput]:
+        """The step was computed: publish its tokens, append what was drawn, end what ended."""
+        news = []
+        for row, drawn in zip(schedule.rows, output.outputs, strict=True):
+            job = self._jobs.get(row.request_id)
+            if job is None or job.sequence is None:
+                continue
+            job.sequence.commit(row.end)
+            self._count_row(job, row)
+            if drawn is not None:
+                news.append(self._append(job, drawn))
+        return news
+
+    def _count_row(self, job: Job, row: Row) -> None:
+        counters = self._counters
+        if len(row.token_ids) == 1 and row.start >= job.num_prompt:
+            counters.decoded_tokens += 1
+        else:
+            counters.prefilled_tokens += len(row.token_ids)
+        again = min(row.end, job.num_prompt_done) - row.start
+        counters.recomputed_tokens += max(0, again)
+        job.note_committed(row.end)
+
+    def _append(self, job: Job, drawn: RowOutput) -> RequestOutput:
+        job.tokens.append([drawn.token_id])
+        self._counters.generated_tokens += 1
+        if job.first_token_at is None:
+            job.first_token_at = self._clock()
+        reason = self._end_reason(job, drawn.token_id)
+        return self._output(job, drawn, None if reason is None else self._close(job, reason))
+
+    def _end_reason(self, job: Job, token_id: int) -> str | None:
+        request = job.request
+        if token_id in request.end_ids and job.num_output > request.params.min_tokens:
+            return "stop"
+        if job.num_output >= request.params.max_tokens or len(job.tokens) >= request.max_len:
+            return "length"
+        return None
+
+    # -- running requests ---------------------------------------------------------------------
+
+    def _plan_running(self, plan: StepPlan) -> None:
+        """Decodes first, then prefill chunks, each in order of rank.
+
+        A request without room takes it from unplanned ones of lower rank, else sits the step out.
+        The highest in rank can take from all others, so some request always goes on.
+        """
+        jobs = sorted(self._running.values(), key=lambda job: (not job.is_decoding, job.rank))
+        for job in jobs:
+            if job.sequence is None:  # preempted for one before it
+                continue
+            is_decode = job.is_decoding
+            wanted = 1 if is_decode else min(plan.budget, len(job.tokens) - job.committed)
+            if wanted:
+                count = self._grow(job, wanted, plan)
+                if count:
+                    plan.add(job, count, is_decode=is_decode)
+
+    def _grow(self, job: Job, wanted: int, plan: StepPlan) -> int:
+        """Take room for up to `wanted` tokens, preempting if there is none; returns how many."""
+        sequence = job.sequence
+        assert sequence is not None
+        start = sequence.length
+        while True:
+            count = max(1, self._fitting(job, wanted))
+            try:
+                sequence.extend(job.tokens.view(start, start + count))
+                return count
+            except OutOfPages:
+                plan.is_short = True
+                victim = self._victim(job, plan)
+                if victim is None:
+                    return 0
+                self._preempt(victim)
+
+    def _fitting(self, job: Job, count: int) -> int:
+        """For how many of `count` more tokens there is room without taking anyone's pages."""
+        sequence, cache = job.sequence, self._cache
+        assert sequence is not None
+        slack = len(sequence.pages) * cache.page_size - sequence.length
+        return min(count, slack + cache.num_available * cache.page_size)
+
+    def _victim(self, job: Job, plan: StepPlan) -> Job | None:
+        """The lowest in rank below `job` that is not part of this step."""
+        others = [j for j in self._running.values() if j.rank > job.rank and not plan.has(j)]
+        return max(others, key=lambda j: j.rank, default=None)
+
+    def _preempt(self, job: Job) -> None:
+        """Back to waiting; what was computed stays in the tree for as long as there is room."""
+        assert job.sequence is not None
+        job.sequence.release()
+        job.sequence = None
+        del self._running[job.arrival]
+        self._counters.preemptions += 1
+        job.probe = self._cache.probe(job.tokens.view(), job.request.params.namespace)
+        self._enqueue(job)
+
+    # -- waiting requests ---------------------------------------------------------------------
+
+    def _enqueue(self, job: Job) -> None:
+        self._queue.add(job)
+        self._waiting[job.arrival] = job
+        if job.overtaken >= self._max_overtake:
+            self._barrier = min(self._barrier, job.arrival)
+
+    def _dequeue(self, job: Job) -> None:
+        self._queue.remove(job)
+        del self._waiting[job.arrival]
+        if job.arrival == self._barrier:
+            bound = self._max_overtake
+            overtaken = (j.arrival for j in self._waiting.values() if j.overtaken >= bound)
+            self._barrier = next(overtaken, math.inf)
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Start waiting requests in policy order, looking past those that cannot start now."""
+        if plan.is_short or not self._waiting:
+            return
+        if not plan.budget or len(self._running) >= self._max_running:
+            return
+        self._queue.refresh(self._cache.version)
+        leaders = Leaders(self._running.values() if self._cache.reuses else ())
+        outstanding = self._pages_outstanding()
+        for job in self._candidates():
+            if not plan.budget or len(self._running) >= self._max_running:
+                return
+            if job.arrival > self._barrier:
+                continue
+            if self._cache.reuses and self._is_following(job, leaders):
+                continue
+            if self._fits(job, outstanding) and self._start(job, plan):
+                leaders.add(job)
+                outstanding = self._pages_outstanding()
+
+    def _candidates(self) -> list[Job]:
+        """Those that may not be overtaken any more in order of arrival, then the policy's order."""
+        if self._barrier == math.inf:
+            return list(self._queue)
+        bound = self._max_overtake
+        late = [job for job in self._waiting.values() if job.overtaken >= bound]
+        return late + [job for job in self._queue if job.overtaken < bound]
+
+    def _is_following(self, job: Job, leaders: Leaders) -> bool:
+        if job.cached_at_first < 0:
+            job.cached_at_first = min(job.probe.cached_len, job.num_prompt)
+        return leaders.is_following(job)
+
+    def _fits(self, job: Job, outstanding: int) -> bool:
+        """Whether there is room for all its tokens beside what the running ones still need."""
+        if not self._running:
+            return True  # alone it fits: `add` made sure
+        cache = self._cache
+        needed = self._pages_for(len(job.tokens) + 1) - job.probe.locked_len // cache.page_size
+        return needed + outstanding <= cache.num_available
+
+    def _pages_outstanding(self) -> int:
+        """Pages that the running requests will need soon."""
+        pages = 0
+        for job in self._running.values():
+            assert job.sequence is not None
+            ahead = min(len(job.tokens) + _LOOKAHEAD, job.request.max_len)
+            pages += max(0, self._pages_for(ahead) - len(job.sequence.pages))
+        return pages
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._cache.page_size)
+
+    def _start(self, job: Job, plan: StepPlan) -> bool:
+        """Lock its cached prefix and plan its first chunk; False, and nothing held, if no room."""
+        namespace = job.request.params.namespace
+        lookup = self._cache.lookup(job.tokens.view(), namespace)
+        sequence = self._cache.acquire(job.tokens.view(), namespace)
+        wanted = min(plan.budget, len(job.tokens) - sequence.cached_len)
+        job.sequence = sequence
+        count = max(1, self._fitting(job, wanted))
+        try:
+            sequence.extend(job.tokens.view(sequence.length, sequence.length + count))
+        except OutOfPages:
+            sequence.release()
+            job.sequence = None
+            return False
+        self._dequeue(job)
+        self._running[job.arrival] = job
+        job.admit(sequence, lookup, self._clock())
+        self._count_overtaking(job)
+        plan.add(job, count, is_decode=False)
+        return True
+
+    def _count_overtaking(self, job: Job) -> None:
+        """`job` goes ahead of all that arrived before it and still wait."""
+        for arrival in self._waiting.irange(maximum=job.arrival):
+            earlier = self._waiting[arrival]
+            earlier.overtaken += 1
+            if earlier.overtaken >= self._max_overtake:
+                self._barrier = min(self._barrier, arrival)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _end(self, job: Job, reason: str, error: BaseException | None = None) -> RequestOutput:
+        return self._output(job, None, self._close(job, reason, error))
+
+    def _close(self, job: Job, reason: str, error: BaseException | None = None) -> Finish:
+        """Take a job out of every queue, free its private pages, and add up its numbers."""
+        if job.sequence is None:
+            self._dequeue(job)
+        else:
+            job.sequence.release()
+            job.sequence = None
+            del self._running[job.arrival]
+        del self._jobs[job.request.request_id]
+        counters, usage = self._counters, job.usage()
+        counters.finished += reason in ("stop", "length")
+        counters.aborted += reason == "abort"
+        counters.failed += reason == "error"
+        counters.prompted_tokens += usage.prompt_tokens
+        counters.reused_tokens += usage.cached_tokens
+        counters.computed_tokens += usage.computed_tokens
+        if job.cached_at_first >= 0:
+            from_leader = max(0, usage.cached_tokens - job.cached_at_first)
+            counters.reused_from_leader_tokens += from_leader
+        return Finish(reason, usage, job.metrics(self._clock()), job.lookup, error)
+
+    def _output(self, job: Job, drawn: RowOutput | None, finish: Finish | None) -> RequestOutput:
+        request_id = job.request.request_id
+        if drawn is None:
+            return RequestOutput(request_id, (), (), (), finish)
+        if drawn.logprob is None:
+            return RequestOutput(request_id, (drawn.token_id,), (), (), finish)
+        top = dict(drawn.top_logprobs)
+        return RequestOutput(request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)

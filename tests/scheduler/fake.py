@@ -1,0 +1,183 @@
+"""A model without arithmetic, and a driver of the real scheduler and cache around it.
+
+The K/V of a position is a hash of all tokens up to it. Before a row is computed every cell that it
+may read is checked against the hash it must hold, so a page given away too early, overwritten,
+copied late or shared wrongly is found in the very step in which it would do harm.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from radixserve.cache import RadixCache
+from radixserve.output import Finish, RequestOutput
+from radixserve.request import Request, SamplingParams
+from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
+from radixserve.scheduler import Scheduler
+
+VOCAB = 50
+EOS = 1
+_MIX = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def prefix_hashes(tokens: list[int], start: list[int] | None = None) -> list[int]:
+    hashes = list(start or [])
+    value = hashes[-1] if hashes else 7
+    for token in tokens[len(hashes) :]:
+        value = ((value ^ (token + 1)) * _MIX + (value >> 29)) & _MASK
+        hashes.append(value)
+    return hashes
+
+
+class FakeRunner:
+    """Answers a Schedule like a model runner: the next token is a function of the whole prefix."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.cells = np.zeros((num_pages, page_size), np.uint64)
+        self.tokens: dict[str, list[int]] = {}
+        self.hashes: dict[str, list[int]] = {}
+        self.computed: dict[tuple[str, int], int] = {}  # (namespace, prefix hash) -> times
+        self.namespaces: dict[str, str] = {}
+
+    def execute(self, schedule: Schedule) -> StepOutput:
+        for source, target, count in schedule.copies:
+            self.cells[target, :count] = self.cells[source, :count]
+        written = [cell for row in schedule.rows for cell in self._slots(row, row.start, row.end)]
+        assert len(set(written)) == len(written), "two rows write to one slot"
+        for row in schedule.rows:
+            self._check_reads(row, set(written))
+        return StepOutput(tuple(self._compute(row) for row in schedule.rows), {})
+
+    def next_token(self, hashes: list[int]) -> int:
+        return hashes[-1] % VOCAB
+
+    def _slots(self, row: Row, start: int, end: int) -> list[tuple[int, int]]:
+        size = self.page_size
+        return [(int(row.page_ids[at // size]), at % size) for at in range(start, end)]
+
+    def _check_reads(self, row: Row, written: set[tuple[int, int]]) -> None:
+        tokens = self.tokens[row.request_id]
+        assert row.token_ids.tolist() == tokens[row.start : row.end]
+        hashes = prefix_hashes(tokens, self.hashes.get(row.request_id))
+        self.hashes[row.request_id] = hashes
+        for at, cell in enumerate(self._slots(row, 0, row.start)):
+            assert self.cells[cell] == hashes[at], f"{row.request_id} reads a wrong cell at {at}"
+            assert cell not in written, "a row reads what another one writes in the same step"
+
+    def _compute(self, row: Row) -> RowOutput | None:
+        hashes = self.hashes[row.request_id]
+        namespace = self.namespaces[row.request_id]
+        for at, cell in enumerate(self._slots(row, row.start, row.end), row.start):
+            self.cells[cell] = hashes[at]
+            key = namespace, hashes[at]
+            self.computed[key] = self.computed.get(key, 0) + 1
+        if row.sample is None:
+            return None
+        assert row.sample.token_ids.tolist() == self.tokens[row.request_id]
+        return RowOutput(self.next_token(hashes[: row.end]), None, ())
+
+
+@dataclass
+class Driver:
+    """Feeds the scheduler and keeps everybody's tokens, as an engine would."""
+
+    num_pages: int
+    page_size: int = 1
+    policy: str = "lpm"
+    chunk_size: int = 16
+    max_running: int = 8
+    max_overtake: int = 8
+    reuse: bool = True
+    finished: dict[str, Finish] = field(default_factory=dict)
+    schedules: list[Schedule] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cache = RadixCache(self.num_pages, self.page_size, reuse=self.reuse)
+        self.scheduler = Scheduler(
+            self.cache,
+            policy=self.policy,
+            chunk_size=self.chunk_size,
+            max_running=self.max_running,
+            max_overtake=self.max_overtake,
+        )
+        self.runner = FakeRunner(self.num_pages, self.page_size)
+        self.prompts: dict[str, list[int]] = {}
+        self.admitted: list[str] = []
+
+    def add(
+        self, name: str, tokens: list[int], *, max_len: int | None = None, **params: int
+    ) -> None:
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        capacity = self.num_pages * self.page_size
+        request = Request(
+            request_id=name,
+            token_ids=np.asarray(tokens, np.int32),
+            params=sampling,
+            seed=0,
+            end_ids=frozenset() if sampling.ignore_eos else frozenset({EOS}),
+            max_len=capacity if max_len is None else max_len,
+        )
+        self.scheduler.add(request)
+        self.prompts[name] = tokens
+        self.runner.tokens[name] = list(tokens)
+        self.runner.namespaces[name] = sampling.namespace
+
+    def step(self) -> Schedule | None:
+        schedule = self.scheduler.schedule()
+        if schedule is None:
+            return None
+        self.schedules.append(schedule)
+        for row in schedule.rows:
+            if row.request_id not in self.admitted:
+                self.admitted.append(row.request_id)
+        self._collect(self.scheduler.update(schedule, self.runner.execute(schedule)))
+        return schedule
+
+    def run(self) -> None:
+        while self.step() is not None:
+            self.cache.check()
+
+    def abort(self, name: str) -> None:
+        output = self.scheduler.abort(name)
+        if output is not None:
+            self._collect([output])
+
+    def _collect(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self.runner.tokens[output.request_id] += output.token_ids
+            if output.finish is not None:
+                self.finished[output.request_id] = output.finish
+
+    def output(self, name: str) -> list[int]:
+        return self.runner.tokens[name][len(self.prompts[name]) :]
+
+    def expected(self, name: str, count: int) -> list[int]:
+        """What the fake model says without any cache, scheduler or batch."""
+        tokens = list(self.prompts[name])
+        for _ in range(count):
+            tokens.append(self.runner.next_token(prefix_hashes(tokens)))
+        return tokens[len(self.prompts[name]) :]
+
+    def drain(self) -> None:
+        """Nobody is left and not a page is lost."""
+        self.cache.check()
+        stats = self.cache.stats()
+        assert stats["sequences"] == stats["pages_private"] == stats["pages_locked"] == 0
+        self.cache.evict(self.num_pages * self.page_size)
+        self.cache.check()
+        assert self.cache.stats()["pages_free"] == self.num_pages
+
+
+def random_prompt(rng: random.Random, known: list[list[int]], max_len: int) -> list[int]:
+    """Mostly a head of something known, so that prefixes are shared at every offset."""
+    head: list[int] = []
+    if known and rng.random() < 0.75:
+        other = rng.choice(known[-30:])
+        head = other[: rng.randint(0, len(other))]
+    tail = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, max(1, max_len // 3)))]
+    return (head + tail)[:max_len]
