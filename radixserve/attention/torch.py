@@ -26,7 +26,7 @@ Q_BLOCK = 256  # queries of one row in a masked segment, at most
 FOLD_MAX = 16  # longest segment whose query heads are folded
 FREE_WASTE = 512  # padded K/V tokens in a group that cost less than another group would
 WASTE_SHARE = 0.25  # or padding up to this share of its real tokens
-GATHER_BYTES = 64 << 20  # K and V of a group
+GATHER_BYTES = 512 << 10  # K and V of a group
 MASK_ELEMENTS = 4 << 20  # of a group of several segments
 
 
@@ -54,6 +54,7 @@ class Group:
         slice | Tensor
     )  # [B * Lq] the queries among the batch's tokens; padding repeats the last
     pages: slice | Tensor | None  # slots if they are contiguous, else [B * pages] int64 page ids
+    rooms: tuple[Tensor, ...] | None  # for gathered K and V, each [B * pages, P * Hkv * D]
     mask: Tensor | None  # [B, 1, Lq or G * Lq, Lk] 0 or -inf
 
 
@@ -87,6 +88,7 @@ class TorchBackend:
         ]  # each [num_pages, P * Hkv * D]
         token_bytes = 2 * num_kv_heads * self.head_dim * kv.element_size()
         self._max_group_tokens = max(1, GATHER_BYTES // token_bytes)
+        self._workspace = kv.new_empty((2, 0))
         self._plan: Plan | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -143,8 +145,11 @@ class TorchBackend:
             k, v = self._slots[layer]
             k, v = k[pages], v[pages]
         else:
-            k, v = self._pages[layer]
-            k, v = k.index_select(0, pages), v.index_select(0, pages)
+            rooms = group.rooms or ()
+            k, v = (
+                torch.index_select(cache, 0, pages, out=room)
+                for cache, room in zip(self._pages[layer], rooms, strict=True)
+            )
         shape = (group.size, -1, self.num_kv_heads, self.head_dim)
         k, v = k.reshape(shape), v.reshape(shape)
         return k[:, : group.kv_len].transpose(1, 2), v[:, : group.kv_len].transpose(1, 2)
@@ -157,6 +162,7 @@ class TorchBackend:
         is_fresh = bool(segments.is_fresh[members[0]])
         is_folded = not is_fresh and q_len <= FOLD_MAX
         copies = self.group_size if is_folded else 1
+        pages = None if is_fresh else self._page_index(host, segments, members)
         return Group(
             size=len(members),
             q_len=q_len,
@@ -164,7 +170,8 @@ class TorchBackend:
             is_fresh=is_fresh,
             is_folded=is_folded,
             tokens=self._range_or_index(tokens.ravel()),
-            pages=None if is_fresh else self._page_index(host, segments, members),
+            pages=pages,
+            rooms=self._rooms(len(pages)) if isinstance(pages, Tensor) else None,
             mask=None if is_fresh else self._mask(segments, members, q_len, copies),
         )
 
@@ -179,6 +186,16 @@ class TorchBackend:
             first = int(pages[0, 0]) * self.page_size
             return slice(first, first + int(kv_len[0]))
         return torch.from_numpy(pages.ravel()).to(self.device)
+
+    def _rooms(self, num_pages: int) -> tuple[Tensor, ...]:
+        """Where a group's K and V are gathered; all groups and layers use the same memory.
+
+        Fresh memory for each gather would cost more than the gather: the system clears its pages.
+        """
+        width = self._pages[0][0].shape[1]
+        if num_pages * width > self._workspace.shape[1]:
+            self._workspace = self._workspace.new_empty((2, num_pages * width))
+        return tuple(room[: num_pages * width].view(-1, width) for room in self._workspace)
 
     def _mask(
         self, segments: Segments, members: IndexArray, q_len: int, copies: int

@@ -112,10 +112,10 @@ class RadixCache:
         shared = path_pages(match.node, match.length // self.page_size)
         node, length, copy = self._copy_head(match)
         counters = store.counters
-        counters.acquired += 1
-        counters.prompted += len(ids)
-        counters.reused += length
-        counters.copied_heads += copy[2] if copy else 0
+        counters.num_acquired += 1
+        counters.acquired_tokens += len(ids)
+        counters.matched_tokens += length
+        counters.copied_tokens += copy[2] if copy else 0
         return CachedSequence(store, node, ids[:length], shared, copy)
 
     def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
@@ -164,14 +164,13 @@ class RadixCache:
         names = list(self._store.tree.spaces) if namespace is None else [namespace]
         for name in names:
             self._store.tree.reset(name)
-        self._store.counters.resets += 1
+        self._store.counters.num_resets += 1
 
     # -- knowing ------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (tokens) and gauges (pages). free + tree + private == total."""
         store, tree = self._store, self._store.tree
-        counters = {f"{name}_tokens": n for name, n in asdict(store.counters).items()}
         return {
             "page_size": self.page_size,
             "pages_total": self.num_pages,
@@ -184,9 +183,7 @@ class RadixCache:
             "nodes": tree.num_nodes,
             "splits": tree.num_splits,
             "evicted_tokens": tree.num_evicted_tokens,
-            "acquired": counters.pop("acquired_tokens"),
-            "resets": counters.pop("resets_tokens"),
-            **counters,
+            **asdict(store.counters),
         }
 
     def check(self) -> None:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class Counters:
     """Tokens since the cache was made."""
 
-    acquired: int = 0  # sequences
-    prompted: int = 0  # tokens asked for by acquire
-    reused: int = 0  # of those, found
-    copied_heads: int = 0  # tokens of page heads to be copied
-    committed: int = 0  # tokens whose K/V was published
-    duplicates: int = 0  # tokens committed whose pages were given back, whole pages only
-    resets: int = 0
+    acquired_tokens: int = 0  # asked for by acquire
+    matched_tokens: int = 0  # of those, found
+    copied_tokens: int = 0  # of those, in page heads that had to be copied
+    committed_tokens: int = 0  # whose K/V was published
+    duplicate_tokens: int = 0  # of those, published by another first; whole pages only
+    num_acquired: int = 0  # sequences
+    num_resets: int = 0
 
 
 class PageStore:
@@ -87,7 +87,7 @@ class PageStore:
         self.live.discard(sequence)
 
     def count_commit(self, num_tokens: int) -> None:
-        self.counters.committed += num_tokens
+        self.counters.committed_tokens += num_tokens
 
     def count_duplicates(self, num_tokens: int) -> None:
-        self.counters.duplicates += num_tokens
+        self.counters.duplicate_tokens += num_tokens

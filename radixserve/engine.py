@@ -1,0 +1,109 @@
+"""`Engine`: builds each part once and turns the crank: schedule, execute, update.
+
+Synchronous, no I/O, one owner. It does not know text.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from radixserve.arrays import IntArray
+from radixserve.cache import Lookup, RadixCache
+from radixserve.config import EngineConfig
+from radixserve.errors import EngineDead
+from radixserve.output import RequestOutput
+from radixserve.request import Request
+from radixserve.schedule import Schedule, StepOutput
+from radixserve.scheduler import Scheduler
+
+
+class Runner(Protocol):
+    """The computing wing, as the engine sees it: `ModelRunner`, or a fake in tests."""
+
+    num_pages: int
+
+    def execute(self, schedule: Schedule) -> StepOutput: ...
+
+
+class Engine:
+    """Requests in, tokens out, one step at a time."""
+
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+        self._runner = runner
+        self._cache = RadixCache(
+            runner.num_pages, config.page_size, config.eviction, reuse=config.cache != "off"
+        )
+        self._scheduler = Scheduler(
+            self._cache,
+            policy=config.schedule_policy,
+            chunk_size=config.chunk_size,
+            max_running=config.max_running,
+            max_overtake=config.max_overtake,
+        )
+        self._seconds = dict.fromkeys(("schedule", "prepare", "forward", "sample", "commit"), 0.0)
+
+    def add(self, request: Request) -> None:
+        """Queue a checked request; it takes part from the next step on."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and free what it holds; None if it has ended already."""
+        return self._scheduler.abort(request_id)
+
+    def finish(self, request_id: str, reason: str) -> RequestOutput | None:
+        """End a request for a reason that only its text shows."""
+        return self._scheduler.finish(request_id, reason)
+
+    def fail_all(self, error: BaseException) -> list[RequestOutput]:
+        """End everything with `error`."""
+        return self._scheduler.fail_all(error)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """One step. When it fails, its requests end with EngineDead and the others go on."""
+        start = time.perf_counter()
+        schedule = self._scheduler.schedule()
+        self._seconds["schedule"] += time.perf_counter() - start
+        if schedule is None:
+            return []
+        try:
+            output = self._runner.execute(schedule)
+        except Exception as error:
+            return self._scheduler.fail(schedule, step_failed(error))
+        for part, seconds in output.seconds.items():
+            self._seconds[part] += seconds
+        start = time.perf_counter()
+        news = self._scheduler.update(schedule, output)
+        self._seconds["commit"] += time.perf_counter() - start
+        return news
+
+    def lookup(self, token_ids: IntArray, namespace: str = "") -> Lookup:
+        """How much of a prompt is cached, and why not more. Changes nothing."""
+        return self._cache.lookup(token_ids, namespace)
+
+    def reset_cache(self, namespace: str | None = None) -> None:
+        """Forget what is cached; running requests go on undisturbed."""
+        self._cache.reset(namespace)
+
+    def stats(self) -> dict[str, int | float]:
+        """The cache's and the scheduler's counters and gauges, and seconds spent by part."""
+        seconds = {f"{part}_s": spent for part, spent in self._seconds.items()}
+        return {**self._cache.stats(), **self._scheduler.stats(), **seconds}
+
+    def tree(self, max_nodes: int = 10_000) -> dict[str, object]:
+        """A picture of the tree, see `RadixCache.dump`."""
+        return self._cache.dump(max_nodes)
+
+    def check(self) -> None:
+        """Audit the cache; AssertionError names the first broken law."""
+        self._cache.check()
+
+
+def step_failed(cause: BaseException) -> EngineDead:
+    """The error that a request's caller sees when its step failed."""
+    error = EngineDead(f"the step that computed this request failed: {cause!r}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,117 @@
+"""What callers may pass as a prompt, and its check: text, token ids or chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.arrays import IntArray
+from radixserve.errors import InvalidRequest
+from radixserve.request import SamplingParams
+from radixserve.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]
+_KINDS = "a prompt is text, a list of token ids, or a list of chat messages"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Turns prompts into checked token ids; knows the model's limits."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_seq_len: int  # of prompt and output together
+    limit_name: str  # what sets that limit
+
+    def read(self, prompt: Prompt) -> IntArray:
+        """[n] token ids, 1 <= n < max_seq_len. Raises InvalidRequest."""
+        ids = self._ids(prompt)
+        if not len(ids):
+            raise InvalidRequest("the prompt is empty: at least one token is needed")
+        if len(ids) >= self.max_seq_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; at most {self.max_seq_len - 1} are allowed "
+                f"({self.limit_name}: {self.max_seq_len}, one token is left for the output)"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidRequest(
+                f"token id {low if low < 0 else high} is out of range: "
+                f"allowed are 0 to {self.vocab_size - 1}"
+            )
+        return ids.astype(np.int32)
+
+    def _ids(self, prompt: Prompt) -> NDArray[np.integer[Any]]:
+        if isinstance(prompt, str):
+            return np.asarray(self._tokenizer().encode(prompt), np.int64)
+        if isinstance(prompt, np.ndarray):
+            if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+                raise InvalidRequest(f"token ids must be a flat array of integers, got {prompt!r}")
+            return prompt
+        if isinstance(prompt, list | tuple):
+            if prompt and all(isinstance(part, Mapping) for part in prompt):
+                return np.asarray(self._tokenizer().encode_chat(_messages(prompt)), np.int64)
+            if all(is_token_id(part) for part in prompt):
+                return _as_int64(prompt)
+        raise InvalidRequest(f"{_KINDS}; got {_shown(prompt)}")
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer: give the prompt as token ids")
+        return self.tokenizer
+
+
+def is_token_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_batch(prompts: object) -> bool:
+    """Whether it is a list of prompts rather than a prompt; raises InvalidRequest if neither."""
+    if isinstance(prompts, str):
+        return False
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim > 1
+    if not isinstance(prompts, list | tuple):
+        raise InvalidRequest(f"{_KINDS}, or a list of these; got {_shown(prompts)}")
+    if not prompts:
+        return False
+    return not is_token_id(prompts[0]) and not isinstance(prompts[0], Mapping)
+
+
+def params_for(params: object, count: int) -> list[SamplingParams]:
+    """One SamplingParams a prompt, from one for all or a list of as many."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, list | tuple) and all(isinstance(p, SamplingParams) for p in params):
+        if len(params) == count:
+            return list(params)
+        raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")
+    raise InvalidRequest(f"params must be SamplingParams or a list of them, got {_shown(params)}")
+
+
+def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    for message in messages:
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise InvalidRequest(
+                'a chat message is {"role": ..., "content": ...}; got ' + _shown(message)
+            )
+    return [dict(message) for message in messages]
+
+
+def _as_int64(ids: Sequence[Any]) -> NDArray[np.integer[Any]]:
+    try:
+        return np.asarray(ids, np.int64)
+    except OverflowError:
+        raise InvalidRequest("a token id is out of range of any vocabulary") from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

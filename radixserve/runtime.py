@@ -1,0 +1,324 @@
+"""`Runtime`: the way in. Text meets tokens here, and calls of many threads meet one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import random
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, overload
+
+from radixserve.cache import Lookup
+from radixserve.config import EngineConfig
+from radixserve.engine import Engine
+from radixserve.errors import InvalidRequest
+from radixserve.output import Chunk, Completion
+from radixserve.progress import BatchProgress
+from radixserve.prompts import Prompt, PromptReader, is_batch, params_for
+from radixserve.request import Request, SamplingParams
+from radixserve.ticket import Event, Ticket
+from radixserve.tokenizer import Tokenizer
+from radixserve.worker import EngineThread
+
+DEMO = Path(__file__).parent / "models" / "demo"
+
+
+class Runtime:
+    """A model with its engine, running until `close`.
+
+        with Runtime("demo") as rt:
+            print(rt.generate("Once upon a time", SamplingParams(max_tokens=20)).text)
+
+    `model` is a checkpoint folder, a hub id, or "demo" for the small model that ships with the
+    package. Keyword arguments are the fields of `EngineConfig`. Every method may be called from
+    several threads at once. Raises InvalidRequest for bad settings, ModelNotSupported for models
+    that cannot be run.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        from radixserve.runner.model_runner import ModelRunner
+
+        self.config = EngineConfig(**settings)
+        runner = ModelRunner(str(DEMO) if model == "demo" else model, self.config)
+        self.model = runner.info
+        self.memory = runner.memory_plan()
+        self.attention_backend = runner.backend_name
+        self.tokenizer = Tokenizer.load(runner.folder)
+        capacity = runner.num_pages * self.config.page_size
+        self.max_seq_len, limit_name = _sequence_limit(self.config, self.model, capacity)
+        self._reader = PromptReader(
+            self.tokenizer, self.model.vocab_size, self.max_seq_len, limit_name
+        )
+        self._end_ids = frozenset(self.model.eos_ids)
+        self._random = random.Random(self.config.seed)
+        self._random_lock = threading.Lock()
+        self._next_id = itertools.count()
+        self._worker = EngineThread(Engine(runner, self.config))
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine. Calls that still wait get EngineDead. Can be called again."""
+        self._worker.close()
+
+    # -- generating ---------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> Any: ...
+
+    def generate(
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        request_id: str | None = None,
+    ) -> Any:
+        """Complete one prompt (-> Completion) or a list of them (-> list, in order).
+
+        A prompt is text, a list of token ids, or a list of chat messages. All prompts are checked
+        before any is started. `progress` shows a bar: by default for batches on a terminal.
+        `request_id` names a single request for `abort`.
+        """
+        batch = is_batch(prompts)
+        given = list(prompts) if batch else [prompts]
+        if batch and request_id is not None:
+            raise InvalidRequest("request_id names a single request, not a list of prompts")
+        requests = self._requests(given, params, request_id)
+        bar = BatchProgress(len(requests), wanted=progress if batch else progress is True)
+        completions = self._complete(requests, bar)
+        return completions if batch else completions[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> Iterator[Chunk]:
+        """The answer piece by piece; the last Chunk carries the whole Completion.
+
+        The request is checked now and starts with the first iteration; leaving the loop aborts it.
+        """
+        request = self._requests([prompt], params, request_id)[0]
+        return self._stream(request)
+
+    async def agenerate(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Any:
+        """`generate` for asyncio. Cancelling the task aborts its requests."""
+        batch = is_batch(prompts)
+        given = list(prompts) if batch else [prompts]
+        requests = self._requests(given, params, None)
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        completions: list[Completion | None] = [None] * len(requests)
+        try:
+            await asyncio.to_thread(
+                self._submit, requests, lambda at, event: _post(loop, events, (at, event)), False
+            )
+            for _ in requests:
+                at, event = await events.get()
+                completions[at] = _completion(event)
+        except BaseException:
+            self._abort_quietly(requests)
+            raise
+        return completions if batch else completions[0]
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+        """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
+        return self._astream(self._requests([prompt], params, None)[0])
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End one request, or all; their callers get what there is, finish_reason "abort".
+
+        Returns how many were still running.
+        """
+        return self._worker.abort(None if request_id is None else [request_id])
+
+    # -- knowing ------------------------------------------------------------------------------
+
+    def lookup(self, prompt: Prompt, namespace: str = "") -> Lookup:
+        """How much of `prompt` is cached now, and why not more. Changes nothing."""
+        ids = self._reader.read(prompt)
+        return self._worker.call(lambda engine: engine.lookup(ids, namespace))
+
+    def cache_stats(self) -> dict[str, int | float]:
+        """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
+        return self._worker.call(lambda engine: engine.stats())
+
+    def cache_tree(self, max_nodes: int = 10_000) -> dict[str, Any]:
+        """The prefix tree as nested dicts, see `RadixCache.dump`."""
+        return self._worker.call(lambda engine: engine.tree(max_nodes))
+
+    def flush_cache(self, namespace: str | None = None) -> None:
+        """Forget what is cached, in one namespace or in all; running requests are not disturbed."""
+        self._worker.call(lambda engine: engine.reset_cache(namespace))
+
+    def check(self) -> None:
+        """Audit the cache's pages; AssertionError names the first one that is wrong."""
+        self._worker.call(lambda engine: engine.check())
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Sequence[Any], params: object, request_id: str | None
+    ) -> list[Request]:
+        """Checked requests; raises InvalidRequest before anything is allocated."""
+        if request_id is not None and not (isinstance(request_id, str) and request_id):
+            raise InvalidRequest(f"request_id must be a non-empty string, got {request_id!r}")
+        each = params_for(params, len(prompts))
+        ids = [self._reader.read(prompt) for prompt in prompts]
+        for one in each:
+            if one.stop and self.tokenizer is None:
+                raise InvalidRequest("the model has no tokenizer: stop strings cannot be found")
+            outside = [t for t in one.stop_token_ids if t >= self.model.vocab_size]
+            if outside:
+                raise InvalidRequest(
+                    f"stop_token_ids {outside} are out of range: "
+                    f"allowed are 0 to {self.model.vocab_size - 1}"
+                )
+        return [self._request(i, p, request_id) for i, p in zip(ids, each, strict=True)]
+
+    def _request(self, ids: Any, params: SamplingParams, request_id: str | None) -> Request:
+        seed = params.seed
+        if seed is None:
+            with self._random_lock:
+                seed = self._random.getrandbits(63)
+        model_ends: frozenset[int] = frozenset() if params.ignore_eos else self._end_ids
+        return Request(
+            request_id=request_id or f"request-{next(self._next_id)}",
+            token_ids=ids,
+            params=params,
+            seed=seed,
+            end_ids=model_ends | frozenset(params.stop_token_ids),
+            max_len=self.max_seq_len,
+        )
+
+    def _submit(self, requests: Sequence[Request], notify: Any, streams: bool) -> None:
+        """Queue requests; `notify(index, event)` is called in the engine's thread."""
+        tickets = [
+            Ticket(
+                request,
+                self.tokenizer,
+                lambda event, at=at: notify(at, event),  # type: ignore[misc]
+                streams=streams,
+            )
+            for at, request in enumerate(requests)
+        ]
+        self._worker.submit(tickets)
+
+    def _complete(self, requests: list[Request], bar: BatchProgress) -> list[Completion]:
+        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        done: dict[int, Completion] = {}
+        try:
+            with bar:
+                self._submit(requests, lambda at, event: events.put((at, event)), False)
+                for _ in requests:
+                    at, event = events.get()
+                    done[at] = _completion(event)
+                    bar.add(done[at])
+        except BaseException:  # Ctrl-C too: nobody waits for the rest any more
+            self._abort_quietly(requests)
+            raise
+        return [done[at] for at in range(len(requests))]
+
+    def _stream(self, request: Request) -> Iterator[Chunk]:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        is_open = True
+        try:
+            self._submit([request], lambda _, event: events.put(event), True)
+            while is_open:
+                chunk = _chunk(events.get())
+                is_open = chunk.completion is None
+                yield chunk
+        finally:
+            if is_open:
+                self._abort_quietly([request])
+
+    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        is_open = True
+        try:
+            await asyncio.to_thread(
+                self._submit, [request], lambda _, event: _post(loop, events, event), True
+            )
+            while is_open:
+                chunk = _chunk(await events.get())
+                is_open = chunk.completion is None
+                yield chunk
+        finally:
+            if is_open:
+                self._abort_quietly([request])
+
+    def _abort_quietly(self, requests: Sequence[Request]) -> None:
+        """Their caller is gone: end them, without waiting for a step in progress."""
+        self._worker.abandon([request.request_id for request in requests])
+
+
+def _sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[int, str]:
+    """Most tokens of prompt and output together, and what sets that limit."""
+    limits = [(model.max_positions, "the model's context"), (capacity, "the cache's size")]
+    if config.max_seq_len is not None:
+        if config.max_seq_len > model.max_positions:
+            raise InvalidRequest(
+                f"max_seq_len must be at most the model's {model.max_positions} positions, "
+                f"got {config.max_seq_len}"
+            )
+        limits.append((config.max_seq_len, "max_seq_len"))
+    limit, name = min(limits)
+    if limit < 2:
+        raise InvalidRequest(f"{name} leaves room for {limit} tokens; at least 2 are needed")
+    return limit, name
+
+
+def _completion(event: Event) -> Completion:
+    if isinstance(event, Completion):
+        return event
+    assert isinstance(event, BaseException)
+    raise event
+
+
+def _chunk(event: Event) -> Chunk:
+    if isinstance(event, Chunk):
+        return event
+    assert isinstance(event, BaseException)
+    raise event
+
+
+def _post(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], item: Any) -> None:
+    """Hand an event to a loop of another thread; one that was closed meanwhile gets nothing."""
+    try:
+        loop.call_soon_threadsafe(events.put_nowait, item)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

@@ -1,0 +1,133 @@
+"""Text to token ids and back: a checkpoint's own tokenizer, and text that grows token by token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from radixserve.errors import InvalidRequest
+
+_REPLACEMENT = "\ufffd"
+_CONTEXT = 5  # prompt tokens decoded along, so that a first word keeps its leading space
+_MAX_HELD = 8  # a character takes at most 4 tokens; more than this held back is not one
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer:
+    """A thread-safe front of transformers' tokenizer in a checkpoint folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer | None:
+        """The folder's tokenizer; None when the checkpoint has none."""
+        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+            return None
+        return cls(folder)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the special tokens that the tokenizer puts around a prompt."""
+        with self._lock:
+            return list(self._tokenizer(text)["input_ids"])
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the assistant is to speak."""
+        with self._lock:
+            if not self._tokenizer.chat_template:
+                raise InvalidRequest("the model's tokenizer has no chat template: give text")
+            try:
+                return list(
+                    self._tokenizer.apply_chat_template(
+                        list(messages), add_generation_prompt=True, return_dict=False
+                    )
+                )
+            except Exception as error:  # the template is the model's own code
+                raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens; bytes that are no character become U+FFFD."""
+        with self._lock:
+            text: str = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            return text
+
+
+class TextStream:
+    """The text of a growing list of output tokens; hands out whole characters only.
+
+    Decodes a short window a step, so a token costs the same however long the text is. The pieces
+    put together are the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = [int(token) for token in prompt_ids[-_CONTEXT:]]
+        if tokenizer.decode(self._ids).endswith(_REPLACEMENT):
+            self._ids = []  # the prompt ends inside a character: what follows cannot complete it
+        self._window = 0  # the window's text up to `_read` has been handed out
+        self._read = len(self._ids)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now and was not before."""
+        self._ids += token_ids
+        piece = self._piece(len(self._ids))
+        if piece.endswith(_REPLACEMENT):
+            held = len(self._ids) - self._read
+            if held <= _MAX_HELD:
+                return ""
+            return self._take(len(self._ids) - _MAX_HELD // 2)
+        return self._take(len(self._ids)) if piece else ""
+
+    def finish(self) -> str:
+        """The rest, incomplete characters as U+FFFD."""
+        return self._take(len(self._ids))
+
+    def _piece(self, end: int) -> str:
+        known = self._tokenizer.decode(self._ids[self._window : self._read])
+        return self._tokenizer.decode(self._ids[self._window : end])[len(known) :]
+
+    def _take(self, end: int) -> str:
+        piece = self._piece(end)
+        self._window, self._read = self._read, end
+        return piece
+
+
+class StopText:
+    """Cuts a stream of text at the first stop string, also where it spans several pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._hold = max((len(stop) for stop in self._stops), default=1) - 1
+        self._held = ""  # the end of the text, which may be the beginning of a stop string
+        self.is_stopped = False
+
+    def push(self, piece: str, *, may_stop: bool = True) -> str:
+        """The text that can be handed out now; with `may_stop` False no stop string ends in it."""
+        if self.is_stopped:
+            return ""
+        ends_after = len(self._held)  # one that ended before was let pass
+        self._held += piece
+        cut = self._first_stop(ends_after) if may_stop else None
+        if cut is not None:
+            self.is_stopped = True
+            return self._hand_out(cut)
+        return self._hand_out(max(0, len(self._held) - self._hold))
+
+    def finish(self) -> str:
+        """What was held back."""
+        return "" if self.is_stopped else self._hand_out(len(self._held))
+
+    def _first_stop(self, ends_after: int) -> int | None:
+        places = (self._held.find(stop, max(0, ends_after - len(stop) + 1)) for stop in self._stops)
+        return min((at for at in places if at >= 0), default=None)
+
+    def _hand_out(self, end: int) -> str:
+        piece, self._held = self._held[:end], self._held[end:]
+        return piece
