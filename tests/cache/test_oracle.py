@@ -1,0 +1,121 @@
+"""Everything a user of the cache may do, in any order, against the plain oracle of `world`."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.cache.world import Prefix, World, random_step
+
+TOKENS = st.lists(st.integers(0, 2), max_size=40).map(tuple)
+NAMESPACES = st.sampled_from(["", "", "b"])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Shrinks to the shortest program that breaks a law."""
+
+    world: World
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 16]),
+        pages=st.integers(3, 40),
+        reuse=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, page_size: int, pages: int, reuse: bool) -> None:
+        self.world = World(pages, page_size, reuse=reuse)
+
+    def pick(self, data: st.DataObject) -> object:
+        assume(self.world.open)
+        return data.draw(st.sampled_from(self.world.open))
+
+    @rule(tokens=TOKENS, namespace=NAMESPACES, allow_full=st.booleans())
+    def acquire(self, tokens: Prefix, namespace: str, allow_full: bool) -> None:
+        assume(len(self.world.open) < 10)
+        self.world.acquire(tokens, namespace, allow_full=allow_full)
+
+    @rule(data=st.data(), tail=TOKENS, namespace=NAMESPACES)
+    def acquire_known_head(self, data: st.DataObject, tail: Prefix, namespace: str) -> None:
+        assume(len(self.world.open) < 10)
+        seq = self.pick(data)
+        head = tuple(seq.tokens.tolist())  # type: ignore[attr-defined]
+        cut = data.draw(st.integers(0, len(head)))
+        self.world.acquire(head[:cut] + tail, namespace)
+
+    @rule(data=st.data(), tokens=TOKENS)
+    def extend(self, data: st.DataObject, tokens: Prefix) -> None:
+        self.world.extend(self.pick(data), tokens)  # type: ignore[arg-type]
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        seq = self.pick(data)
+        length = data.draw(st.integers(seq.committed_len, seq.length))  # type: ignore[attr-defined]
+        self.world.commit(seq, length)  # type: ignore[arg-type]
+
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        assume(len(self.world.open) < 10)
+        self.world.fork(self.pick(data))  # type: ignore[arg-type]
+
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        seq = self.pick(data)
+        self.world.truncate(seq, data.draw(st.integers(0, seq.length)))  # type: ignore
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.world.release(self.pick(data))  # type: ignore[arg-type]
+
+    @rule(count=st.integers(0, 50))
+    def evict(self, count: int) -> None:
+        self.world.evict(count)
+
+    @rule(namespace=st.sampled_from([None, "", "b"]))
+    def reset(self, namespace: str | None) -> None:
+        self.world.reset(namespace)
+
+    @invariant()
+    def laws_hold(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+
+
+def run_world(seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 3, 4, 16, 64])
+    world = World(rng.choice([4, 8, 20, 60]), page_size, reuse=rng.random() < 0.9)
+    for _ in range(steps):
+        random_step(world, rng, 3 * page_size + 4)
+        world.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_random_programs(block: int) -> None:
+    for seed in range(block * 40, block * 40 + 40):
+        run_world(seed, 120)
+
+
+@pytest.mark.long
+def test_many_random_programs() -> None:
+    """RADIXSERVE_FUZZ_SEEDS sets how many (default 20,000, about ten minutes)."""
+    for seed in range(10_000, 10_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "20000"))):
+        run_world(seed, 150)
