@@ -29,14 +29,15 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pydoc_data import topics as pydoc_topics
 from types import ModuleType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -137,6 +138,7 @@ class Entry:
 
 def clean(text: str) -> str:
     """Plain ASCII quotes and light reStructuredText reduced to Markdown-like text."""
+    table: dict[str, str | int | None]
     table = {"“": '"', "”": '"', "‘": "'", "’": "'", "…": "...", "–": "--", "—": "--", "\t": "    "}
     text = text.translate(str.maketrans(table))
     text = re.sub(r":[a-z:]+:`[~!]?([^`]+)`", r"`\1`", text)
@@ -745,6 +747,23 @@ def held_out_batches(
 # ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """What the runs that a run continues did; kept in the header of the weights."""
+
+    steps: int = 0
+    tokens: int = 0
+    minutes: float = 0.0
+    commands: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> Earlier:
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            note = json.loads((file.metadata() or {}).get("training", "{}"))
+        note["commands"] = tuple(note.get("commands", ()))
+        return cls(**note)
+
+
 @dataclass
 class Progress:
     """How far a run is, by the step or by the clock, whichever is ahead."""
@@ -758,6 +777,15 @@ class Progress:
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.started
+
+    def total(self, earlier: Earlier) -> Earlier:
+        """What all runs up to this one did together."""
+        return Earlier(
+            earlier.steps + self.step,
+            earlier.tokens + self.tokens,
+            earlier.minutes + self.elapsed / 60,
+            earlier.commands,
+        )
 
     @property
     def share(self) -> float:
@@ -809,14 +837,15 @@ def make_optimizer(model: torch.nn.Module, peak: float) -> torch.optim.AdamW:
 
 def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        return model(input_ids=batch, labels=batch).loss
+        loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
+    return loss
 
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, held: dict[str, torch.Tensor]) -> dict[str, float]:
     model.eval()
     losses = {
-        name: sum(float(loss_of(model, rows)) * len(rows) for rows in batch.split(8)) / len(batch)
+        name: sum((float(loss_of(model, r)) * len(r) for r in batch.split(8)), 0.0) / len(batch)
         for name, batch in held.items()
     }
     model.train()
@@ -834,9 +863,16 @@ class Trainer:
         self.characters = sum(len(e.text) for e in entries)
         log.info("%d entries, %d characters", len(entries), self.characters)
         self.tokenizer = train_tokenizer(self.train_entries, options.vocab, seed)
-        self.stream = Stream(self.train_entries, self.tokenizer, seed)
+        first = seed + 7919 if options.init else seed  # a continued run sees other chats
+        self.stream = Stream(self.train_entries, self.tokenizer, first)
         self.held = held_out_batches(self.train_entries, held_entries, self.tokenizer, seed)
         self.model = make_model(options.vocab, seed)
+        self.earlier = Earlier()
+        if options.init:
+            weights = load_file(options.init / "model.safetensors")
+            self.model.load_state_dict(weights, strict=False)  # the tied head is not in the file
+            self.model.tie_weights()
+            self.earlier = Earlier.read(options.init)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         log.info("%d parameters; held out: %s", self.parameters,
                  {name: batch.numel() for name, batch in self.held.items()})  # fmt: skip
@@ -884,6 +920,16 @@ class Trainer:
                 self.save()
                 saved = time.monotonic()
         self.save()
+
+    def summary(self) -> Earlier:
+        """The training so far, this run included."""
+        options = self.options
+        limit = f"--steps {options.steps}" if options.steps else f"--minutes {options.minutes:g}"
+        command = f"python tools/train_demo.py {limit} --seed {options.seed} --lr {options.lr:g}"
+        if options.init:
+            command += " --init radixserve/models/demo"
+        total = self.progress.total(self.earlier)
+        return replace(total, commands=(*total.commands, command))
 
     def save(self) -> None:
         self.report()
@@ -1003,10 +1049,10 @@ the licence above.
 
 ## Training
 
-    {command}
+    {commands}
 
-AdamW (peak learning rate {lr}, weight decay 0.1, clipped at 1.0), warm-up and cosine, bfloat16
-autocast, batches of 4,096 tokens: rows of 512, then 1,024, 2,048 and 4,096 tokens.
+AdamW (weight decay 0.1, clipped at 1.0), warm-up and cosine, bfloat16 autocast, batches of 4,096
+tokens: rows of 512 for the first 72 % of a run, then rows of 1,024, 2,048 and 4,096.
 
 | | |
 |---|---|
@@ -1017,8 +1063,8 @@ autocast, batches of 4,096 tokens: rows of 512, then 1,024, 2,048 and 4,096 toke
 {losses}
 
 Loss is in nats per token. The docstrings held out are functions and methods that the training
-never saw; the chats held out ask about things it did see. A run with `--minutes` depends on the
-speed of the machine; `--steps {steps}` gives the same schedule by step.
+never saw; the chats held out ask about things it did see. How far a run with `--minutes` gets
+depends on the speed of the machine; `--steps` does not.
 
 ## Samples
 
@@ -1044,8 +1090,7 @@ def sample_text(trainer: Trainer, role: str) -> str:
 
 
 def write_card(trainer: Trainer, out: Path) -> None:
-    config, progress, options = trainer.model.config, trainer.progress, trainer.options
-    limit = f"--steps {options.steps}" if options.steps else f"--minutes {options.minutes:g}"
+    config, total, options = trainer.model.config, trainer.summary(), trainer.options
     losses = (f"| held-out loss, {name} | {value:.3f} |" for name, value in trainer.losses.items())
     special = "\n".join(f"| `{name}` | {number} |" for number, name in enumerate(SPECIAL))
     role = ROLES[1]
@@ -1054,9 +1099,9 @@ def write_card(trainer: Trainer, out: Path) -> None:
         heads=config.num_attention_heads, kv=config.num_key_value_heads,
         inner=config.intermediate_size, vocab=config.vocab_size, context=CONTEXT, bos=BOS, eos=EOS,
         system=SYSTEM, user=USER, assistant=ASSISTANT, end=END, special=special,
-        python=platform.python_version(), characters=trainer.characters, lr=options.lr,
-        command=f"python tools/train_demo.py {limit} --seed {options.seed}",
-        steps=progress.step, tokens=progress.tokens, minutes=progress.elapsed / 60,
+        python=platform.python_version(), characters=trainer.characters,
+        commands="\n    ".join(total.commands),
+        steps=total.steps, tokens=total.tokens, minutes=total.minutes,
         threads=options.threads, train_loss=trainer.train_loss, losses="\n".join(losses),
         role=role, samples=sample_text(trainer, role), copyright=sys.copyright.split("\n")[0],
     )  # fmt: skip
@@ -1073,7 +1118,8 @@ def write_folder(trainer: Trainer, out: Path) -> None:
         if name != "lm_head.weight"
     }
     temporary = out / "model.safetensors.tmp"
-    save_file(weights, temporary, metadata={"format": "pt"})
+    note = json.dumps(asdict(trainer.summary()))
+    save_file(weights, temporary, metadata={"format": "pt", "training": note})
     temporary.chmod(0o644)
     temporary.replace(out / "model.safetensors")
     write_json(out / "config.json", config_json(model.config))
@@ -1103,6 +1149,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="seed of data and weights")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--vocab", type=int, default=4096, help="size of the vocabulary")
+    parser.add_argument("--init", type=Path, help="folder of an earlier run to go on from")
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     options = parser.parse_args(arguments)
     if not options.steps and not options.minutes:

@@ -26,7 +26,7 @@ Q_BLOCK = 256  # queries of one row in a masked segment, at most
 FOLD_MAX = 16  # longest segment whose query heads are folded
 FREE_WASTE = 512  # padded K/V tokens in a group that cost less than another group would
 WASTE_SHARE = 0.25  # or padding up to this share of its real tokens
-GATHER_BYTES = 512 << 10  # K and V of a group
+GATHER_BYTES = 4 << 20  # K and V of a group, so that they stay in the processor's cache
 MASK_ELEMENTS = 4 << 20  # of a group of several segments
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.cache.radix_tree import TOKEN_BYTES, Node, Space
+from radixserve.cache.node import TOKEN_BYTES, Node, Space
 from radixserve.cache.sequence import CachedSequence
 from radixserve.cache.store import PageStore
 
@@ -23,10 +23,14 @@ def check_store(store: PageStore) -> None:
     _check_locks(store, nodes)
     _check_counts(store, nodes)
     _check_order(store, nodes)
-    for sequence in store.live:
+    for sequence in sequences(store):
         owners.add(sequence._pages.view(sequence._num_shared).tolist(), repr(sequence))
         _check_sequence(store, sequence)
     owners.check_complete()
+
+
+def sequences(store: PageStore) -> list[CachedSequence]:
+    return [holder for holder in store.live if isinstance(holder, CachedSequence)]
 
 
 class _Owners:
@@ -51,7 +55,7 @@ def _all_nodes(store: PageStore) -> list[Node]:
     """Every node but the roots: of living spaces, of dead ones, of those only sequences hold."""
     tops = [space.root for space in store.tree.spaces.values()]
     tops += store.tree.graveyard()
-    for sequence in store.live:
+    for sequence in sequences(store):
         node = sequence._node
         while node.parent is not None:
             node = node.parent
@@ -93,7 +97,7 @@ def _check_node(store: PageStore, node: Node) -> None:
 
 def _check_locks(store: PageStore, nodes: list[Node]) -> None:
     held: dict[int, int] = {}
-    for sequence in store.live:
+    for sequence in sequences(store):
         held[id(sequence._node)] = held.get(id(sequence._node), 0) + 1
     for node in nodes:
         wanted = held.get(id(node), 0) + sum(1 for child in node.children.values() if child.refs)
@@ -109,7 +113,9 @@ def _check_counts(store: PageStore, nodes: list[Node]) -> None:
     assert tree.num_pages == pages, f"{tree.num_pages} tree pages counted, {pages} found"
     assert tree.num_locked == locked, f"{tree.num_locked} locked pages counted, {locked} found"
     assert tree.num_dead == dead, f"{tree.num_dead} dead pages counted, {dead} found"
-    assert store.num_private == sum(s.num_private for s in store.live), "private pages miscounted"
+    assert store.num_private == sum(s.num_private for s in sequences(store)), (
+        "private pages miscounted"
+    )
     for space in tree.spaces.values():
         mine = [node for node in nodes if node.space is space]
         assert space.num_pages == sum(len(n.pages) for n in mine), f"pages of {space.name!r}"
@@ -169,7 +175,7 @@ def _path(node: Node) -> tuple[bytes, list[int]]:
 def dump_spaces(store: PageStore, max_nodes: int) -> dict[str, Any]:
     """See `RadixCache.dump`."""
     holders: dict[int, int] = {}
-    for sequence in store.live:
+    for sequence in sequences(store):
         at: Node | None = sequence._node
         while at is not None:
             holders[id(at)] = holders.get(id(at), 0) + 1

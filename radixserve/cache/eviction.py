@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from radixserve.cache.radix_tree import Node
+from radixserve.cache.node import Node
 
 
 class LRU:

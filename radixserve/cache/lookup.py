@@ -7,14 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixserve.cache.radix_tree import (
-    TOKEN_BYTES,
-    Match,
-    Node,
-    RadixTree,
-    Space,
-    common_head,
-)
+from radixserve.cache.node import TOKEN_BYTES, Node, Space
+from radixserve.cache.radix_tree import Match, RadixTree, common_head
 
 _OTHER_SPACES = 64  # namespaces asked at most when explaining a miss
 

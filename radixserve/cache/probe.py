@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from radixserve.arrays import IntArray
-from radixserve.cache.radix_tree import Match, RadixTree, Space
+from radixserve.cache.node import Space
+from radixserve.cache.radix_tree import Match, RadixTree
 
 
 class Probe:

@@ -15,8 +15,9 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache.audit import check_store, dump_spaces
 from radixserve.cache.lookup import Lookup, explain
+from radixserve.cache.node import Node, Space
 from radixserve.cache.probe import Probe
-from radixserve.cache.radix_tree import Match, Node, Space
+from radixserve.cache.radix_tree import Match
 from radixserve.cache.sequence import CachedSequence, PageCopy
 from radixserve.cache.store import PageStore
 from radixserve.cache.tokens import TokenIds, as_token_ids

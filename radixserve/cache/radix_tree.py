@@ -21,73 +21,10 @@ import numpy as np
 from sortedcontainers import SortedList
 
 from radixserve.cache.eviction import LRU, GhostList
+from radixserve.cache.node import TOKEN_BYTES, Node, Space
 from radixserve.cache.page_pool import PagePool
 
-TOKEN_BYTES = 4
 _LINEAR_CHILDREN = 8  # up to this many children a scan is faster than a sorted index
-
-
-class Space:
-    """One namespace's tree. Dead after a reset: nobody new finds it, what it frees is not kept."""
-
-    __slots__ = ("is_dead", "name", "num_locked", "num_pages", "root")
-
-    def __init__(self, name: str, *, is_dead: bool = False) -> None:
-        self.name = name
-        self.is_dead = is_dead
-        self.num_pages = 0  # in its nodes
-        self.num_locked = 0  # in its locked nodes
-        self.root = Node(self, None, 0, bytearray(), array("i"), serial=name)
-
-
-class Node:
-    """An edge of the tree and the point where it ends."""
-
-    __slots__ = (
-        "children",
-        "keys",
-        "pages",
-        "parent",
-        "refs",
-        "serial",
-        "space",
-        "start",
-        "tokens",
-        "version",
-    )
-
-    def __init__(
-        self,
-        space: Space,
-        parent: Node | None,
-        start: int,
-        tokens: bytearray,
-        pages: array[int],
-        serial: int | str,
-    ) -> None:
-        self.space = space
-        self.parent = parent
-        self.start = start
-        self.tokens = tokens
-        self.pages = pages
-        self.serial = serial  # names the node for the memory of evictions
-        self.version = 0  # changes whenever a match that ended here could end elsewhere
-        self.refs = 0  # sequences that hold this very node + locked children
-        self.children: dict[bytes, Node] = {}
-        self.keys: SortedList | None = None  # of the children, once there are many (P > 1)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens) // TOKEN_BYTES
-
-    def token_at(self, position: int) -> int:
-        """The token id at an absolute position inside the edge."""
-        at = (position - self.start) * TOKEN_BYTES
-        return int(np.frombuffer(self.tokens, np.int32, 1, at)[0])
 
 
 class Match(NamedTuple):

@@ -12,23 +12,21 @@ was made to protect no more than it must.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache.radix_tree import TOKEN_BYTES, Node, common_tokens
+from radixserve.cache.node import TOKEN_BYTES, Node
+from radixserve.cache.radix_tree import common_tokens
+from radixserve.cache.store import Holder, PageStore
 from radixserve.cache.tokens import TokenIds, as_token_ids
 from radixserve.errors import InvalidRequest
 from radixserve.int_buffer import IntBuffer
 
-if TYPE_CHECKING:
-    from radixserve.cache.store import PageStore
-
 PageCopy = tuple[int, int, int]
 
 
-class CachedSequence:
+class CachedSequence(Holder):
     """Made by `RadixCache.acquire` or `fork`; ends with `release`. Not thread-safe."""
 
     __slots__ = (

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from radixserve.arrays import IntArray
+from radixserve.cache.node import Node
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.radix_tree import Node, RadixTree
+from radixserve.cache.radix_tree import RadixTree
 from radixserve.errors import OutOfPages
-
-if TYPE_CHECKING:
-    from radixserve.cache.sequence import CachedSequence
 
 
 @dataclass(slots=True)
@@ -29,6 +27,16 @@ class Counters:
     num_resets: int = 0
 
 
+class Holder(ABC):
+    """A live sequence, as far as the store knows it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def narrow(self) -> None:
+        """Protect no more of the tree than needed: memory is short."""
+
+
 class PageStore:
     """Hands out pages, making room by eviction, and takes them back."""
 
@@ -37,7 +45,7 @@ class PageStore:
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(self.pool, page_size)
         self.counters = Counters()
-        self.live: set[CachedSequence] = set()
+        self.live: set[Holder] = set()
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -80,10 +88,10 @@ class PageStore:
         if node.parent is None:
             self.tree.prune(node.space)
 
-    def register(self, sequence: CachedSequence) -> None:
+    def register(self, sequence: Holder) -> None:
         self.live.add(sequence)
 
-    def unregister(self, sequence: CachedSequence) -> None:
+    def unregister(self, sequence: Holder) -> None:
         self.live.discard(sequence)
 
     def count_commit(self, num_tokens: int) -> None:

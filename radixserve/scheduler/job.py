@@ -15,7 +15,7 @@ class Job:
     __slots__ = (
         "admitted_at",
         "arrival",
-        "cached_at_first",
+        "cached_on_arrival",
         "first_token_at",
         "follows",
         "follows_until",
@@ -42,7 +42,7 @@ class Job:
         self.follows_until = 0  # how many of them
         self.order_key: tuple[object, ...] = ()
         self.lookup: Lookup | None = None  # at the first admission
-        self.cached_at_first = -1  # tokens cached when it was first considered
+        self.cached_on_arrival = probe.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed
         self.num_prompt_done = 0  # prompt tokens whose K/V it has had
         self.queued_at = now

@@ -38,7 +38,7 @@ class Counters:
     preemptions: int = 0
     prompted_tokens: int = 0
     reused_tokens: int = 0
-    reused_from_leader_tokens: int = 0  # of those, computed by a running request meanwhile
+    gained_while_waiting_tokens: int = 0  # of those, computed by others after it had arrived
     computed_tokens: int = 0
     recomputed_tokens: int = 0  # computed again after a preemption, not part of the above
     prefilled_tokens: int = 0  # in all prefill rows, recomputed ones included
@@ -260,7 +260,7 @@ class Scheduler:
                 return
             if job.arrival > self._barrier:
                 continue
-            if self._cache.reuses and self._is_following(job, leaders):
+            if self._cache.reuses and leaders.is_following(job):
                 continue
             if self._fits(job, outstanding) and self._start(job, plan):
                 leaders.add(job)
@@ -273,11 +273,6 @@ class Scheduler:
         bound = self._max_overtake
         late = [job for job in self._waiting.values() if job.overtaken >= bound]
         return late + [job for job in self._queue if job.overtaken < bound]
-
-    def _is_following(self, job: Job, leaders: Leaders) -> bool:
-        if job.cached_at_first < 0:
-            job.cached_at_first = min(job.probe.cached_len, job.num_prompt)
-        return leaders.is_following(job)
 
     def _fits(self, job: Job, outstanding: int) -> bool:
         """Whether there is room for all its tokens beside what the running ones still need."""
@@ -349,9 +344,8 @@ class Scheduler:
         counters.prompted_tokens += usage.prompt_tokens
         counters.reused_tokens += usage.cached_tokens
         counters.computed_tokens += usage.computed_tokens
-        if job.cached_at_first >= 0:
-            from_leader = max(0, usage.cached_tokens - job.cached_at_first)
-            counters.reused_from_leader_tokens += from_leader
+        gained = usage.cached_tokens - job.cached_on_arrival
+        counters.gained_while_waiting_tokens += max(0, gained)
         return Finish(reason, usage, job.metrics(self._clock()), job.lookup, error)
 
     def _output(self, job: Job, drawn: RowOutput | None, finish: Finish | None) -> RequestOutput:

@@ -1,0 +1,174 @@
+"""The torch backend against attention written out row by row, on random ragged batches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.attention import torch as torch_backend
+from radixserve.attention.base import AttentionBackend
+from radixserve.attention.torch import TorchBackend, cut_segments, pack_segments
+from radixserve.errors import ModelNotSupported
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.schedule import Row
+
+CPU = torch.device("cpu")
+
+
+class Case:
+    """Rows with random prefixes in a filled pool, and the right answer."""
+
+    def __init__(self, lengths, page_size, heads, kv_heads, dim, seed=0, dtype=torch.float32):
+        self.generator = np.random.default_rng(seed)
+        self.lengths, self.page_size = lengths, page_size
+        pages = [-(-(start + new) // page_size) for start, new in lengths]
+        ids = self.generator.permutation(sum(pages) + 3).astype(np.int32)
+        bounds = np.cumsum([0, *pages])
+        self.rows = tuple(
+            Row("r", np.ones(new, np.int32), start, ids[bounds[i] : bounds[i + 1]], None)
+            for i, (start, new) in enumerate(lengths)
+        )
+        torch.manual_seed(seed)
+        self.kv = torch.randn(2, 2, len(ids), page_size, kv_heads, dim).to(dtype)
+        total = sum(new for _, new in lengths)
+        self.q = torch.randn(total, heads, dim).to(dtype)
+        self.k, self.v = torch.randn(2, total, kv_heads, dim).to(dtype)
+        self.batch = build_forward_batch(self.rows, page_size, CPU)
+
+    def expected(self, layer, scale=None):
+        """Row by row in float64, and the pool as it must be afterwards."""
+        kv, outs, first = self.kv.clone(), [], 0
+        scale = scale or 1 / math.sqrt(self.q.shape[-1])
+        for row, (start, new) in zip(self.rows, self.lengths, strict=True):
+            slots = np.concatenate(
+                [np.arange(p * self.page_size, (p + 1) * self.page_size) for p in row.page_ids]
+            )[: start + new]
+            k_slots, v_slots = (kv[layer, i].flatten(0, 1) for i in (0, 1))
+            k_slots[slots[start:]] = self.k[first : first + new]
+            v_slots[slots[start:]] = self.v[first : first + new]
+            group = self.q.shape[1] // self.k.shape[1]
+            k, v = (
+                x[slots].double().repeat_interleave(group, 1).transpose(0, 1)
+                for x in (k_slots, v_slots)
+            )
+            q = self.q[first : first + new].double().transpose(0, 1)
+            scores = q @ k.transpose(1, 2) * scale
+            hidden = torch.arange(start + new) > torch.arange(start, start + new)[:, None]
+            outs.append((scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(0, 1))
+            first += new
+        return torch.cat(outs), kv
+
+
+def run(case: Case, layer: int = 1, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    kv = case.kv.clone()
+    backend: AttentionBackend = TorchBackend(kv, case.q.shape[1])
+    backend.plan(case.batch)
+    return backend.run(case.q, case.k, case.v, layer, scale), kv
+
+
+LENGTHS = {
+    "one decode": [(9, 1)],
+    "first token alone": [(0, 1)],
+    "decodes": [(5, 1), (40, 1), (0, 1), (17, 1)],
+    "equal decodes": [(7, 1)] * 4,
+    "one prefill": [(0, 33)],
+    "prefills": [(0, 33), (0, 2), (0, 31), (0, 64)],
+    "chunks": [(3, 7), (30, 2), (16, 16), (1, 15)],
+    "long chunk": [(5, 300)],
+    "long chunks": [(5, 300), (300, 290), (1, 257)],
+    "everything": [(0, 20), (5, 1), (9, 30), (100, 1), (0, 1), (0, 19), (3, 2), (64, 17), (31, 1)],
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_matches_row_by_row(name: str, page_size: int) -> None:
+    case = Case(LENGTHS[name], page_size, heads=8, kv_heads=2, dim=32, seed=page_size)
+    out, kv = run(case)
+    expected, expected_kv = case.expected(1)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+    assert torch.equal(kv, expected_kv)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), (6, 2)])
+@pytest.mark.parametrize("dim", [8, 64, 128])
+def test_head_shapes(heads: int, kv_heads: int, dim: int) -> None:
+    case = Case(LENGTHS["everything"], 4, heads, kv_heads, dim)
+    out, _ = run(case)
+    torch.testing.assert_close(out.double(), case.expected(1)[0], atol=2e-6, rtol=1e-5)
+
+
+def test_scale_is_that_of_the_call() -> None:
+    case = Case(LENGTHS["everything"], 2, 4, 2, 16)
+    out, _ = run(case, scale=0.7)
+    torch.testing.assert_close(out.double(), case.expected(1, 0.7)[0], atol=2e-6, rtol=1e-5)
+
+
+def test_bfloat16_accumulates_in_float32() -> None:
+    case = Case(LENGTHS["everything"], 2, 4, 2, 32, dtype=torch.bfloat16)
+    out, _ = run(case)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), case.expected(1)[0], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_batches(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    lengths = [
+        (int(generator.choice([0, generator.integers(0, 90)])), int(generator.choice([1, 1, n])))
+        for n in generator.integers(1, 80, size=generator.integers(1, 12))
+    ]
+    case = Case(lengths, int(generator.choice([1, 2, 3, 16, 64])), 4, 2, 16, seed)
+    out, kv = run(case, layer=0)
+    expected, expected_kv = case.expected(0)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=1e-5)
+    assert torch.equal(kv, expected_kv)
+
+
+def test_many_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "GATHER_BYTES", 1)
+    monkeypatch.setattr(torch_backend, "MASK_ELEMENTS", 1)
+    case = Case(LENGTHS["everything"], 2, 4, 2, 16)
+    torch.testing.assert_close(run(case)[0].double(), case.expected(1)[0], atol=2e-6, rtol=1e-5)
+
+
+def test_contiguous_pages_are_read_in_place() -> None:
+    case = Case([(40, 1)], 4, 4, 2, 16)
+    row = Row("r", np.ones(1, np.int32), 40, np.arange(2, 13, dtype=np.int32), None)
+    case.rows, case.batch = (row,), build_forward_batch((row,), 4, CPU)
+    torch.testing.assert_close(run(case)[0].double(), case.expected(1)[0], atol=2e-6, rtol=1e-5)
+
+
+def test_a_row_does_not_see_others() -> None:
+    alone = Case([(20, 5)], 2, 4, 2, 16)
+    together = Case([(20, 5), (7, 1), (0, 9)], 2, 4, 2, 16)
+    together.kv[:, :, :] = torch.nan  # all that belongs to nobody in the batch
+    for layer_kv, clean in zip(together.kv, torch.zeros_like(together.kv), strict=True):
+        for row in together.rows:
+            layer_kv[:, row.page_ids] = clean[0][:, row.page_ids]
+    out, _ = run(together)
+    assert torch.isfinite(out).all()
+    assert run(alone)[0].shape == (5, 4, 16)
+
+
+def test_padding_is_bounded() -> None:
+    generator = np.random.default_rng(1)
+    lengths = [(int(n), 1) for n in generator.integers(0, 4000, 200)]
+    segments = cut_segments(Case(lengths, 16, 2, 1, 8).batch.host)
+    groups = pack_segments(segments, max_tokens=1 << 30)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(200))
+    assert len(groups) < 20
+    for group in groups:
+        real = int(segments.kv_len[group].sum())
+        padded = len(group) * int(segments.kv_len[group].max())
+        assert padded - real <= max(torch_backend.FREE_WASTE, torch_backend.WASTE_SHARE * real)
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ModelNotSupported, match="float16"):
+        TorchBackend(torch.zeros(1, 2, 1, 1, 2, 8, dtype=torch.float16), 2)
+    with pytest.raises(ModelNotSupported, match="evenly"):
+        TorchBackend(torch.zeros(1, 2, 1, 1, 2, 8), 3)

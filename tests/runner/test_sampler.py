@@ -1,0 +1,240 @@
+"""The sampler against plain references, one feature at a time, and all of them in one batch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.request import SamplingParams
+from radixserve.runner.sampler import (
+    apply_penalties,
+    draw_tokens,
+    filter_tokens,
+    sample,
+    uniform_numbers,
+)
+from radixserve.schedule import SampleSpec
+
+VOCAB = 50
+
+
+def spec(
+    *,
+    seed: int = 1,
+    prompt: tuple[int, ...] = (3, 4, 4),
+    output: tuple[int, ...] = (),
+    banned: tuple[int, ...] = (),
+    **params: float,
+) -> SampleSpec:
+    ids = np.array(prompt + output, np.int32)
+    return SampleSpec(SamplingParams(**params), seed, len(prompt), ids, banned)
+
+
+def logits_of(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def test_greedy_is_argmax_and_reports_what_was_asked() -> None:
+    logits = logits_of(4)
+    before = logits.clone()
+    outs = sample(logits, [spec(temperature=0.0, logprobs=n) for n in (None, 0, 1, 5)])
+    assert [out.token_id for out in outs] == logits.argmax(-1).tolist()
+    logprobs = logits.log_softmax(-1)
+    assert outs[0].logprob is None
+    assert outs[0].top_logprobs == ()
+    for row in (1, 2, 3):
+        assert outs[row].logprob == pytest.approx(logprobs[row].max().item())
+    best = logprobs[3].sort(descending=True)
+    assert [i for i, _ in outs[3].top_logprobs] == best.indices[:5].tolist()
+    assert [p for _, p in outs[3].top_logprobs] == pytest.approx(best.values[:5].tolist())
+    assert [len(out.top_logprobs) for out in outs] == [0, 0, 1, 5]
+    assert torch.equal(logits, before)
+
+
+def test_no_rows() -> None:
+    assert sample(torch.empty(0, VOCAB), []) == []
+
+
+def test_logprobs_are_raw() -> None:
+    logits = logits_of(1)
+    asked = spec(temperature=0.5, top_k=3, repetition_penalty=1.7, logprobs=3, banned=(1,))
+    out = sample(logits, [asked])[0]
+    expected = logits.log_softmax(-1)[0]
+    assert out.logprob == pytest.approx(expected[out.token_id].item(), abs=1e-6)
+    assert out.top_logprobs[0][1] == pytest.approx(expected.max().item(), abs=1e-6)
+
+
+def penalised(row: torch.Tensor, asked: SampleSpec) -> torch.Tensor:
+    """vLLM's definition, token by token."""
+    p, ids = asked.params, asked.token_ids.tolist()
+    row = row.clone()
+    for token in range(len(row)):
+        if token in ids:
+            value = row[token]
+            row[token] = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+        count = ids[asked.num_prompt :].count(token)
+        row[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
+    return row
+
+
+def test_penalties() -> None:
+    asked = [
+        spec(output=(5, 5, 9), repetition_penalty=1.3),
+        spec(output=(5, 5, 9)),
+        spec(output=(5, 5, 9, 4), presence_penalty=0.7),
+        spec(output=(49, 0, 0, 0), frequency_penalty=-0.4),
+        spec(output=(), presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=0.8),
+        spec(output=(3, 7, 7), presence_penalty=0.3, frequency_penalty=0.2, repetition_penalty=2.0),
+    ]
+    logits = logits_of(len(asked))
+    changed = apply_penalties(logits, asked)
+    for row, one in enumerate(asked):
+        torch.testing.assert_close(changed[row], penalised(logits[row], one))
+    assert torch.equal(changed[1], logits[1])
+
+
+def test_banned_tokens_are_never_drawn() -> None:
+    logits = logits_of(3)
+    best = logits.topk(2).indices.tolist()
+    asked = [
+        spec(temperature=0.0, banned=(best[0][0],)),
+        spec(temperature=0.0),
+        spec(temperature=1e-3, banned=tuple(best[2])),
+    ]
+    outs = sample(logits, asked)
+    assert outs[0].token_id == best[0][1]
+    assert outs[1].token_id == best[1][0]
+    assert outs[2].token_id == logits[2].topk(3).indices[2]
+
+
+def kept_by_hand(row: torch.Tensor, p: SamplingParams) -> set[int]:
+    """Tokens that min_p, then top_k, then top_p leave, by sorting."""
+    probs = row.double().softmax(-1)
+    kept = {i for i in range(len(row)) if probs[i] >= p.min_p * probs.max()}
+    order = sorted(kept, key=lambda i: -float(row[i]))
+    if 0 < p.top_k < len(row):
+        order = order[: p.top_k]
+    total, chosen = math.fsum(float(probs[i]) for i in order), set()
+    mass = 0.0
+    for i in order:
+        chosen.add(i)
+        mass += float(probs[i]) / total
+        if mass >= p.top_p:
+            break
+    return chosen
+
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 1000},
+    {"top_k": -1},
+    {"top_p": 0.5},
+    {"top_p": 1e-9},
+    {"top_p": 0.999},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 12, "top_p": 0.6},
+    {"top_k": 12, "top_p": 0.6, "min_p": 0.2},
+    {"top_p": 0.8, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("vocab", [50, 2000])
+def test_filters(vocab: int) -> None:
+    params = [SamplingParams(**fields) for fields in FILTERS]
+    logits = logits_of(len(params), vocab=vocab)
+    kept = filter_tokens(logits, params)
+    for row, p in enumerate(params):
+        expected = kept_by_hand(logits[row], p)
+        assert set(torch.isfinite(kept[row]).nonzero()[:, 0].tolist()) == expected, p
+        index = sorted(expected)
+        assert torch.equal(kept[row][index], logits[row][index])
+
+
+def test_flat_distribution_needs_the_whole_vocabulary_for_top_p() -> None:
+    logits = torch.linspace(0, 0.01, 3000)[None].repeat(2, 1)
+    params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.01)]
+    kept = torch.isfinite(filter_tokens(logits, params)).sum(-1).tolist()
+    assert kept == [len(kept_by_hand(logits[0], p)) for p in params]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"temperature": 1.5, "top_k": 8},
+        {"temperature": 1.0, "min_p": 0.2},
+    ],
+)
+def test_frequencies_match_probabilities(fields: dict[str, float]) -> None:
+    draws, vocab = 20000, 12
+    row = logits_of(1, seed=3, vocab=vocab)[0]
+    params = SamplingParams(**fields)
+    asked = [SampleSpec(params, s, 1, np.zeros(1, np.int32), ()) for s in range(draws)]
+    tokens = draw_tokens(row.expand(draws, vocab), asked)
+    scaled = row / params.temperature
+    kept = kept_by_hand(scaled, params)
+    probs = scaled.double().softmax(-1)
+    probs = torch.tensor([float(probs[i]) if i in kept else 0.0 for i in range(vocab)])
+    probs /= probs.sum()
+    counts = tokens.bincount(minlength=vocab)
+    assert not counts[probs == 0].any()
+    real = probs > 0
+    chi2 = ((counts - draws * probs)[real] ** 2 / (draws * probs[real])).sum().item()
+    freedom = int(real.sum()) - 1
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_uniform_numbers_are_uniform_and_pure() -> None:
+    by_seed = uniform_numbers([spec(seed=s) for s in range(4000)])
+    by_index = uniform_numbers([spec(seed=7, output=(1,) * n) for n in range(1000)])
+    for numbers in (by_seed, by_index):
+        assert numbers.min() > 0
+        assert numbers.max() < 1
+        assert len(np.unique(numbers)) == len(numbers)
+        counts = np.histogram(numbers, bins=10, range=(0, 1))[0]
+        expected = len(numbers) / 10
+        assert ((counts - expected) ** 2 / expected).sum() < 35
+        assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.1
+    assert uniform_numbers([spec(seed=5)])[0] == by_seed[5]
+    assert uniform_numbers([spec(seed=2**63 - 1)])[0] != by_seed[0]
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    logits = logits_of(40)
+    generator = np.random.default_rng(0)
+    asked = [
+        spec(
+            seed=int(generator.integers(2**62)),
+            output=tuple(generator.integers(0, VOCAB, generator.integers(0, 6)).tolist()),
+            temperature=float(generator.choice([0.0, 0.7, 1.3])),
+            top_k=int(generator.choice([0, 5])),
+            top_p=float(generator.choice([1.0, 0.8])),
+            min_p=float(generator.choice([0.0, 0.05])),
+            repetition_penalty=float(generator.choice([1.0, 1.2])),
+            presence_penalty=float(generator.choice([0.0, 0.5])),
+            banned=tuple(generator.integers(0, VOCAB, generator.integers(0, 3)).tolist()),
+        )
+        for _ in range(40)
+    ]
+    together = [out.token_id for out in sample(logits, asked)]
+    alone = [sample(logits[i : i + 1], asked[i : i + 1])[0].token_id for i in range(40)]
+    order = generator.permutation(40)
+    shuffled = sample(logits[order], [asked[i] for i in order])
+    assert together == alone
+    assert [out.token_id for out in shuffled] == [together[i] for i in order]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1e30])
+def test_extreme_temperatures(temperature: float) -> None:
+    logits = logits_of(1) * 100
+    out = sample(logits, [spec(temperature=temperature, top_p=0.99, min_p=0.0)])[0]
+    assert 0 <= out.token_id < VOCAB
+    if temperature < 1:
+        assert out.token_id == int(logits.argmax())

@@ -1,0 +1,94 @@
+"""Long random runs of the real scheduler and cache: aborts, preemptions, evictions, resets."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from tests.scheduler.fake import Driver, random_prompt
+
+
+def storm(seed: int, steps: int) -> Counter[str]:
+    """Random requests and interruptions; `check()` after every step; returns what happened."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 16, 64])
+    pages = max(2, rng.choice([30, 60, 90, 400]) // page_size)
+    driver = Driver(
+        pages,
+        page_size,
+        policy=rng.choice(["lpm", "fcfs", "dfs-weight"]),
+        chunk_size=rng.choice([1, 7, 16, 64]),
+        max_running=rng.choice([1, 3, 8]),
+        max_overtake=rng.choice([0, 2, 8]),
+        reuse=rng.random() < 0.85,
+    )
+    names: list[str] = []
+    for _ in range(steps):
+        if rng.random() < 0.4 and len(names) - len(driver.finished) < 20:
+            names.append(f"r{len(names)}")
+            add_random(driver, rng, names[-1])
+        if names and rng.random() < 0.05:
+            driver.abort(rng.choice(names[-20:]))
+        if rng.random() < 0.03:
+            driver.cache.evict(rng.randrange(30))
+        if rng.random() < 0.01:
+            driver.cache.reset(rng.choice([None, "", "b"]))
+        driver.step()
+        driver.cache.check()
+    driver.run()
+    assert len(driver.finished) == len(names)
+    for name, finish in driver.finished.items():
+        usage = finish.usage
+        assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+        assert usage.completion_tokens == len(driver.output(name))
+        assert driver.output(name) == driver.expected(name, usage.completion_tokens)
+    driver.drain()
+    return Counter(driver.scheduler.stats()) + Counter(
+        evicted=driver.cache.stats()["evicted_tokens"]
+    )
+
+
+def add_random(driver: Driver, rng: random.Random, name: str) -> None:
+    capacity = driver.num_pages * driver.page_size
+    known = list(driver.runner.tokens.values())
+    driver.add(
+        name,
+        random_prompt(rng, known, min(capacity - 2, 60)),
+        max_tokens=rng.randint(1, 40),
+        priority=rng.choice([0, 0, 0, 1]),
+        namespace=rng.choice(["", "", "b"]),  # type: ignore[arg-type]
+        ignore_eos=rng.random() < 0.5,
+    )
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_five_thousand_steps(block: int) -> None:
+    """Together over 5,000 steps with every kind of interruption, audited after each."""
+    seen: Counter[str] = Counter()
+    for seed in range(block * 10, block * 10 + 10):
+        seen += storm(seed, 120)
+    assert seen["steps"] >= 1_000
+    for kind in ("aborted", "preemptions", "evicted", "recomputed_tokens", "reused_tokens"):
+        assert seen[kind] > 0, f"the storm had no {kind}"
+
+
+def test_one_run_of_five_thousand_steps() -> None:
+    seen = storm(4, 5_000)
+    assert seen["steps"] >= 5_000
+    assert seen["preemptions"] > 10
+    assert seen["aborted"] > 10
+    assert seen["evicted"] > 100
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert storm(11, 150) == storm(11, 150)
+
+
+@pytest.mark.long
+def test_many_storms() -> None:
+    """RADIXSERVE_FUZZ_SEEDS sets how many (default 5,000)."""
+    for seed in range(1_000, 1_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "5000"))):
+        storm(seed, 200)

@@ -1,0 +1,142 @@
+"""The direction of imports, read from the sources: down only, type-only ones included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# From the ground up. A module may import from its own floor and from those below.
+FLOORS = [
+    ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
+    ["radixserve.config"],
+    ["radixserve.request"],
+    ["radixserve.schedule"],
+    ["radixserve.cache", "radixserve_kernels"],
+    ["radixserve.output", "radixserve.attention"],
+    ["radixserve.scheduler", "radixserve.models"],
+    ["radixserve.runner"],
+    ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
+    ["radixserve.ticket", "radixserve.worker"],
+    ["radixserve.runtime"],
+    ["radixserve"],  # the face, which names everything below it
+    ["radixserve.tree_view"],
+    ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
+]
+THINKING = ("radixserve.cache", "radixserve.scheduler")
+COMPUTING = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
+LIGHT = {"numpy", "sortedcontainers"}  # what the thinking wing may import from elsewhere
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for base in (ROOT, ROOT / "kernels"):
+        for package in ("radixserve", "radixserve_kernels"):
+            for path in sorted((base / package).rglob("*.py")):
+                parts = path.relative_to(base).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> set[str]:
+    """Every module that `name` imports anywhere, in functions and for types only too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            assert node.module is not None
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            known = inner & set(MODULES)
+            found |= known or {node.module}
+    return found
+
+
+def belongs(name: str, package: str) -> bool:
+    return name == package or (package != "radixserve" and name.startswith(package + "."))
+
+
+def floor(name: str) -> int:
+    for level, packages in enumerate(FLOORS):
+        if any(belongs(name, package) for package in packages):
+            return level
+    raise AssertionError(f"{name} has no floor: add it to FLOORS")
+
+
+def ours(name: str) -> set[str]:
+    return {
+        other
+        for other in imports(name)
+        if other.split(".")[0] in ("radixserve", "radixserve_kernels")
+    }
+
+
+def test_imports_go_down_only() -> None:
+    for name in MODULES:
+        for other in ours(name):
+            assert floor(other) <= floor(name), f"{name} imports {other}, which lies above it"
+
+
+def test_there_is_no_ring() -> None:
+    TopologicalSorter({name: ours(name) - {name} for name in MODULES}).prepare()
+
+
+def test_the_wings_do_not_know_each_other() -> None:
+    for name in MODULES:
+        for mine, theirs in ((THINKING, COMPUTING), (COMPUTING, THINKING)):
+            if any(belongs(name, package) for package in mine):
+                crossing = {o for o in ours(name) if any(belongs(o, p) for p in theirs)}
+                assert not crossing, f"{name} imports {crossing}"
+
+
+def test_kernels_do_not_import_radixserve() -> None:
+    for name in MODULES:
+        if belongs(name, "radixserve_kernels"):
+            assert not any(
+                belongs(o, "radixserve") or o.startswith("radixserve.") for o in ours(name)
+            )
+
+
+def test_the_thinking_wing_needs_only_numpy_and_sortedcontainers() -> None:
+    standard = sys.stdlib_module_names
+    for name in MODULES:
+        if any(belongs(name, package) for package in THINKING):
+            tops = {other.split(".")[0] for other in imports(name)} - {"radixserve"}
+            assert tops - standard <= LIGHT, f"{name} imports {tops - standard - LIGHT}"
+
+
+def test_the_thinking_wing_imports_with_torch_blocked() -> None:
+    code = """
+import sys
+for blocked in ("torch", "transformers", "safetensors", "tqdm", "rich", "tokenizers"):
+    sys.modules[blocked] = None
+import radixserve
+from radixserve.cache import RadixCache
+from radixserve.scheduler import Scheduler
+from radixserve import SamplingParams, EngineConfig, RadixServeError, Completion
+import radixserve.engine
+Scheduler(RadixCache(10))
+assert radixserve.__version__
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_face_is_sorted_and_complete() -> None:
+    import radixserve
+
+    assert radixserve.__all__ == sorted(radixserve.__all__)
+    for name in radixserve.__all__:
+        assert getattr(radixserve, name) is not None
+    assert set(radixserve.__all__) <= set(dir(radixserve))
+
+
+def test_there_is_no_package_called_kernels() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
