@@ -72,11 +72,8 @@ def floor(name: str) -> int:
 
 
 def ours(name: str) -> set[str]:
-    return {
-        other
-        for other in imports(name)
-        if other.split(".")[0] in ("radixserve", "radixserve_kernels")
-    }
+    packages = ("radixserve", "radixserve_kernels")
+    return {other for other in imports(name) if other.split(".")[0] in packages}
 
 
 def test_imports_go_down_only() -> None:

@@ -143,12 +143,12 @@ class _Probe:
             wanted.append("attention that is not causal")
         if key.shape[-1] != value.shape[-1]:
             wanted.append(f"values of {value.shape[-1]} features beside keys of {key.shape[-1]}")
-        layer = getattr(module, "layer_idx", None)
+        layer: int | None = getattr(module, "layer_idx", None)
         if layer is None or layer in self.shapes:
             wanted.append("attention layers without a number of their own")
-        if wanted:
+        if wanted or layer is None:
             raise ModelNotSupported(f"{self.architecture} needs {', '.join(wanted)}")
-        self.shapes[int(layer)] = (query.shape[1], key.shape[1], key.shape[-1])
+        self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[-1])
 
 
 def load_transformers(
@@ -195,7 +195,7 @@ def check_architecture(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotSupported(f"{name} is an encoder-decoder; only decoders can be run")
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    model_class = known[type(config)] if type(config) in known else None
+    model_class = known.get(type(config), None)
     if model_class is None or model_class.__name__ != name:
         raise ModelNotSupported(f"{name} is not a causal language model that transformers knows")
     check_sliding_window(config)

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.request import SamplingParams
 from radixserve.schedule import RowOutput, SampleSpec
 
-TOP_P_CANDIDATES = 512  # sorted first for top_p; the whole vocabulary only where they fall short
+TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
+BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
@@ -86,11 +88,32 @@ def draw_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     # The best logit goes to 0 first: a tiny temperature then makes -inf of the others, never NaN.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     kept = filter_tokens(scaled, params)
-    mass = kept.softmax(-1).double().cumsum(-1)  # [S, V]
-    total = mass[:, -1:]
-    uniform = torch.from_numpy(uniform_numbers(specs)).to(logits.device)[:, None]
-    point = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(mass, point, right=True)[:, 0]
+    uniform = torch.from_numpy(uniform_numbers(specs)).to(logits.device)
+    return invert_distribution(kept.softmax(-1), uniform)
+
+
+def invert_distribution(probs: Tensor, uniform: Tensor) -> Tensor:
+    """First token of each row up to which more than `uniform` of the row's probability lies.
+
+    probs [S, V] float32, not all zero; uniform [S] float64 in (0, 1); returns [S] int64. A token of
+    probability zero is never returned. First the block of tokens is found, then the token in it.
+    """
+    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(probs), -1, BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)  # [S, V / BLOCK]
+    mass = sums.cumsum(-1)
+    point = _below(uniform[:, None] * mass[:, -1:], mass[:, -1:])
+    block = torch.searchsorted(mass, point, right=True)  # [S, 1]
+    before = mass.gather(1, block) - sums.gather(1, block)
+    rows = torch.arange(len(probs), device=probs.device)
+    inner = blocks[rows, block[:, 0]].double().cumsum(-1)  # [S, BLOCK]
+    within = torch.searchsorted(inner, _below(point - before, inner[:, -1:]), right=True)
+    return (block * BLOCK + within)[:, 0]
+
+
+def _below(point: Tensor, total: Tensor) -> Tensor:
+    """`point`, pushed below `total` where rounding brought it there, and not below zero."""
+    zero = torch.zeros_like(total)
+    return torch.minimum(point, torch.nextafter(total, zero)).clamp(min=0)
 
 
 def filter_tokens(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -137,7 +160,7 @@ def _filter_top_p(logits: Tensor, top_p: Sequence[float]) -> Tensor:
         mass = best.double().cumsum(-1)
         if num_best == logits.shape[1] or bool(((mass[:, -1:] >= wanted) | (wanted == 1)).all()):
             break
-        num_best = logits.shape[1]
+        num_best = min(num_best * 8, logits.shape[1])
     num_kept = (mass < wanted).sum(-1, keepdim=True) + 1  # the one that reaches `wanted` as well
     floor = best.gather(1, (num_kept - 1).clamp(max=num_best - 1))
     return logits.masked_fill((probs < floor) & (wanted < 1), -torch.inf)

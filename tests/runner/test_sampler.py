@@ -13,6 +13,7 @@ from radixserve.runner.sampler import (
     apply_penalties,
     draw_tokens,
     filter_tokens,
+    invert_distribution,
     sample,
     uniform_numbers,
 )
@@ -189,6 +190,26 @@ def test_frequencies_match_probabilities(fields: dict[str, float]) -> None:
     chi2 = ((counts - draws * probs)[real] ** 2 / (draws * probs[real])).sum().item()
     freedom = int(real.sum()) - 1
     assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 256, 1000, 5000])
+def test_inverse_of_the_distribution(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    probs = torch.rand(300, vocab, generator=generator) ** 8
+    probs[:, ::3] = 0.0 if vocab > 1 else 1.0
+    probs[7] = 0.0
+    probs[7, vocab // 2] = 1.0
+    uniform = torch.rand(300, dtype=torch.float64, generator=generator)
+    uniform[:20], uniform[20:40] = 2.0**-53, 1 - 2.0**-53
+    tokens = invert_distribution(probs, uniform)
+    assert (probs.gather(1, tokens[:, None]) > 0).all()
+    mass = probs.double().cumsum(-1)
+    point = uniform * mass[:, -1]
+    upper = mass.gather(1, tokens[:, None])[:, 0]
+    lower = upper - probs.double().gather(1, tokens[:, None])[:, 0]
+    slack = 1e-9 * mass[:, -1]
+    assert (point <= upper + slack).all()
+    assert (point >= lower - slack).all()
 
 
 def test_uniform_numbers_are_uniform_and_pure() -> None:

@@ -1,0 +1,79 @@
+"""The console command `radixserve`: reads the command line, runs one command, reports errors.
+
+Light to import: each command loads what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from radixserve._version import __version__
+from radixserve.commands import demo, generate, info
+from radixserve.errors import RadixServeError
+
+_EXAMPLES = """\
+examples:
+  radixserve demo
+  radixserve generate --model Qwen/Qwen3-0.6B --chat --prompt "What is a radix tree?"
+  radixserve generate --jsonl prompts.jsonl --output answers.jsonl --max-tokens 64
+  radixserve info
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done; 1: done with errors; 2: not done; 130: interrupted."""
+    args = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("\nradixserve: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has gone, as in `radixserve ... | head`
+        _drop_stdout()
+        return 1
+    except (RadixServeError, OSError) as error:
+        if args.debug:
+            raise
+        print(f"radixserve: error: {_as_line(error)}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="radixserve",
+        description="Serve language models around a token-exact radix prefix cache.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"radixserve {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (demo, generate, info):
+        command_parser = command.add_parser(commands)
+        command_parser.set_defaults(run=command.run)
+        command_parser.add_argument(
+            "--debug", action="store_true", help="show the traceback of an error"
+        )
+    return parser
+
+
+def _as_line(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    return " ".join(text.split())
+
+
+def _drop_stdout() -> None:
+    """Keep the interpreter from failing once more when it flushes standard output at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,182 @@
+"""`radixserve generate`: complete prompts from the command line, a file or JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from radixserve.commands.flags import (
+    add_engine_flags,
+    add_model_flag,
+    add_sampling_flags,
+    given_engine,
+    given_sampling,
+)
+from radixserve.commands.jsonl import answer_jobs, completion_fields, read_jobs
+from radixserve.commands.terminal import format_seconds
+from radixserve.errors import InvalidRequest
+from radixserve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from radixserve.output import Completion
+    from radixserve.runtime import Runtime
+
+_EPILOG = """\
+JSON lines: each line in is {"prompt": "text" or [token ids]} or {"messages": [{"role", "content"}]}
+with any SamplingParams fields by name, which override the flags, and an optional "id". Each line
+out, in the same order, has "text", "token_ids", "finish_reason", "usage" and "metrics", or "error"
+and "line" where the line in was bad; then the exit code is 1.
+
+examples:
+  radixserve generate --prompt "The json module" --temperature 0 --max-tokens 40
+  radixserve generate --chat --prompt "How do I sort a list?" --stream --stats
+  radixserve generate --model ./my-checkpoint --file prompt.txt --top-p 0.9 --seed 7
+  cat prompts.jsonl | radixserve generate --jsonl - --output answers.jsonl
+"""
+
+
+def add_parser(commands: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "generate",
+        help="complete prompts from the command line, a file or JSON lines",
+        description="Complete prompts from the command line, a file or JSON lines.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_model_flag(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; give it again for more"
+    )
+    source.add_argument(
+        "--file", metavar="FILE", help="one prompt: the file's text; - is standard input"
+    )
+    source.add_argument(
+        "--jsonl", metavar="FILE", help="many prompts as JSON lines, see below; - is standard input"
+    )
+    parser.add_argument("--chat", action="store_true", help="a prompt is a message of a user")
+    parser.add_argument("--system", metavar="TEXT", help="system message before it, with --chat")
+    parser.add_argument("--output", metavar="FILE", help="write there, not to standard output")
+    parser.add_argument("--json", action="store_true", help="print a JSON line for each answer")
+    parser.add_argument(
+        "--stream", action="store_true", help="print the text of a single prompt as it comes"
+    )
+    parser.add_argument(
+        "--stats", action="store_true", help="print token counts and times to standard error"
+    )
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    sampling, settings = given_sampling(args), given_engine(args)
+    params = SamplingParams(**sampling)
+    data = b"" if args.jsonl is None else _read(args.jsonl)
+    jobs = read_jobs(data, sampling, lambda text: _as_prompt(text, args))
+    prompts = [] if args.jsonl is not None else [_as_prompt(text, args) for text in _texts(args)]
+    with _open_output(args.output) as out:
+        from radixserve.runtime import Runtime
+
+        with Runtime(args.model, **settings) as runtime:
+            if args.jsonl is not None:
+                import asyncio
+
+                done = asyncio.run(answer_jobs(runtime, jobs, out))
+            elif args.stream:
+                done = [_stream(runtime, prompts[0], params, out)]
+            else:
+                done = runtime.generate(prompts, params)
+                _print_answers(done, args, out)
+    if args.stats:
+        _print_stats(done)
+    return 1 if len(done) < len(jobs) else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Combinations that make no sense. Raises InvalidRequest."""
+    if args.system is not None and not args.chat:
+        raise InvalidRequest("--system needs --chat")
+    if args.stream and (args.jsonl is not None or len(args.prompt or [""]) > 1):
+        raise InvalidRequest("--stream takes a single prompt")
+    if args.stream and args.json:
+        raise InvalidRequest("give --stream or --json, not both")
+
+
+def _as_prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]]:
+    if not args.chat:
+        return text
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    texts: list[str] = args.prompt or [_decoded(args.file)]
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("the prompt is not valid UTF-8 text") from None
+    return texts
+
+
+def _decoded(name: str) -> str:
+    try:
+        return _read(name).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8 text: {error}") from None
+
+
+def _read(name: str) -> bytes:
+    if name == "-":
+        return sys.stdin.buffer.read()
+    return Path(name).read_bytes()
+
+
+@contextlib.contextmanager
+def _open_output(name: str | None) -> Iterator[TextIO]:
+    if name is None:
+        yield sys.stdout
+        return
+    with open(name, "w", encoding="utf-8") as file:
+        yield file
+
+
+def _stream(runtime: Runtime, prompt: Any, params: SamplingParams, out: TextIO) -> Completion:
+    completion = None
+    for chunk in runtime.stream(prompt, params):
+        print(chunk.text, end="", file=out, flush=True)
+        completion = chunk.completion
+    print(file=out)
+    assert completion is not None, "the last chunk carries the completion"
+    return completion
+
+
+def _print_answers(
+    completions: Sequence[Completion], args: argparse.Namespace, out: TextIO
+) -> None:
+    for at, completion in enumerate(completions):
+        if args.json:
+            print(json.dumps(completion_fields(completion)), file=out)
+            continue
+        if len(completions) > 1:
+            print(f"{'' if at == 0 else chr(10)}--- {at + 1}: {args.prompt[at]}", file=out)
+        print(completion.text, file=out)
+
+
+def _print_stats(completions: Sequence[Completion]) -> None:
+    for completion in completions:
+        usage, metrics = completion.usage, completion.metrics
+        print(
+            f"prompt {usage.prompt_tokens} = reused {usage.cached_tokens} + computed "
+            f"{usage.computed_tokens}, output {usage.completion_tokens} "
+            f"({completion.finish_reason}), first token {format_seconds(metrics.ttft_s)}, "
+            f"total {format_seconds(metrics.total_s)}",
+            file=sys.stderr,
+        )

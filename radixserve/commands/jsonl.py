@@ -1,0 +1,127 @@
+"""JSON lines in, JSON lines out, in order: a bad line gets an error and disturbs no other one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from radixserve.errors import InvalidRequest, RadixServeError
+from radixserve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from radixserve.output import Completion
+    from radixserve.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A line of the input: a prompt with its parameters, or why it cannot be run."""
+
+    number: int  # of the line, from 1
+    tag: dict[str, Any]  # {"id": ...} when the line has one
+    prompt: Any = None
+    params: SamplingParams | None = None
+    error: str | None = None
+
+
+def read_jobs(data: bytes, base: Mapping[str, Any], as_prompt: Any) -> list[Job]:
+    """The lines of `data`; empty ones are left out.
+
+    `base`: sampling fields of lines that set none; `as_prompt`: applied to prompts that are text.
+    """
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return [
+        _read_job(number, line, base, as_prompt)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+
+
+def _read_job(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any) -> Job:
+    tag: dict[str, Any] = {}
+    try:
+        fields = json.loads(line.decode("utf-8"))
+        if not isinstance(fields, dict):
+            raise InvalidRequest('a line is an object such as {"prompt": "..."}')
+        if "id" in fields:
+            tag = {"id": fields.pop("id")}
+        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is not text
+        prompt = _take_prompt(fields)
+        params = SamplingParams(**{**base, **fields})
+    except RecursionError:
+        return Job(number, tag, error="the line is nested too deeply")
+    except UnicodeError as error:
+        return Job(number, tag, error=f"the line is not valid Unicode text: {error}")
+    except json.JSONDecodeError as error:
+        return Job(number, tag, error=f"the line is not JSON: {error}")
+    except ValueError as error:  # InvalidRequest among them
+        return Job(number, tag, error=str(error))
+    return Job(number, tag, as_prompt(prompt) if isinstance(prompt, str) else prompt, params)
+
+
+def _take_prompt(fields: dict[str, Any]) -> Any:
+    if ("prompt" in fields) == ("messages" in fields):
+        raise InvalidRequest('a line has either "prompt" or "messages"')
+    if "messages" in fields:
+        messages = fields.pop("messages")
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise InvalidRequest('"messages" is a list of objects with "role" and "content"')
+        return messages
+    prompt = fields.pop("prompt")
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not is_ids and not isinstance(prompt, str):
+        raise InvalidRequest('"prompt" is text or a list of token ids')
+    return prompt
+
+
+async def answer_jobs(runtime: Runtime, jobs: Sequence[Job], out: TextIO) -> list[Completion]:
+    """Run all at once, write a line for each as soon as those before it are written.
+
+    Returns the completions: fewer than jobs when some failed.
+    """
+    from radixserve.progress import BatchProgress
+
+    tasks = [asyncio.create_task(_answer(runtime, job)) for job in jobs]
+    done: list[Completion] = []
+    with BatchProgress(len(tasks), wanted=False if out.isatty() else None) as bar:
+        try:
+            for task in tasks:
+                completion, line = await task
+                print(json.dumps(line), file=out, flush=True)
+                if completion is not None:
+                    done.append(completion)
+                    bar.add(completion)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    return done
+
+
+async def _answer(runtime: Runtime, job: Job) -> tuple[Completion | None, dict[str, Any]]:
+    if job.error is None:
+        try:
+            completion = await runtime.agenerate(job.prompt, job.params)
+            return completion, {**job.tag, **completion_fields(completion)}
+        except RadixServeError as error:
+            return None, {**job.tag, "line": job.number, "error": str(error)}
+    return None, {**job.tag, "line": job.number, "error": job.error}
+
+
+def completion_fields(completion: Completion) -> dict[str, Any]:
+    """A completion as the fields of a JSON object."""
+    fields: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "usage": asdict(completion.usage),
+        "metrics": asdict(completion.metrics),
+    }
+    if completion.logprobs is not None:
+        fields["logprobs"] = completion.logprobs
+    if completion.top_logprobs is not None:
+        fields["top_logprobs"] = completion.top_logprobs
+    return fields

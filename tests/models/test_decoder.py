@@ -1,0 +1,175 @@
+"""The native decoder's variants against transformers: rope kinds, biases, tying, old configs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from radixserve.config import EngineConfig
+from radixserve.errors import ModelNotSupported
+from radixserve.models.decoder import ARCHITECTURES
+from radixserve.runner.model_runner import ModelRunner
+from tests.checkpoints import (
+    NATIVE,
+    all_logprobs,
+    edit_json,
+    greedy,
+    load_reference,
+    make_checkpoint,
+)
+from tests.runner.driver import Driver
+
+PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(150)]
+
+
+def check(folder: Path) -> ModelRunner:
+    """Greedy tokens and log-probabilities of one prompt, in chunks, equal transformers'."""
+    runner = ModelRunner(str(folder), EngineConfig(num_pages=400))
+    assert runner.info.is_native
+    driver = Driver(runner, 1)
+    stream = driver.add(PROMPT)
+    driver.run(chunk=40)
+    reference = load_reference(folder)
+    assert stream.tokens == greedy(reference, PROMPT, len(stream.outputs))
+    logprobs = all_logprobs(reference, stream.tokens)
+    for place, out in enumerate(stream.outputs, len(PROMPT) - 1):
+        assert out.logprob == pytest.approx(logprobs[place, out.token_id].item(), abs=1e-4)
+    return runner
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn with its own attention factor": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 0.6,
+        "beta_fast": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("family", NATIVE)
+def test_rope_scaling(tmp_path: Path, family: str, kind: str) -> None:
+    check(make_checkpoint(tmp_path, family, rope_parameters=ROPE[kind]))
+
+
+def test_old_rope_fields(tmp_path: Path) -> None:
+    """config.json as written before transformers 5: rope_theta and rope_scaling."""
+    make_checkpoint(tmp_path / "new", "llama", rope_parameters=ROPE["llama3"])
+    make_checkpoint(tmp_path / "old", "llama", rope_parameters=ROPE["llama3"])
+    scaling = {k: v for k, v in ROPE["llama3"].items() if k != "rope_theta"}
+    edit_json(
+        tmp_path / "old" / "config.json",
+        rope_parameters=None,
+        rope_theta=10000.0,
+        rope_scaling=scaling,
+        dtype=None,
+        torch_dtype="float32",
+    )
+    assert "rope_parameters" not in json.loads((tmp_path / "old" / "config.json").read_text())
+    check(tmp_path / "old")
+    outputs = []
+    for name in ("old", "new"):
+        driver = Driver(ModelRunner(str(tmp_path / name), EngineConfig(num_pages=200)), 1)
+        outputs.append(driver.add(PROMPT))
+        driver.run()
+    assert outputs[0].outputs == outputs[1].outputs
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("mistral", {"tie_word_embeddings": True, "head_dim": 32}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": 512}),
+        ("llama", {"num_hidden_layers": 1, "rms_norm_eps": 1e-3}),
+    ],
+)
+def test_variants(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    runner = check(make_checkpoint(tmp_path, family, seed=4, **fields))
+    reference = load_reference(tmp_path)
+    assert runner.info.num_parameters == sum(p.numel() for p in reference.parameters())
+
+
+def test_several_files(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_float16_runs_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
+    make_checkpoint(tmp_path, "llama", dtype=stored)
+    runner = ModelRunner(str(tmp_path), EngineConfig(num_pages=9))
+    expected = torch.float32 if stored == torch.float16 else torch.bfloat16
+    assert runner.info.dtype == expected
+    asked = ModelRunner(str(tmp_path), EngineConfig(num_pages=9, dtype="float32"))
+    assert asked.info.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("mistral", {"sliding_window": 64}, "sliding window attention over 64 positions"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "sliding_attention",
+        ),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope scaling 'dynamic'",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                }
+            },
+            "rope scaling 'longrope'",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
+    ],
+)
+def test_refused(tmp_path: Path, family: str, fields: dict[str, Any], reason: str) -> None:
+    make_checkpoint(tmp_path, family, **fields)
+    with pytest.raises(ModelNotSupported, match=reason):
+        ModelRunner(str(tmp_path), EngineConfig(num_pages=10))
+
+
+def test_every_native_family_is_tested() -> None:
+    assert len(NATIVE) == len(ARCHITECTURES)

@@ -1,0 +1,55 @@
+"""The batch's index arrays, spelled out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.request import SamplingParams
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.schedule import Row, SampleSpec
+
+SPEC = SampleSpec(SamplingParams(), 0, 1, np.zeros(1, np.int32), ())
+
+
+def row(tokens: list[int], start: int, pages: list[int], sample: SampleSpec | None = None) -> Row:
+    return Row("r", np.array(tokens, np.int32), start, np.array(pages, np.int32), sample)
+
+
+def test_rows_end_to_end() -> None:
+    rows = (row([7, 8, 9], 2, [5, 1], SPEC), row([4], 4, [3, 0], None), row([6], 0, [2], SPEC))
+    batch = build_forward_batch(rows, 4, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [7, 8, 9, 4, 6]
+    assert batch.positions.tolist() == [2, 3, 4, 4, 0]
+    assert batch.slot_mapping.tolist() == [22, 23, 4, 0, 8]
+    assert batch.qo_indptr.tolist() == [0, 3, 4, 5]
+    assert batch.kv_indptr.tolist() == [0, 2, 4, 5]
+    assert batch.kv_indices.tolist() == [5, 1, 3, 0, 2]
+    assert batch.last_page_len.tolist() == [1, 1, 1]
+    assert batch.seq_lens.tolist() == [5, 5, 1]
+    assert batch.logits_indices.tolist() == [2, 4]
+    assert batch.num_tokens == 5
+    assert batch.kv_indices.dtype == torch.int32
+    assert batch.slot_mapping.dtype == torch.int64
+
+
+def test_full_last_page() -> None:
+    batch = build_forward_batch((row([1, 2], 6, [0, 1]),), 4, torch.device("cpu"))
+    assert batch.last_page_len.tolist() == [4]
+
+
+@pytest.mark.parametrize("pages", [[0], [0, 1, 2]])
+def test_pages_must_fit(pages: list[int]) -> None:
+    with pytest.raises(ValueError, match="pages of 4 tokens for 5 tokens"):
+        build_forward_batch((row([1], 4, pages),), 4, torch.device("cpu"))
+
+
+def test_nothing_of_a_row_is_kept() -> None:
+    one = row([1, 2], 0, [0])
+    batch = build_forward_batch((one,), 2, torch.device("cpu"))
+    one.token_ids[:] = 9
+    one.page_ids[:] = 9
+    assert batch.input_ids.tolist() == [1, 2]
+    assert batch.kv_indices.tolist() == [0]
+    assert batch.host.kv_indices.tolist() == [0]

@@ -1,0 +1,215 @@
+"""ModelRunner driven by hand-built Schedules, against transformers; its sizes and its refusals."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.config import EngineConfig
+from radixserve.errors import InvalidRequest
+from radixserve.request import SamplingParams
+from radixserve.runner.kv_pool import KVPool, choose_num_pages, free_memory
+from radixserve.runner.model_runner import ModelRunner
+from radixserve.schedule import Schedule
+from tests.checkpoints import (
+    FAMILIES,
+    NATIVE,
+    VOCAB_SIZE,
+    all_logprobs,
+    greedy,
+    load_reference,
+    make_checkpoint,
+)
+from tests.runner.driver import GREEDY, Driver, Stream
+
+TOLERANCE = 1e-4  # of log-probabilities, float32
+
+
+def check_parity(streams: list[Stream], reference: torch.nn.Module) -> None:
+    """Tokens equal transformers' generate, log-probabilities its forward."""
+    for stream in streams:
+        prompt = stream.tokens[: stream.num_prompt]
+        assert stream.tokens == greedy(reference, prompt, len(stream.outputs))
+        logprobs = all_logprobs(reference, stream.tokens)
+        for place, out in enumerate(stream.outputs, stream.num_prompt - 1):
+            assert out.logprob == pytest.approx(logprobs[place, out.token_id].item(), abs=TOLERANCE)
+            best = logprobs[place].topk(len(out.top_logprobs))
+            assert [p for _, p in out.top_logprobs] == pytest.approx(
+                best.values.tolist(), abs=TOLERANCE
+            )
+            assert out.top_logprobs[0][0] == out.token_id
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+def runner_of(
+    folder: Path, page_size: int = 1, tokens: int = 1500, **fields: object
+) -> ModelRunner:
+    config = EngineConfig(num_pages=-(-tokens // page_size), page_size=page_size, **fields)
+    return ModelRunner(str(folder), config)
+
+
+def run_mixed(folder: Path, page_size: int, chunk: int, lengths: list[int], seed: int) -> None:
+    driver = Driver(runner_of(folder, page_size), page_size, seed)
+    for prompt in prompts_of(lengths, seed):
+        driver.add(prompt)
+    driver.run(chunk)
+    check_parity(driver.sequences, load_reference(folder))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_checkpoint(root / family, family) for family in NATIVE}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+@pytest.mark.parametrize("family", NATIVE)
+def test_native_families(
+    checkpoints: dict[str, Path], family: str, page_size: int, chunk: int
+) -> None:
+    run_mixed(checkpoints[family], page_size, chunk, [1, 3, 20, 41, 90], seed=page_size + chunk)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE)))
+def test_transformers_families(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path, family, seed=1)
+    driver = Driver(runner_of(folder, 2), 2)
+    assert not driver.runner.info.is_native
+    for prompt in prompts_of([1, 5, 37, 70]):
+        driver.add(prompt)
+    driver.run(chunk=7)
+    check_parity(driver.sequences, load_reference(folder))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 4, 32), (4, 1, 64), (8, 1, 128), (8, 2, 48)]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_head_shapes(
+    tmp_path: Path, family: str, heads: int, kv_heads: int, head_dim: int, seed: int
+) -> None:
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    make_checkpoint(tmp_path, family, seed, tie_word_embeddings=seed == 1, **fields)
+    run_mixed(tmp_path, 4, 16, [2, 30, 63], seed)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
+def test_shared_pages_and_copied_heads(checkpoints: dict[str, Path], page_size: int) -> None:
+    driver = Driver(runner_of(checkpoints["llama"], page_size, 3000), page_size)
+    first = driver.add(prompts_of([75])[0])
+    driver.step([(first, 75)])
+    streams = []
+    for shared in (1, 15, 16, 37, 64, 74):
+        tail = prompts_of([9], seed=shared)[0]
+        streams.append(driver.add(first.tokens[:shared] + tail, share=(first, shared)))
+    driver.run(chunk=5)
+    check_parity(driver.sequences, load_reference(checkpoints["llama"]))
+
+
+def test_twins_share_a_page_that_its_owner_still_fills(checkpoints: dict[str, Path]) -> None:
+    driver = Driver(runner_of(checkpoints["qwen2"], 16), 16)
+    first = driver.add(prompts_of([20])[0])
+    driver.step([(first, 20)])
+    twin = driver.add([*first.tokens[:20], 5, 6], share=(first, 20))
+    for _ in range(3):  # the owner writes behind the head while the twin copies and reads it
+        driver.step([(first, 1), (twin, len(twin.tokens) - twin.computed)])
+    check_parity([first, twin], load_reference(checkpoints["qwen2"]))
+
+
+def test_bfloat16_stays_close(checkpoints: dict[str, Path]) -> None:
+    driver = Driver(runner_of(checkpoints["llama"], 4, dtype="bfloat16"), 4)
+    assert driver.runner.info.dtype == torch.bfloat16
+    stream = driver.add(prompts_of([50])[0])
+    driver.run(chunk=20)
+    reference = load_reference(checkpoints["llama"]).to(torch.bfloat16)
+    logprobs = all_logprobs(reference, stream.tokens)
+    for place, out in enumerate(stream.outputs, stream.num_prompt - 1):
+        assert out.logprob == pytest.approx(logprobs[place, out.token_id].item(), abs=0.25)
+
+
+def test_seeded_tokens_do_not_depend_on_company(checkpoints: dict[str, Path]) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, max_tokens=12)
+    prompts = prompts_of([30, 12, 45])
+
+    def tokens_with(company: list[list[int]], chunk: int) -> list[int]:
+        driver = Driver(runner_of(checkpoints["llama"], 2), 2, seed=chunk)
+        watched = driver.add(prompts[0], params, seed=123)
+        for seed, prompt in enumerate(company):
+            driver.add(prompt, params if seed else GREEDY, seed=seed)
+        driver.run(chunk)
+        return watched.output_ids
+
+    alone = tokens_with([], 64)
+    assert tokens_with(prompts[1:], 7) == alone
+    assert tokens_with(prompts[:2], 64) == alone
+
+
+def test_rows_without_a_sample_and_empty_schedules(checkpoints: dict[str, Path]) -> None:
+    runner = runner_of(checkpoints["llama"])
+    driver = Driver(runner, 1)
+    stream = driver.add(prompts_of([20])[0])
+    driver.step([(stream, 6)])
+    assert stream.outputs == []
+    nothing = Schedule(0, (), np.zeros((0, 3), np.int32), 0, 0)
+    output = runner.execute(nothing)
+    assert output.outputs == ()
+    assert set(output.seconds) == {"prepare", "forward", "sample"}
+    seconds = driver.step([(stream, 14)])
+    assert all(value >= 0 for value in seconds.values())
+    assert len(stream.outputs) == 1
+
+
+def test_pool_copies_heads_of_all_layers(checkpoints: dict[str, Path]) -> None:
+    info = runner_of(checkpoints["llama"]).info
+    pool = KVPool(info, 6, 4, torch.device("cpu"))
+    assert not pool.kv.any()
+    pool.kv.copy_(torch.randn_like(pool.kv))
+    before = pool.kv.clone()
+    pool.copy_heads(np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32))
+    assert torch.equal(pool.kv[:, :, 3, :3], before[:, :, 0, :3])
+    assert torch.equal(pool.kv[:, :, 3, 3:], before[:, :, 3, 3:])
+    assert torch.equal(pool.kv[:, :, 4, :1], before[:, :, 0, :1])
+    assert torch.equal(pool.kv[:, :, 4, 1:], before[:, :, 4, 1:])
+    assert torch.equal(pool.kv[:, :, 5], before[:, :, 1])
+    assert torch.equal(pool.kv[:, :, :3], before[:, :, :3])
+
+
+def test_sizes(checkpoints: dict[str, Path]) -> None:
+    folder = str(checkpoints["llama"])
+    runner = ModelRunner(folder, EngineConfig(kv_cache_memory="1MB", page_size=16))
+    info = runner.info
+    assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert runner.num_pages == (1 << 20) // (runner.kv_bytes_per_token * 16)
+    assert runner.backend_name == "torch"
+    reference = load_reference(checkpoints["llama"])
+    assert info.num_parameters == sum(p.numel() for p in reference.parameters())
+    plan = runner.memory_plan()
+    assert plan.weight_bytes == info.num_parameters * 4
+    assert plan.pool_tokens == runner.num_pages * 16
+    assert plan.pool_bytes == plan.pool_tokens * runner.kv_bytes_per_token
+
+    default = choose_num_pages(EngineConfig(max_running=3, page_size=100), info)
+    assert default == 3 * 6  # 512 positions
+    assert choose_num_pages(EngineConfig(max_running=3, max_seq_len=10), info) == 30
+    many = choose_num_pages(EngineConfig(max_running=10**9), info)
+    assert many * runner.kv_bytes_per_token <= free_memory() // 2
+
+
+def test_too_small_or_too_large(checkpoints: dict[str, Path]) -> None:
+    folder = str(checkpoints["llama"])
+    with pytest.raises(InvalidRequest, match="needs 8192 bytes"):
+        ModelRunner(folder, EngineConfig(kv_cache_memory=8191, page_size=16))
+    with pytest.raises(InvalidRequest, match="512 positions"):
+        ModelRunner(folder, EngineConfig(num_pages=10, max_seq_len=513))
+    with pytest.raises(InvalidRequest, match="cannot be had"):
+        ModelRunner(folder, EngineConfig(num_pages=2**31 - 1, page_size=4096))

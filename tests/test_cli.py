@@ -1,0 +1,340 @@
+"""The console command, run in-process on the demo model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import radixserve
+from radixserve.cli import main
+from radixserve.commands import demo, info
+from radixserve.commands.demo_script import Answer, Part, Performance
+from radixserve.config import EngineConfig
+from radixserve.output import Completion, Metrics, Usage
+from radixserve.request import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+GREEDY = ["--temperature", "0", "--max-tokens", "5", "--num-pages", "4096"]
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(argv)
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+# -- help and errors ------------------------------------------------------------------------------
+
+
+def test_help_lists_the_commands() -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(f"  {command} " in out for command in ("demo", "generate", "info"))
+    assert "examples:" in out
+
+
+def test_every_setting_has_a_flag_with_help() -> None:
+    code, out, _ = run("generate", "--help")
+    assert code == 0
+    words = out.replace("\n", " ")
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "n"]
+    names += [f.name for f in dataclasses.fields(EngineConfig) if f.name not in ("trace", "seed")]
+    for name in [*names, "engine_seed"]:
+        assert f"  --{name.replace('_', '-')} " in words, name
+    assert "(default: 128)" in words
+    assert "subtracted for each occurrence in the output" in " ".join(words.split())
+
+
+@pytest.mark.parametrize("command", ["demo", "info"])
+def test_command_help_has_examples(command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"examples:\n  radixserve {command}" in out
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"radixserve {radixserve.__version__}\n", "")
+
+
+def test_help_and_flags_need_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "for heavy in ('torch', 'transformers', 'rich'): sys.modules[heavy] = None\n"
+        "from radixserve.cli import main\n"
+        "assert main(['generate', '--prompt', 'x', '--max-tokens', '0']) == 2\n"
+        "main(['--help'])\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "generate" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "COMMAND"),
+        (["nonsense"], "invalid choice"),
+        (["generate"], "--prompt"),
+        (["generate", "--prompt", "x", "--bogus"], "--bogus"),
+        (["generate", "--prompt", "x", "--file", "y"], "not allowed with"),
+        (["generate", "--prompt", "x", "--max-tokens", "many"], "invalid int"),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "max_tokens must be >= 1"),
+        (["generate", "--prompt", "x", "--top-p", "nan"], "top_p"),
+        (["generate", "--prompt", "x", "--page-size", "0"], "page_size"),
+        (["generate", "--prompt", "x", "--kv-cache-memory", "lots"], "kv_cache_memory"),
+        (["generate", "--prompt", "x", "--system", "y"], "--chat"),
+        (["generate", "--prompt", "x", "--prompt", "y", "--stream"], "single"),
+        (["generate", "--prompt", "x", "--stream", "--json"], "not both"),
+        (["generate", "--prompt", "\udcff"], "UTF-8"),
+        (["generate", "--file", "/no/such/file"], "/no/such/file: No such file"),
+        (["generate", "--prompt", "x", "--model", "/no/such/model"], "/no/such/model"),
+        (["demo", "--max-nodes", "0"], "--max-nodes"),
+        (["info", "--cache", "hash"], "cache must be one of"),
+    ],
+)
+def test_wrong_use_is_told_in_a_line(argv: list[str], words: str) -> None:
+    code, out, err = run(*argv)
+    assert code == 2
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("radixserve")
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(radixserve.InvalidRequest, match="max_tokens"):
+        run("generate", "--prompt", "x", "--max-tokens", "0", "--debug")
+
+
+def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "run", interrupted)
+    code, _, err = run("info")
+    assert code == 130
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert main(["info", "--no-model", "--json"]) == 1
+
+
+# -- demo -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    code, out, err = run("demo", "--json", "--page-size", "16", "--max-tokens", "6")
+    assert code == 0, err
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def test_demo_counts_add_up(document: dict[str, Any]) -> None:
+    assert document["adds_up"] is True
+    for run_name in ("cache_on", "cache_off"):
+        performance = document[run_name]
+        requests = [r for part in performance["parts"] for r in part["requests"]]
+        assert len(requests) == 18
+        for request in requests:
+            added = request["cached_tokens"] + request["computed_tokens"]
+            assert added == request["prompt_tokens"]
+        for name in ("prompt_tokens", "cached_tokens", "computed_tokens"):
+            assert performance[name] == sum(request[name] for request in requests)
+
+
+def test_demo_reuses_and_answers_the_same(document: dict[str, Any]) -> None:
+    first, second, at_once = document["cache_on"]["parts"]
+    assert [r["verdict"] for r in first["requests"]] == ["MISS"] + ["HIT"] * 5
+    assert [r["verdict"] for r in second["requests"]] == ["HIT"] * 6
+    assert sorted(r["verdict"] for r in at_once["requests"]) == ["HIT"] * 5 + ["MISS"]
+    assert document["cache_off"]["cached_tokens"] == 0
+    assert document["same_answers"] is True
+    on = document["cache_on"]
+    assert document["hit_rate"] == on["cached_tokens"] / on["prompt_tokens"] > 0.8
+    assert document["computed_factor"] > 4
+
+
+def test_demo_tree_shows_what_is_held(document: dict[str, Any]) -> None:
+    (top,) = document["tree"]["namespaces"][""]
+    assert top["text"].startswith("You are a helpful assistant")
+    assert top["holders"] == 2
+    assert top["children"]
+
+
+def test_demo_for_people() -> None:
+    code, out, err = run("demo", "--max-tokens", "4", "--max-nodes", "3")
+    assert code == 0, err
+    assert "\x1b[" not in out
+    rows = [line for line in out.splitlines() if line.startswith(("HIT ", "PARTIAL ", "MISS "))]
+    assert len(rows) == 18
+    for row in rows:
+        left, right = row.split("=")[:2]
+        _, reused, _, computed = left.replace("+", " + ").split()
+        assert int(reused) + int(computed) == int(right.split()[0])
+    assert "same answers with and without the cache: yes (18 of 18)" in out
+    assert "hit rate" in out
+    assert "holders 2 'You are a helpful" in out
+    assert "more nodes" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_demo_fails_when_counts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = Usage(prompt_tokens=10, cached_tokens=4, computed_tokens=5, completion_tokens=1)
+    completion = Completion("r", "a", [5], "length", usage, Metrics(0.0, 0.1, 0.2), None)
+    tree = {"page_size": 1, "truncated": False, "namespaces": {}}
+    broken = Performance((Part("part", (Answer("Why?", completion),), 1.0),), tree)
+    monkeypatch.setattr(demo, "perform", lambda *_: broken)
+    code, out, err = run("demo", "--json")
+    assert code == 1
+    assert json.loads(out)["adds_up"] is False
+    assert "'Why?' do not add up" in err
+
+
+# -- generate -------------------------------------------------------------------------------------
+
+
+def test_generate_text_is_what_the_runtime_answers() -> None:
+    prompts = ["The json module", "The os module"]
+    with radixserve.Runtime("demo", num_pages=4096) as runtime:
+        texts = [
+            runtime.generate(prompt, SamplingParams(temperature=0.0, max_tokens=5)).text
+            for prompt in prompts
+        ]
+    code, out, err = run("generate", "--prompt", prompts[0], "--stats", *GREEDY)
+    assert (code, out) == (0, texts[0] + "\n")
+    assert err.startswith("prompt ")
+    assert "= reused 0 + computed" in err
+    code, out, _ = run("generate", "--prompt", prompts[0], "--stream", *GREEDY)
+    assert (code, out) == (0, texts[0] + "\n")
+    code, out, _ = run("generate", "--prompt", prompts[0], "--prompt", prompts[1], *GREEDY)
+    wanted = [f"--- {at}: {p}\n{t}\n" for at, (p, t) in enumerate(zip(prompts, texts), 1)]  # noqa: B905
+    assert (code, out) == (0, "\n".join(wanted))
+
+
+def test_generate_from_standard_input_and_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = "What is a decorator? é"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    feed(monkeypatch, question.encode())
+    chat = ["--chat", "--system", "Be brief."]
+    code, out, _ = run("generate", "--file", "-", *chat, "--json", *GREEDY)
+    assert code == 0
+    feed(monkeypatch, json.dumps({"messages": messages}).encode())
+    code, other, _ = run("generate", "--jsonl", "-", *GREEDY)
+    assert code == 0
+    assert json.loads(out)["token_ids"] == json.loads(other)["token_ids"]
+    assert json.loads(out)["usage"] == json.loads(other)["usage"]
+
+
+def test_generate_file_must_be_text(tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe")
+    code, _, err = run("generate", "--file", str(tmp_path / "prompt"))
+    assert code == 2
+    assert "UTF-8" in err
+
+
+LINES = [
+    '{"id": "a", "prompt": "The json module"}',
+    "not json",
+    "",
+    '{"id": [1], "prompt": [5, 6, 7], "max_tokens": 2, "logprobs": 1}',
+    '{"messages": [{"role": "user", "content": "Hello"}], "stop": ["e"]}',
+    '{"id": 3, "prompt": "x", "bogus": 1}',
+    '{"id": 4, "prompt": "x", "max_tokens": 0}',
+    '{"prompt": [99999]}',
+    '{"prompt": "\\ud800"}',
+    '{"prompt": ["a", "b"]}',
+    '{"prompt": "x", "messages": []}',
+    '{"prompt": ""}',
+    "[1]",
+    '{"id": "z", "prompt": "The os module"}',
+]
+
+
+def test_generate_json_lines(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes("\n".join(LINES).encode() + b'\n{"prompt": "\xff"}\n')
+    code, out, err = run("generate", "--jsonl", str(source), "--output", str(target), *GREEDY)
+    assert (code, out, err) == (1, "", "")
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(answers) == len(LINES)  # one was empty, one came behind
+    good = [answer for answer in answers if "error" not in answer]
+    assert [answer.get("id") for answer in good] == ["a", [1], None, "z"]
+    assert len(good[1]["token_ids"]) == len(good[1]["logprobs"]) == 2
+    assert "e" not in good[2]["text"]
+    for answer in good:
+        usage = answer["usage"]
+        assert usage["cached_tokens"] + usage["computed_tokens"] == usage["prompt_tokens"]
+        assert answer["finish_reason"] in ("stop", "length")
+        assert answer["metrics"]["ttft_s"] > 0
+    bad = {answer["line"]: answer for answer in answers if "error" in answer}
+    assert list(bad) == [2, 6, 7, 8, 9, 10, 11, 12, 13, 15]
+    assert "bogus" in bad[6]["error"]
+    assert bad[6]["id"] == 3
+    assert "max_tokens" in bad[7]["error"]
+    assert "out of range" in bad[8]["error"]
+    assert "empty" in bad[12]["error"]
+
+
+def test_generate_json_lines_all_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed(monkeypatch, b'{"prompt": "a", "max_tokens": 1}\r\n{"prompt": "b", "max_tokens": 2}\r\n')
+    code, out, _ = run("generate", "--jsonl", "-", *GREEDY)
+    assert code == 0
+    assert [len(json.loads(line)["token_ids"]) for line in out.splitlines()] == [1, 2]
+
+
+# -- info -----------------------------------------------------------------------------------------
+
+
+def test_info_json() -> None:
+    code, out, _ = run("info", "--json", "--page-size", "16", "--num-pages", "100")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["versions"]["radixserve"] == radixserve.__version__
+    assert facts["versions"]["torch"]
+    assert facts["machine"]["cores"] >= 1
+    assert facts["attention_backends"]["torch"]["used"] is True
+    assert facts["attention_backends"]["flashinfer"]["used"] is False
+    model = facts["model"]
+    assert model["pool_tokens"] == 1600
+    assert model["pool_bytes"] == 1600 * model["kv_bytes_per_token"]
+    assert model["weight_bytes"] == 4 * model["num_parameters"]
+
+
+def test_info_for_people() -> None:
+    code, out, _ = run("info", "--num-pages", "100")
+    assert code == 0
+    for words in ("LlamaForCausalLM", "KV pool", "not used by this version yet", "page size"):
+        assert words in out
+    code, out, _ = run("info", "--no-model")
+    assert code == 0
+    assert "LlamaForCausalLM" not in out
