@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from radixserve_kernels.torch_ops import store_kv
 from torch import Tensor
 
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray, check_dtype, kv_view
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels.torch_ops import store_kv
 
 Q_BLOCK = 256  # queries of one row in a masked segment, at most
 FOLD_MAX = 16  # longest segment whose query heads are folded

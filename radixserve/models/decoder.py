@@ -12,13 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from radixserve_kernels.torch_ops import (
-    add_rms_norm,
-    apply_rotary,
-    rms_norm,
-    rotary_tables,
-    silu_and_mul,
-)
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
@@ -29,6 +22,13 @@ from radixserve.models.weights import (
     architecture_of,
     check_sliding_window,
     read_eos_ids,
+)
+from radixserve_kernels.torch_ops import (
+    add_rms_norm,
+    apply_rotary,
+    rms_norm,
+    rotary_tables,
+    silu_and_mul,
 )
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -9,13 +9,13 @@ import os
 
 import numpy as np
 import torch
-from radixserve_kernels.torch_ops import copy_slots
 from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
+from radixserve_kernels.torch_ops import copy_slots
 
 FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
 FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from radixserve_kernels import torch_ops as ops
 
 
