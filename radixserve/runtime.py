@@ -8,7 +8,7 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -141,15 +141,16 @@ class Runtime:
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         completions: list[Completion | None] = [None] * len(requests)
+        tickets = self._tickets(
+            requests, lambda at, event: _post(loop, events, (at, event)), streams=False
+        )
         try:
-            await asyncio.to_thread(
-                self._submit, requests, lambda at, event: _post(loop, events, (at, event)), False
-            )
+            self._worker.submit(tickets)
             for _ in requests:
                 at, event = await events.get()
                 completions[at] = _completion(event)
         except BaseException:
-            self._abort_quietly(requests)
+            self._worker.abandon(tickets)
             raise
         return completions if batch else completions[0]
 
@@ -223,9 +224,11 @@ class Runtime:
             max_len=self.max_seq_len,
         )
 
-    def _submit(self, requests: Sequence[Request], notify: Any, streams: bool) -> None:
-        """Queue requests; `notify(index, event)` is called in the engine's thread."""
-        tickets = [
+    def _tickets(
+        self, requests: Sequence[Request], notify: Callable[[int, Event], None], *, streams: bool
+    ) -> list[Ticket]:
+        """Their way back: `notify(index, event)` is called in the engine's thread."""
+        return [
             Ticket(
                 request,
                 self.tokenizer,
@@ -234,55 +237,53 @@ class Runtime:
             )
             for at, request in enumerate(requests)
         ]
-        self._worker.submit(tickets)
 
     def _complete(self, requests: list[Request], bar: BatchProgress) -> list[Completion]:
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         done: dict[int, Completion] = {}
+        tickets = self._tickets(requests, lambda *item: events.put(item), streams=False)
         try:
             with bar:
-                self._submit(requests, lambda at, event: events.put((at, event)), False)
+                self._worker.submit(tickets)
                 for _ in requests:
                     at, event = events.get()
                     done[at] = _completion(event)
                     bar.add(done[at])
         except BaseException:  # Ctrl-C too: nobody waits for the rest any more
-            self._abort_quietly(requests)
+            self._worker.abandon(tickets)
             raise
         return [done[at] for at in range(len(requests))]
 
     def _stream(self, request: Request) -> Iterator[Chunk]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        tickets = self._tickets([request], lambda _, event: events.put(event), streams=True)
         is_open = True
         try:
-            self._submit([request], lambda _, event: events.put(event), True)
+            self._worker.submit(tickets)
             while is_open:
                 chunk = _chunk(events.get())
                 is_open = chunk.completion is None
                 yield chunk
         finally:
             if is_open:
-                self._abort_quietly([request])
+                self._worker.abandon(tickets)
 
     async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        tickets = self._tickets(
+            [request], lambda _, event: _post(loop, events, event), streams=True
+        )
         is_open = True
         try:
-            await asyncio.to_thread(
-                self._submit, [request], lambda _, event: _post(loop, events, event), True
-            )
+            self._worker.submit(tickets)
             while is_open:
                 chunk = _chunk(await events.get())
                 is_open = chunk.completion is None
                 yield chunk
         finally:
             if is_open:
-                self._abort_quietly([request])
-
-    def _abort_quietly(self, requests: Sequence[Request]) -> None:
-        """Their caller is gone: end them, without waiting for a step in progress."""
-        self._worker.abandon([request.request_id for request in requests])
+                self._worker.abandon(tickets)
 
 
 def _sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[int, str]:

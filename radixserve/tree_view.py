@@ -16,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 
 _INDENT = 4  # columns that a level of the picture takes
 _LEAST_TEXT = 12  # columns left for the text of an edge
-_LEAST_LABEL = 64  # columns left for a node, as far as the width allows
+_LEAST_LABEL = 48  # columns left for a node, as far as the width allows
 _GAP = " … "
 
 
@@ -38,10 +38,9 @@ def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> 
         stack = [(child, top, level) for child in reversed(root["children"])]
         while stack:
             node, place, level = stack.pop()
-            label = _label(node, decode, width - _INDENT * min(level, deepest))
-            if level > deepest:  # no room to go further right: levels below share one column
-                label = Text("↳ ") + label
-            branch = place.add(label)
+            # where there is no room to go further right, the levels below share one column
+            mark = "↳ " if level > deepest else ""
+            branch = place.add(_label(mark, node, decode, width - _INDENT * min(level, deepest)))
             below = branch if level < deepest else place
             stack += [(child, below, level + 1) for child in reversed(node["children"])]
     if dump["truncated"]:
@@ -118,12 +117,12 @@ def _summary(dump: Mapping[str, Any]) -> str:
     return f"{nodes} node{many}, {tokens:,} tokens, page size {dump['page_size']}"
 
 
-def _label(node: Mapping[str, Any], decode: Decode | None, width: int) -> Text:
+def _label(mark: str, node: Mapping[str, Any], decode: Decode | None, width: int) -> Text:
     from rich.text import Text
 
     start, count = node["start"], node["num_tokens"]
     facts = (
-        f"{count:,} token{'' if count == 1 else 's'} [{start:,}, {start + count:,})"
+        f"{mark}{count:,} token{'' if count == 1 else 's'} [{start:,}, {start + count:,})"
         f" refs {node['refs']} holders {node['holders']} "
     )
     text = edge_text(node["tokens"], decode, max(_LEAST_TEXT, width - len(facts)))

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from radixserve.engine import Engine
-from radixserve.errors import EngineDead, InvalidRequest
+from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
 from radixserve.output import RequestOutput
 from radixserve.ticket import Ticket
 
@@ -38,18 +38,28 @@ class EngineThread:
     # -- called from any thread ---------------------------------------------------------------
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Queue requests so that they arrive together; all of them or, with an error, none."""
-        self.call(lambda engine: self._add(engine, tickets))
+        """Queue requests so that they arrive together. Returns at once; never raises.
+
+        All of them are queued or, for instance when an id is in use, none: then every ticket
+        carries the error.
+        """
+        with self._lock:
+            if self._death is None:
+                self._inbox.put(lambda: self._add(tickets))
+                return
+            death = self._death
+        for ticket in tickets:
+            ticket.fail(_fresh(death))
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         """End requests (all when None) with finish_reason "abort"; returns how many were open."""
         return self.call(lambda engine: self._abort(engine, request_ids))
 
-    def abandon(self, request_ids: Sequence[str]) -> None:
-        """Like `abort`, for a caller that waits for nothing: returns at once, never raises."""
+    def abandon(self, tickets: Sequence[Ticket]) -> None:
+        """End the requests of a caller that waits for nothing: returns at once, never raises."""
         with self._lock:
             if self._death is None:
-                self._inbox.put(lambda: self._forget(request_ids))
+                self._inbox.put(lambda: self._forget(tickets))
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function` in the engine's thread between two steps and return its result."""
@@ -120,12 +130,16 @@ class EngineThread:
             if message is not None:
                 message()
 
-    def _add(self, engine: Engine, tickets: Sequence[Ticket]) -> None:
+    def _add(self, tickets: Sequence[Ticket]) -> None:
+        error: RadixServeError | None = None if self._death is None else _fresh(self._death)
         for ticket in tickets:
-            if ticket.request.request_id in self._tickets:
-                raise InvalidRequest(f"request id {ticket.request.request_id!r} is in use")
+            if error is None and ticket.request.request_id in self._tickets:
+                error = InvalidRequest(f"request id {ticket.request.request_id!r} is in use")
         for ticket in tickets:
-            engine.add(ticket.request)
+            if error is not None:
+                ticket.fail(error)
+                continue
+            self._engine.add(ticket.request)
             self._tickets[ticket.request.request_id] = ticket
 
     def _abort(self, engine: Engine, request_ids: Sequence[str] | None) -> int:
@@ -136,9 +150,12 @@ class EngineThread:
                 self._deliver(output)
         return sum(output is not None for output in outputs)
 
-    def _forget(self, request_ids: Sequence[str]) -> None:
+    def _forget(self, tickets: Sequence[Ticket]) -> None:
+        """Not by id alone: another caller may use the same one by now."""
         if self._death is None:
-            self._abort(self._engine, [i for i in request_ids if i in self._tickets])
+            ids = [ticket.request.request_id for ticket in tickets]
+            pairs = zip(ids, tickets, strict=True)
+            self._abort(self._engine, [i for i, ticket in pairs if self._tickets.get(i) is ticket])
 
     def _deliver(self, output: RequestOutput) -> None:
         ticket = self._tickets[output.request_id]

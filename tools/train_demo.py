@@ -926,6 +926,7 @@ class Trainer:
         options = self.options
         limit = f"--steps {options.steps}" if options.steps else f"--minutes {options.minutes:g}"
         command = f"python tools/train_demo.py {limit} --seed {options.seed} --lr {options.lr:g}"
+        command += f" --threads {options.threads}"
         if options.init:
             command += " --init radixserve/models/demo"
         total = self.progress.total(self.earlier)
@@ -1058,7 +1059,7 @@ tokens: rows of 512 for the first 72 % of a run, then rows of 1,024, 2,048 and 4
 |---|---|
 | steps | {steps:,} |
 | tokens seen | {tokens:,} |
-| wall time | {minutes:.0f} minutes on {threads} CPU threads |
+| wall time | {minutes:.0f} minutes on a CPU |
 | training loss (running mean) | {train_loss:.3f} |
 {losses}
 
@@ -1090,7 +1091,7 @@ def sample_text(trainer: Trainer, role: str) -> str:
 
 
 def write_card(trainer: Trainer, out: Path) -> None:
-    config, total, options = trainer.model.config, trainer.summary(), trainer.options
+    config, total = trainer.model.config, trainer.summary()
     losses = (f"| held-out loss, {name} | {value:.3f} |" for name, value in trainer.losses.items())
     special = "\n".join(f"| `{name}` | {number} |" for number, name in enumerate(SPECIAL))
     role = ROLES[1]
@@ -1102,7 +1103,7 @@ def write_card(trainer: Trainer, out: Path) -> None:
         python=platform.python_version(), characters=trainer.characters,
         commands="\n    ".join(total.commands),
         steps=total.steps, tokens=total.tokens, minutes=total.minutes,
-        threads=options.threads, train_loss=trainer.train_loss, losses="\n".join(losses),
+        train_loss=trainer.train_loss, losses="\n".join(losses),
         role=role, samples=sample_text(trainer, role), copyright=sys.copyright.split("\n")[0],
     )  # fmt: skip
     (out / "README.md").write_text(card, encoding="utf-8")

@@ -30,8 +30,9 @@ class TextReport(Listener):
         dtype = str(model.dtype).removeprefix("torch.")
         self._say(
             f"radixserve {__version__}, model {name}: {model.architecture}, "
-            f"{model.num_parameters / 1e6:,.1f} M parameters, {dtype}; cache of "
-            f"{memory.pool_tokens:,} tokens, page size {runtime.config.page_size}"
+            f"{model.num_parameters / 1e6:,.1f} M parameters, {dtype}\n"
+            f"Room for {memory.pool_tokens:,} tokens in the cache, page size "
+            f"{runtime.config.page_size}."
         )
         if runtime.tokenizer is not None:
             shared = len(runtime.tokenizer.encode(SYSTEM_PROMPT))
@@ -47,11 +48,11 @@ class TextReport(Listener):
 
     def answer(self, answer: Answer) -> None:
         usage, metrics = answer.completion.usage, answer.completion.metrics
-        row = Text(f"{answer.verdict:<7}", _STYLES[answer.verdict])
+        row = Text()
+        row.append(f"{answer.verdict:<7}", _STYLES[answer.verdict])
         row.append(
             f"{usage.cached_tokens:>7} +{usage.computed_tokens:>9} ={usage.prompt_tokens:>7}"
-            f"{format_seconds(metrics.ttft_s):>14}  ",
-            "default not bold",
+            f"{format_seconds(metrics.ttft_s):>14}  "
         )
         row.append(answer.question, "cyan")
         row.append(f" → {escape(answer.completion.text.strip())}")
@@ -85,7 +86,7 @@ class TextReport(Listener):
         self._console.print("The tree after the second turns", style="bold")
         self._say(
             "Drawn while two of the second turns run once more. A node: its tokens, the positions "
-            "that they\ncover, the references that lock it, the running requests that hold it, "
+            "that they cover, the references that lock it, the running requests that hold it, "
             "and its text."
         )
         self._console.print(draw_tree(dump, decode, width=self._console.width))

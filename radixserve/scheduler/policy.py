@@ -53,7 +53,8 @@ class SortedQueue:
         if not self._by_match or version == self._version:
             return
         self._version = version
-        for job in [job for job in self._jobs if job.probe.refresh()]:
+        moved = [job for job in self._jobs if job.order_key[1] != -job.probe.cached_len]
+        for job in moved:
             self._jobs.remove(job)
             self.add(job)
 

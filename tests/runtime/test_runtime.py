@@ -412,6 +412,7 @@ class TestBadInput:
             wait_until(lambda: rt.cache_stats()["running"] == 1)
             with pytest.raises(InvalidRequest, match="in use"):
                 rt.generate("other", GREEDY, request_id="twin")
+            assert rt.cache_stats()["running"] == 1, "the first one was ended for the second"
             rt.abort("twin")
             first.result(timeout=10)
 
