@@ -102,6 +102,9 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 'a chat message is {"role": ..., "content": ...}; got ' + _shown(message)
             )
+        content = message["content"]
+        if not isinstance(content, str) and not (content is None and "tool_calls" in message):
+            raise InvalidRequest(f"a chat message's content must be text, got {_shown(content)}")
     return [dict(message) for message in messages]
 
 

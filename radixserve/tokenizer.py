@@ -33,6 +33,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer puts around a prompt."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
         with self._lock:
             return list(self._tokenizer(text)["input_ids"])
 
@@ -50,11 +54,13 @@ class Tokenizer:
             except Exception as error:  # the template is the model's own code
                 raise InvalidRequest(f"the chat template refused the messages: {error}") from error
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no character become U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """Text, without special tokens unless asked for; bytes that are no character: U+FFFD."""
         with self._lock:
             text: str = self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(token_ids),
+                skip_special_tokens=not keep_special,
+                clean_up_tokenization_spaces=False,
             )
             return text
 

@@ -31,6 +31,7 @@ from radixserve.tree_view import Decode, describe_tree
 
 if TYPE_CHECKING:
     from radixserve.runtime import Runtime
+    from radixserve.tokenizer import Tokenizer
 
 _DEFAULTS = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
 _EXAMPLES = """\
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(report, TextReport):
             report.introduce(args.model, runtime)
         cached = perform(runtime, params, args.max_nodes, report)
-        decode = None if runtime.tokenizer is None else runtime.tokenizer.decode
+        decode = None if runtime.tokenizer is None else _with_special(runtime.tokenizer)
     with Runtime(args.model, cache="off", **settings) as runtime:
         plain = perform(runtime, params, args.max_nodes, Listener())
         facts = {"model": args.model, **_settings(runtime), **dataclasses.asdict(params)}
@@ -87,6 +88,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(json.dumps(document(facts, cached, plain, decode), indent=2))
     return check_counts([*cached.answers, *plain.answers])
+
+
+def _with_special(tokenizer: Tokenizer) -> Decode:
+    """Text of an edge as the model reads it, role markers included."""
+    return lambda token_ids: tokenizer.decode(token_ids, keep_special=True)
 
 
 def check_counts(answers: list[Answer]) -> int:

@@ -307,6 +307,8 @@ class TestBadInput:
             (np.zeros((1, 2, 2), np.int32), "flat"),
             (np.zeros(3), "integers"),
             ([{"content": "no role"}], "chat message"),
+            ([{"role": "user", "content": 5}], "must be text"),
+            ("half a pair: \ud800", "Unicode"),
             ([["a"]], "a prompt is"),
             (["fine", ""], "empty"),
         ],
