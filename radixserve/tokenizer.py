@@ -11,7 +11,7 @@ from radixserve.errors import InvalidRequest
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 5  # prompt tokens decoded along, so that a first word keeps its leading space
-_MAX_HELD = 8  # a character takes at most 4 tokens; more than this held back is not one
+_MAX_OPEN = 3  # tokens that an unfinished character can have: its last one is missing
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -83,17 +83,33 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now and was not before."""
         self._ids += token_ids
-        piece = self._piece(len(self._ids))
-        if piece.endswith(_REPLACEMENT):
-            held = len(self._ids) - self._read
-            if held <= _MAX_HELD:
-                return ""
-            return self._take(len(self._ids) - _MAX_HELD // 2)
-        return self._take(len(self._ids)) if piece else ""
+        end = len(self._ids)
+        piece = self._piece(end)
+        if not piece.endswith(_REPLACEMENT):
+            return self._take(end) if piece else ""
+        for cut in range(end - 1, self._read, -1):
+            if self._is_certain(cut, end):
+                return self._take(cut)
+        return ""
 
     def finish(self) -> str:
         """The rest, incomplete characters as U+FFFD."""
         return self._take(len(self._ids))
+
+    def _is_certain(self, cut: int, end: int) -> bool:
+        """Whether the text up to token `cut` stays as it is whatever comes after `end`.
+
+        It does where it ends with a whole character, and where so many tokens follow that what is
+        no character yet will never be one, unless the cut falls inside such rubbish.
+        """
+        piece = self._piece(cut)
+        if piece and not piece.endswith(_REPLACEMENT):
+            return True
+        if end - cut < _MAX_OPEN:
+            return False
+        left, right = self._ids[self._window : cut], self._ids[cut:end]
+        decode = self._tokenizer.decode
+        return decode(left) + decode(right) == decode(left + right)
 
     def _piece(self, end: int) -> str:
         known = self._tokenizer.decode(self._ids[self._window : self._read])

@@ -38,7 +38,7 @@ SIZES = st.lists(st.integers(0, 5), max_size=40)
 
 
 class TestTextStream:
-    @settings(deadline=None)
+    @settings(deadline=None, max_examples=300)
     @given(text=st.text(max_size=30), sizes=SIZES)
     def test_pieces_are_whole_characters_and_make_up_the_text(
         self, tokenizer: Tokenizer, text: str, sizes: list[int]
@@ -48,7 +48,7 @@ class TestTextStream:
         if "\ufffd" not in text:
             assert not any("\ufffd" in piece for piece in pieces)
 
-    @settings(deadline=None)
+    @settings(deadline=None, max_examples=300)
     @given(data=st.binary(max_size=60), sizes=SIZES)
     def test_bytes_that_are_no_text_come_out_the_same_however_they_come(
         self, tokenizer: Tokenizer, data: bytes, sizes: list[int]
