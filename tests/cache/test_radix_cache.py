@@ -187,6 +187,19 @@ class TestForkAndTruncate:
         assert cache.lookup([*tokens, 0]).cached_len == 75
         assert cache.lookup([*tokens[:length], 500, 501, 0]).cached_len == length + 2
 
+    def test_a_cut_shortens_a_copy_that_is_still_to_be_made(self) -> None:
+        """Else the copy, made later, would overwrite what was computed behind the cut."""
+        cache = RadixCache(20, page_size=16)
+        put(cache, list(range(30))).release()
+        seq = cache.acquire([*range(10), -1, -1])
+        (copy,) = seq.copies
+        assert copy[2] == 10
+        seq.truncate(4)
+        assert seq.copies == [(copy[0], copy[1], 4)]
+        seq.truncate(0)
+        assert seq.copies == []
+        cache.check()
+
     def test_truncate_beyond_the_end_is_refused(self, cache: RadixCache) -> None:
         seq = put(cache, [1, 2, 3])
         for length in (4, -1):
