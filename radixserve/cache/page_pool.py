@@ -25,9 +25,8 @@ class PagePool:
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free of {self.num_pages}")
         cut = len(self._free) - count
-        taken = self._free[cut:]
+        taken = self._free[: cut - 1 : -1] if cut else self._free[::-1]
         del self._free[cut:]
-        taken.reverse()
         return taken
 
     def free(self, page_ids: array[int]) -> None:

@@ -6,16 +6,14 @@ performs the page copies that sequences ask for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
 from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.audit import check_store, dump_spaces
 from radixserve.cache.lookup import Lookup, explain
-from radixserve.cache.node import Node, Space
+from radixserve.cache.node import TOKEN_BYTES, Node, Space
 from radixserve.cache.probe import Probe
 from radixserve.cache.radix_tree import Match
 from radixserve.cache.sequence import CachedSequence, PageCopy
@@ -84,7 +82,7 @@ class RadixCache:
         space = self._store.tree.spaces.get(namespace) if self._reuse else None
         if space is None:
             space = Space(namespace)
-        match = self._store.tree.match(space, data[: limit * 4])
+        match = self._store.tree.match(space, data[: limit * TOKEN_BYTES])
         found = explain(self._store.tree, space, match, data, limit)
         if self._can_copy_head(match):
             return found
@@ -108,7 +106,8 @@ class RadixCache:
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
         store, tree = self._store, self._store.tree
         space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
-        match = tree.match(space, ids[:limit].tobytes())
+        data = ids[:limit].tobytes()
+        match = tree.match(space, data)
         tree.lock(match.node)
         shared = path_pages(match.node, match.length // self.page_size)
         node, length, copy = self._copy_head(match)
@@ -117,7 +116,7 @@ class RadixCache:
         counters.acquired_tokens += len(ids)
         counters.matched_tokens += length
         counters.copied_tokens += copy[2] if copy else 0
-        return CachedSequence(store, node, ids[:length], shared, copy)
+        return CachedSequence(store, node, bytearray(data[: length * TOKEN_BYTES]), shared, copy)
 
     def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
@@ -201,17 +200,15 @@ class RadixCache:
         return dump_spaces(self._store, max_nodes)
 
 
-def path_pages(node: Node, count: int) -> IntArray:
-    """[count] page ids of the first `count` pages on the path from the root to `node`."""
-    pieces = list(_pages_upwards(node))
-    pieces.reverse()
-    pages: IntArray = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-    return pages[:count]
-
-
-def _pages_upwards(node: Node) -> Iterator[IntArray]:
+def path_pages(node: Node, count: int) -> array[int]:
+    """The first `count` page ids on the path from the root to `node`. O(count)."""
+    path = []
     at: Node | None = node
     while at is not None:
-        if at.pages:
-            yield np.frombuffer(at.pages, np.int32)
+        path.append(at.pages)
         at = at.parent
+    pages = array("i")
+    for piece in reversed(path):
+        pages += piece
+    del pages[count:]
+    return pages

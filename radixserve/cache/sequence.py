@@ -21,7 +21,6 @@ from radixserve.cache.radix_tree import common_tokens
 from radixserve.cache.store import Holder, PageStore
 from radixserve.cache.tokens import TokenIds, as_token_ids
 from radixserve.errors import InvalidRequest
-from radixserve.int_buffer import IntBuffer
 
 PageCopy = tuple[int, int, int]
 
@@ -46,22 +45,23 @@ class CachedSequence(Holder):
         self,
         store: PageStore,
         node: Node,
-        tokens: IntArray,
-        shared: IntArray,
+        tokens: bytearray,
+        shared: array[int],
         copy: PageCopy | None,
     ) -> None:
-        """`node` covers all of `tokens` and is locked for this one; `copy` fills its last page."""
+        """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence; it owns
+        the arrays from now on. `copy` fills its last page."""
         self._store = store
         self._node = node
-        self._tokens = IntBuffer(tokens)
-        self._pages = IntBuffer(shared)
+        self._tokens = tokens
+        self._pages = shared
         self._num_shared = len(shared)  # leading pages that belong to the tree
-        self._published = self._committed = len(tokens)
+        self._published = self._committed = len(tokens) // TOKEN_BYTES
         self._is_open = True
-        self.cached_len = len(tokens)  # tokens that were found in the cache
+        self.cached_len = self._committed  # tokens that were found in the cache
         self.copies: list[PageCopy] = []  # (source page, destination page, tokens of its head)
         if copy is not None:
-            self._pages.append([copy[1]])
+            self._pages.append(copy[1])
             self.copies.append(copy)
         store.register(self)
 
@@ -72,12 +72,12 @@ class CachedSequence(Holder):
     @property
     def tokens(self) -> IntArray:
         """[length] int32 token ids; a view, not to be written."""
-        return self._tokens.view()
+        return np.frombuffer(self._tokens, np.int32)
 
     @property
     def length(self) -> int:
         """Tokens that have room: committed ones and those still to be computed."""
-        return len(self._tokens)
+        return len(self._tokens) // TOKEN_BYTES
 
     @property
     def committed_len(self) -> int:
@@ -87,7 +87,7 @@ class CachedSequence(Holder):
     @property
     def pages(self) -> IntArray:
         """[ceil(length / page_size)] int32 page ids of positions [0, length); a view."""
-        return self._pages.view()
+        return np.frombuffer(self._pages, np.int32)
 
     @property
     def num_private(self) -> int:
@@ -115,11 +115,15 @@ class CachedSequence(Holder):
         Raises OutOfPages, and changes nothing, when there is not enough. O(len(tokens)).
         """
         self._check_open()
-        ids = as_token_ids(tokens)
-        wanted = self.pages_wanted(len(ids))
+        data = as_token_ids(tokens).tobytes()
+        length = (len(self._tokens) + len(data)) // TOKEN_BYTES
+        wanted = self._store.pages_for(length) - len(self._pages)
         if wanted > 0:
-            self._pages.append(self._store.allocate(wanted))
-        self._tokens.append(ids)
+            self._add_pages(self._store.allocate(wanted))
+        try:
+            self._tokens += data
+        except BufferError:  # somebody still looks at a view of the shorter state
+            self._tokens = self._tokens + data
 
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
@@ -147,12 +151,12 @@ class CachedSequence(Holder):
         self._check_open()
         store, size = self._store, self._store.page_size
         whole, extra = divmod(self._committed, size)
-        page = int(store.allocate(1)[0]) if extra else -1  # may narrow our own anchor
+        page = store.allocate(1)[0] if extra else -1  # may narrow our own anchor
         if self._published < self._committed and self._num_shared * size <= self._published:
             self._publish()
         copy = (self._tree_page(whole), page, extra) if extra else None
         store.tree.lock(self._node)
-        tokens, shared = self._tokens.view(0, self._committed), self._pages.view(0, whole)
+        tokens, shared = self._tokens[: self._committed * TOKEN_BYTES], self._pages[:whole]
         twin = CachedSequence(store, self._node, tokens, shared, copy)
         twin._published = self._published
         return twin
@@ -169,12 +173,11 @@ class CachedSequence(Holder):
         whole, extra = divmod(length, self._store.page_size)
         copy = None
         if extra and whole < self._num_shared and length < self._published:
-            source = int(self._pages.view()[whole])
-            copy = (source, int(self._store.allocate(1)[0]), extra)
+            copy = (self._pages[whole], self._store.allocate(1)[0], extra)
         self._cut_pages(whole + (1 if extra else 0), copy)
         if extra:  # a copy that is still to be made must not reach behind the cut
             self.copies[:] = [(src, dst, min(n, extra)) for src, dst, n in self.copies]
-        self._tokens.truncate(length)
+        self._tokens = self._tokens[: length * TOKEN_BYTES]
         self._committed = min(self._committed, length)
         self._published = min(self._published, length)
         self.cached_len = min(self.cached_len, length)
@@ -188,7 +191,8 @@ class CachedSequence(Holder):
         if not self._is_open:
             return
         self._is_open = False
-        self._store.free(self._pages.view(self._num_shared))
+        if len(self._pages) > self._num_shared:
+            self._store.free(self._pages[self._num_shared :])
         self._store.unlock(self._node)
         self._store.unregister(self)
 
@@ -196,18 +200,20 @@ class CachedSequence(Holder):
 
     def _publish(self) -> None:
         """Make the tree hold [0, committed), walking on from the anchor."""
-        size = self._store.page_size
+        size, leaf = self._store.page_size, self._node
         base = self._published - self._published % size
+        writes_tail = self._num_shared * size > self._published  # on the tree's last page
+        is_alone = writes_tail or (base == self._published and leaf.refs == 1)
+        if is_alone and leaf.start < base and leaf.end == self._published and not leaf.children:
+            # A leaf with whole pages: behind its end nothing can collide with what we append.
+            self._extend_leaf(leaf, self._published)
+            return
         node = self._holder_of(base)
-        if self._num_shared * size > self._published:  # the tree's last page is ours to write on
-            leaf = self._node
-            if leaf is node:  # it has whole pages before the partial one: nothing can collide
-                self._extend_leaf(leaf, self._published)
-                return
+        if writes_tail:
             if leaf.refs == 1:
                 self._take_back(leaf)
             else:
-                key = self._tokens.view(base, min(base + size, self._committed)).tobytes()
+                key = self._data(base, min(base + size, self._committed))
                 if key not in node.children:
                     self._drop_prefixes(node, key)
                     self._extend_leaf(leaf, self._published)
@@ -220,7 +226,7 @@ class CachedSequence(Holder):
         """Follow the tree from `pos` (a page boundary inside or at the end of `node`), taking over
         its pages, and add what it does not have."""
         size = self._store.page_size
-        data = self._tokens.view(pos, self._committed).tobytes()
+        data = self._data(pos, self._committed)
         at, width = 0, size * TOKEN_BYTES
         while True:
             offset = pos - node.start
@@ -251,7 +257,7 @@ class CachedSequence(Holder):
         if is_prefix and node.refs == (1 if mine else 0):
             if not mine:
                 self._move_to(node)
-            self._store.free([tree.take_tail_page(node)])
+            self._store.free(array("i", [tree.take_tail_page(node)]))
             self._extend_leaf(node, pos)
             return
         upper = tree.split(node, pos - node.start)
@@ -314,8 +320,11 @@ class CachedSequence(Holder):
 
     def _unpublished(self, pos: int, first_page: int) -> tuple[bytes, array[int]]:
         last_page = self._store.pages_for(self._committed)
-        pages = array("i", self._pages.view(first_page, last_page).tobytes())
-        return self._tokens.view(pos, self._committed).tobytes(), pages
+        return self._data(pos, self._committed), self._pages[first_page:last_page]
+
+    def _data(self, start: int, end: int) -> bytes:
+        """Tokens [start, end) as int32 bytes."""
+        return bytes(self._tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
     def _settle(self, node: Node) -> None:
         """`node` covers all that is committed; a partial last page stays our own."""
@@ -327,11 +336,11 @@ class CachedSequence(Holder):
         if not pages:
             return
         last = first + len(pages)
-        own = self._pages.view(max(first, self._num_shared), last)
-        if len(own):
+        own = self._pages[max(first, self._num_shared) : last]
+        if own:
             self._store.count_duplicates(len(own) * self._store.page_size)
             self._store.free(own)
-        self._pages.put(first, np.frombuffer(pages, np.int32))
+        self._pages[first:last] = pages
         self._num_shared = max(self._num_shared, last)
 
     # -- anchoring ----------------------------------------------------------------------------
@@ -346,7 +355,7 @@ class CachedSequence(Holder):
     def _tree_page(self, index: int) -> int:
         """The tree's page with that index on our path (it may be longer filled than our own)."""
         if index < self._num_shared:
-            return int(self._pages.view()[index])
+            return self._pages[index]
         size = self._store.page_size
         node = self._holder_of(index * size + 1)
         return node.pages[index - node.start // size]
@@ -361,14 +370,19 @@ class CachedSequence(Holder):
         """Keep the first `keep` pages, the last of them replaced when `copy` is given."""
         if copy is not None:
             keep -= 1
-        dropped = self._pages.view(max(keep, self._num_shared))
-        gone = set(dropped.tolist())
+        dropped = self._pages[max(keep, self._num_shared) :]
         self._store.free(dropped)
-        self.copies[:] = [c for c in self.copies if c[1] not in gone]
-        self._pages.truncate(keep)
+        self.copies[:] = [c for c in self.copies if c[1] not in dropped]
+        self._pages = self._pages[:keep]
         self._num_shared = min(self._num_shared, keep)
         if copy is not None:
-            self._pages.append([copy[1]])
+            self._pages.append(copy[1])
+
+    def _add_pages(self, pages: array[int]) -> None:
+        try:
+            self._pages += pages
+        except BufferError:  # somebody still looks at a view of the shorter state
+            self._pages = self._pages + pages
 
     def narrow(self) -> None:
         """Stop protecting what lies behind our own tokens in the anchor (memory is short)."""

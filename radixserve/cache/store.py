@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from radixserve.arrays import IntArray
 from radixserve.cache.node import Node
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix_tree import RadixTree
@@ -78,9 +76,9 @@ class PageStore:
             self.tree.evict(missing)
         return self.pool.allocate(count)
 
-    def free(self, pages: Iterable[int] | IntArray) -> None:
+    def free(self, pages: array[int]) -> None:
         """Private pages go back to the free list."""
-        self.pool.free(pages if isinstance(pages, array) else array("i", pages))
+        self.pool.free(pages)
 
     def unlock(self, node: Node) -> None:
         """A sequence lets go of its anchor."""
