@@ -1031,8 +1031,6 @@ rendering of a longer history starts with the rendering of the shorter one, so e
 the cached prefix of the turn before. The tokenizer adds no token of its own; the template writes
 `{bos}`. Both `{eos}` and `{end}` end a generation. The special tokens:
 
-| token | id |
-|---|---|
 {special}
 
 ## Data and licence
@@ -1040,13 +1038,13 @@ the cached prefix of the turn before. The tokenizer adds no token of its own; th
 The text comes from the Python {python} installation that ran the training, and from nowhere else:
 the language topics of `pydoc_data/topics.py` and the docstrings of the standard library
 ({characters:,} characters; files that open with a licence notice of their own are left out).
-The notice of that text is "{copyright} All Rights Reserved.", and its licence is the Python
-Software Foundation License Version 2, which allows redistribution. About thirty everyday
-questions and answers, the phrasings of the questions and the system prompts were written for
-this model and are part of radixserve. From these the script forms plain documents and synthetic
-chats of one to twelve turns, with system prompts of up to a few thousand tokens. The weights are
-under the licence of radixserve; passages of the documentation that the model repeats stay under
-the licence above.
+Its notice is "{copyright}
+All Rights Reserved.", and its licence is the Python Software Foundation License Version 2, which
+allows redistribution. About thirty everyday questions and answers, the phrasings of the questions
+and the system prompts were written for this model and are part of radixserve. From these the
+script forms plain documents and synthetic chats of one to twelve turns, with system prompts of up
+to a few thousand tokens. The weights are under the licence of radixserve; passages of the
+documentation that the model repeats stay under the licence above.
 
 ## Training
 
@@ -1093,7 +1091,7 @@ def sample_text(trainer: Trainer, role: str) -> str:
 def write_card(trainer: Trainer, out: Path) -> None:
     config, total = trainer.model.config, trainer.summary()
     losses = (f"| held-out loss, {name} | {value:.3f} |" for name, value in trainer.losses.items())
-    special = "\n".join(f"| `{name}` | {number} |" for number, name in enumerate(SPECIAL))
+    special = "\n".join(f"- `{name}` is {number}" for number, name in enumerate(SPECIAL))
     role = ROLES[1]
     card = CARD.format(
         parameters=trainer.parameters, layers=config.num_hidden_layers, hidden=config.hidden_size,
