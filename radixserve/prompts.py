@@ -102,10 +102,23 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 'a chat message is {"role": ..., "content": ...}; got ' + _shown(message)
             )
-        content = message["content"]
-        if not isinstance(content, str) and not (content is None and "tool_calls" in message):
-            raise InvalidRequest(f"a chat message's content must be text, got {_shown(content)}")
+        if not _is_text(message["content"]) and not message.get("tool_calls"):
+            raise InvalidRequest(
+                "a chat message's content must be text or a list of "
+                f'{{"type": "text", "text": ...}}, got {_shown(message["content"])}'
+            )
     return [dict(message) for message in messages]
+
+
+def _is_text(content: object) -> bool:
+    if isinstance(content, list | tuple):
+        return bool(content) and all(
+            isinstance(part, Mapping)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+            for part in content
+        )
+    return isinstance(content, str)
 
 
 def _as_int64(ids: Sequence[Any]) -> NDArray[np.integer[Any]]:

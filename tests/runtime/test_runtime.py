@@ -308,6 +308,7 @@ class TestBadInput:
             (np.zeros(3), "integers"),
             ([{"content": "no role"}], "chat message"),
             ([{"role": "user", "content": 5}], "must be text"),
+            ([{"role": "user", "content": [{"type": "image"}]}], "must be text"),
             ("half a pair: \ud800", "Unicode"),
             ([["a"]], "a prompt is"),
             (["fine", ""], "empty"),
