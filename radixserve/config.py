@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
+import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from radixserve.errors import InvalidRequest
@@ -30,32 +33,58 @@ class StrictFields:
         return super().__new__(cls)
 
 
-def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise InvalidRequest unless `value` is an int (not a bool) in [low, high]."""
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; InvalidRequest for anything else, bools included."""
     limit = f">= {low}" if high is None else f"between {low} and {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be an integer {limit}, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise InvalidRequest(f"{name} must be {limit}, got {value}")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be an integer {limit}, got {shown(value)}")
+    if number < low or (high is not None and number > high):
+        raise InvalidRequest(f"{name} must be {limit}, got {shown(value)}")
+    return number
 
 
 def check_float(
     name: str, value: object, low: float, high: float, *, open_low: bool = False
-) -> None:
-    """Raise InvalidRequest unless `value` is a finite number in [low, high], or in (low, high]."""
+) -> float:
+    """`value` as a finite float in [low, high], or in (low, high]; else InvalidRequest."""
     left = f"above {low:g}" if open_low else f">= {low:g}"
     limit = left if math.isinf(high) else f"{left} and <= {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must be a number {limit}, got {value!r}")
-    number = float(value)
+    try:
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.nan
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
-        raise InvalidRequest(f"{name} must be a number {limit}, got {value}")
+        raise InvalidRequest(f"{name} must be a number {limit}, got {shown(value)}")
+    return number
+
+
+def check_str(name: str, value: object) -> str:
+    """`value` if it is a string; else InvalidRequest."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string, got {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """`value` for an error message, cut to a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer too long to print
+        text = "a very large number"
+    text = text if len(text) <= 80 else text[:77] + "..."
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return text if is_plain else f"{type(value).__name__} {text}"
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise InvalidRequest unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise InvalidRequest(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidRequest(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,27 +125,28 @@ class EngineConfig(StrictFields):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)  # numpy numbers become plain ones
         check_choice("device", self.device, ("auto", "cpu"))
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        check_int("page_size", self.page_size, 1, 4096)
+        put("page_size", check_int("page_size", self.page_size, 1, 4096))
         if self.num_pages is not None:
-            check_int("num_pages", self.num_pages, 1, 2**31 - 1)
+            put("num_pages", check_int("num_pages", self.num_pages, 1, 2**31 - 1))
         if self.kv_cache_memory is not None:
             if self.num_pages is not None:
                 raise InvalidRequest("give num_pages or kv_cache_memory, not both")
             parse_bytes(self.kv_cache_memory)
-        check_int("chunk_size", self.chunk_size, 1)
-        check_int("max_running", self.max_running, 1)
+        put("chunk_size", check_int("chunk_size", self.chunk_size, 1))
+        put("max_running", check_int("max_running", self.max_running, 1))
         if self.max_seq_len is not None:
-            check_int("max_seq_len", self.max_seq_len, 2)
+            put("max_seq_len", check_int("max_seq_len", self.max_seq_len, 2))
         check_choice("cache", self.cache, ("radix", "off"))
         check_choice("eviction", self.eviction, ("lru",))
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
-        check_int("max_overtake", self.max_overtake, 0)
+        put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
         check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
         if self.trace is not None:
             raise InvalidRequest("trace must be None: recording traces is not available yet")
-        check_int("seed", self.seed, 0, 2**63 - 1)
+        put("seed", check_int("seed", self.seed, 0, 2**63 - 1))
 
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
@@ -124,8 +154,8 @@ _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 def parse_bytes(size: int | str) -> int:
     """Bytes of an int or of a string such as "512MB" or "1.5 GB" (powers of 1,024)."""
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
+    if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size > 0:
+        return int(size)
     if isinstance(size, str):
         text = size.strip().upper().replace("IB", "B")
         number = text.rstrip("KMGB ")

@@ -78,6 +78,7 @@ class Completion:
 class Chunk:
     """A piece of a streamed answer; the last one carries the whole `completion`."""
 
+    request_id: str
     text: str
     token_ids: list[int]
     completion: Completion | None = None

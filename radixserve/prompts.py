@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
+from radixserve.config import shown
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 from radixserve.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ class PromptReader:
                 return np.asarray(self._tokenizer().encode_chat(_messages(prompt)), np.int64)
             if all(is_token_id(part) for part in prompt):
                 return _as_int64(prompt)
-        raise InvalidRequest(f"{_KINDS}; got {_shown(prompt)}")
+        raise InvalidRequest(f"{_KINDS}; got {shown(prompt)}")
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -77,7 +78,7 @@ def is_batch(prompts: object) -> bool:
     if isinstance(prompts, np.ndarray):
         return prompts.ndim > 1
     if not isinstance(prompts, list | tuple):
-        raise InvalidRequest(f"{_KINDS}, or a list of these; got {_shown(prompts)}")
+        raise InvalidRequest(f"{_KINDS}, or a list of these; got {shown(prompts)}")
     if not prompts:
         return False
     return not is_token_id(prompts[0]) and not isinstance(prompts[0], Mapping)
@@ -93,19 +94,19 @@ def params_for(params: object, count: int) -> list[SamplingParams]:
         if len(params) == count:
             return list(params)
         raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")
-    raise InvalidRequest(f"params must be SamplingParams or a list of them, got {_shown(params)}")
+    raise InvalidRequest(f"params must be SamplingParams or a list of them, got {shown(params)}")
 
 
 def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidRequest(
-                'a chat message is {"role": ..., "content": ...}; got ' + _shown(message)
+                'a chat message is {"role": ..., "content": ...}; got ' + shown(message)
             )
         if not _is_text(message["content"]) and not message.get("tool_calls"):
             raise InvalidRequest(
                 "a chat message's content must be text or a list of "
-                f'{{"type": "text", "text": ...}}, got {_shown(message["content"])}'
+                f'{{"type": "text", "text": ...}}, got {shown(message["content"])}'
             )
     return [dict(message) for message in messages]
 
@@ -126,8 +127,3 @@ def _as_int64(ids: Sequence[Any]) -> NDArray[np.integer[Any]]:
         return np.asarray(ids, np.int64)
     except OverflowError:
         raise InvalidRequest("a token id is out of range of any vocabulary") from None
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from radixserve.arrays import IntArray
-from radixserve.config import StrictFields, check_float, check_int
+from radixserve.config import StrictFields, check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+LEAST_TEMPERATURE = 1e-5  # below it float32 cannot hold the scaled logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +21,12 @@ class SamplingParams(StrictFields):
 
     max_tokens            most tokens to generate
     min_tokens            end tokens and stop strings are ignored before this many
-    temperature           0 is greedy
+    temperature           0 is greedy; else 1e-5 to 100
     top_k                 keep the k most likely tokens; 0 or -1 keeps all
     top_p                 keep the smallest set of tokens with at least this probability
     min_p                 drop tokens less likely than min_p times the most likely one
     repetition_penalty    divides (positive) or multiplies (negative) logits of tokens seen in
-                          prompt or output; 1 is off
+                          prompt or output; 0.01 to 100, 1 is off
     presence_penalty      subtracted once from the logit of a token in the output
     frequency_penalty     subtracted for each occurrence in the output
     stop                  string or strings that end the text; they are not part of it
@@ -57,27 +58,34 @@ class SamplingParams(StrictFields):
     namespace: str = ""
 
     def __post_init__(self) -> None:
-        check_int("max_tokens", self.max_tokens, 1)
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        check_float("temperature", self.temperature, 0.0, math.inf)
-        check_int("top_k", self.top_k, -1)
-        check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_float("min_p", self.min_p, 0.0, 1.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        put = partial(object.__setattr__, self)  # numpy numbers become plain ones
+        put("max_tokens", check_int("max_tokens", self.max_tokens, 1))
+        put("min_tokens", check_int("min_tokens", self.min_tokens, 0, self.max_tokens))
+        put("temperature", check_float("temperature", self.temperature, 0.0, 100.0))
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
+            raise InvalidRequest(
+                f"temperature must be 0 (greedy) or >= {LEAST_TEMPERATURE:g}, "
+                f"got {self.temperature}"
+            )
+        put("top_k", check_int("top_k", self.top_k, -1))
+        put("top_p", check_float("top_p", self.top_p, 0.0, 1.0, open_low=True))
+        put("min_p", check_float("min_p", self.min_p, 0.0, 1.0))
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, check_float(name, getattr(self, name), -2.0, 2.0))
+        name = "repetition_penalty"
+        put(name, check_float(name, self.repetition_penalty, 0.01, 100.0))
+        put("stop", _stop_strings(self.stop))
+        put("stop_token_ids", _stop_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise InvalidRequest(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
         if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1)
-        check_int("n", self.n, 1, 1)
+            put("seed", check_int("seed", self.seed, 0, 2**63 - 1))
+        if check_int("n", self.n, 1) > 1:
+            raise InvalidRequest(f"n must be 1: more are not available yet, got {self.n}")
         if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        check_int("priority", self.priority, -(2**31), 2**31 - 1)
-        if not isinstance(self.namespace, str):
-            raise InvalidRequest(f"namespace must be a string, got {self.namespace!r}")
+            put("logprobs", check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        put("priority", check_int("priority", self.priority, -(2**31), 2**31 - 1))
+        check_str("namespace", self.namespace)
 
     @property
     def is_greedy(self) -> bool:
@@ -93,24 +101,28 @@ class SamplingParams(StrictFields):
 
 
 def _stop_strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop
-    if strings is None:
-        return ()
-    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) and s for s in strings):
-        raise InvalidRequest(f"stop must be a non-empty string or a list of them, got {stop!r}")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
-    return tuple(strings)
+    if isinstance(stop, str):
+        strings: tuple[object, ...] = (stop,)
+    elif stop is None:
+        strings = ()
+    elif isinstance(stop, Iterable) and not isinstance(stop, bytes | Mapping):
+        strings = tuple(stop)
+    else:
+        raise InvalidRequest(f"stop must be a non-empty string or several, got {shown(stop)}")
+    found = tuple(one for one in strings if isinstance(one, str) and one)
+    if len(found) < len(strings):
+        raise InvalidRequest(f"stop must be a non-empty string or several, got {shown(stop)}")
+    if len(found) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(found)}")
+    return found
 
 
 def _stop_ids(ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
-    if not isinstance(ids, list | tuple | set | frozenset):
-        raise InvalidRequest(f"stop_token_ids must be a list of token ids, got {ids!r}")
-    for token_id in ids:
-        check_int("stop_token_ids", token_id, 0, 2**31 - 1)
-    return tuple(ids)
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping):
+        raise InvalidRequest(f"stop_token_ids must be a list of token ids, got {shown(ids)}")
+    return tuple(check_int("stop_token_ids", token_id, 0, 2**31 - 1) for token_id in ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import queue
 import random
 import threading
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from radixserve.cache import Lookup
-from radixserve.config import EngineConfig
+from radixserve.config import EngineConfig, check_int, check_str, shown
 from radixserve.engine import Engine
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion
@@ -25,6 +26,7 @@ from radixserve.ticket import Event, Ticket
 from radixserve.tokenizer import Tokenizer
 from radixserve.worker import EngineThread
 
+_OWN_ID = "#"  # begins the ids that are not the caller's
 DEMO = Path(__file__).parent / "models" / "demo"
 
 
@@ -40,11 +42,11 @@ class Runtime:
     that cannot be run.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         from radixserve.runner.model_runner import ModelRunner
 
         self.config = EngineConfig(**settings)
-        runner = ModelRunner(str(DEMO) if model == "demo" else model, self.config)
+        runner = ModelRunner(_model_path(model), self.config)
         self.model = runner.info
         self.memory = runner.memory_plan()
         self.attention_backend = runner.backend_name
@@ -114,9 +116,9 @@ class Runtime:
         """
         batch = is_batch(prompts)
         given = list(prompts) if batch else [prompts]
-        if batch and request_id is not None:
-            raise InvalidRequest("request_id names a single request, not a list of prompts")
         requests = self._requests(given, params, request_id)
+        if progress is not None and not isinstance(progress, bool):
+            raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
         bar = BatchProgress(len(requests), wanted=progress if batch else progress is True)
         completions = self._complete(requests, bar)
         return completions if batch else completions[0]
@@ -132,12 +134,16 @@ class Runtime:
         return self._stream(request)
 
     async def agenerate(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_id: str | None = None,
     ) -> Any:
         """`generate` for asyncio. Cancelling the task aborts its requests."""
         batch = is_batch(prompts)
         given = list(prompts) if batch else [prompts]
-        requests = self._requests(given, params, None)
+        requests = self._requests(given, params, request_id)
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         completions: list[Completion | None] = [None] * len(requests)
@@ -154,22 +160,27 @@ class Runtime:
             raise
         return completions if batch else completions[0]
 
-    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
-        return self._astream(self._requests([prompt], params, None)[0])
+        return self._astream(self._requests([prompt], params, request_id)[0])
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all; their callers get what there is, finish_reason "abort".
 
         Returns how many were still running.
         """
-        return self._worker.abort(None if request_id is None else [request_id])
+        if request_id is None:
+            return self._worker.abort(None)
+        return self._worker.abort([check_str("request_id", request_id)])
 
     # -- knowing ------------------------------------------------------------------------------
 
     def lookup(self, prompt: Prompt, namespace: str = "") -> Lookup:
         """How much of `prompt` is cached now, and why not more. Changes nothing."""
         ids = self._reader.read(prompt)
+        check_str("namespace", namespace)
         return self._worker.call(lambda engine: engine.lookup(ids, namespace))
 
     def cache_stats(self) -> dict[str, int | float]:
@@ -178,10 +189,13 @@ class Runtime:
 
     def cache_tree(self, max_nodes: int = 10_000) -> dict[str, Any]:
         """The prefix tree as nested dicts, see `RadixCache.dump`."""
-        return self._worker.call(lambda engine: engine.tree(max_nodes))
+        count = check_int("max_nodes", max_nodes, 0)
+        return self._worker.call(lambda engine: engine.tree(count))
 
     def flush_cache(self, namespace: str | None = None) -> None:
         """Forget what is cached, in one namespace or in all; running requests are not disturbed."""
+        if namespace is not None:
+            check_str("namespace", namespace)
         self._worker.call(lambda engine: engine.reset_cache(namespace))
 
     def check(self) -> None:
@@ -194,13 +208,13 @@ class Runtime:
         self, prompts: Sequence[Any], params: object, request_id: str | None
     ) -> list[Request]:
         """Checked requests; raises InvalidRequest before anything is allocated."""
-        if request_id is not None and not (isinstance(request_id, str) and request_id):
-            raise InvalidRequest(f"request_id must be a non-empty string, got {request_id!r}")
+        _check_request_id(request_id, len(prompts))
         each = params_for(params, len(prompts))
         ids = [self._reader.read(prompt) for prompt in prompts]
         for one in each:
             if one.stop and self.tokenizer is None:
                 raise InvalidRequest("the model has no tokenizer: stop strings cannot be found")
+            self._check_ends(one)
             outside = [t for t in one.stop_token_ids if t >= self.model.vocab_size]
             if outside:
                 raise InvalidRequest(
@@ -209,18 +223,26 @@ class Runtime:
                 )
         return [self._request(i, p, request_id) for i, p in zip(ids, each, strict=True)]
 
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end a request: the model's, unless ignored, and its own."""
+        model_ends: frozenset[int] = frozenset() if params.ignore_eos else self._end_ids
+        return model_ends | frozenset(params.stop_token_ids)
+
+    def _check_ends(self, params: SamplingParams) -> None:
+        if params.min_tokens and len(self._ends(params)) >= self.model.vocab_size:
+            raise InvalidRequest("min_tokens cannot hold when every token ends the request")
+
     def _request(self, ids: Any, params: SamplingParams, request_id: str | None) -> Request:
         seed = params.seed
         if seed is None:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
-        model_ends: frozenset[int] = frozenset() if params.ignore_eos else self._end_ids
         return Request(
-            request_id=request_id or f"request-{next(self._next_id)}",
+            request_id=request_id or f"{_OWN_ID}{next(self._next_id)}",
             token_ids=ids,
             params=params,
             seed=seed,
-            end_ids=model_ends | frozenset(params.stop_token_ids),
+            end_ids=self._ends(params),
             max_len=self.max_seq_len,
         )
 
@@ -284,6 +306,29 @@ class Runtime:
         finally:
             if is_open:
                 self._worker.abandon(tickets)
+
+
+def _model_path(model: object) -> str:
+    if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+        raise InvalidRequest(
+            f'model must be a checkpoint folder, a hub id, or "demo", got {shown(model)}'
+        )
+    path = os.fspath(model)
+    if not isinstance(path, str):
+        raise InvalidRequest(f"model must be a path of text, not bytes, got {shown(path)}")
+    return str(DEMO) if path == "demo" else path
+
+
+def _check_request_id(request_id: object, num_prompts: int) -> None:
+    if request_id is None:
+        return
+    if num_prompts != 1:
+        raise InvalidRequest("request_id names a single request, not a list of prompts")
+    if not isinstance(request_id, str) or not request_id or request_id.startswith(_OWN_ID):
+        raise InvalidRequest(
+            f"request_id must be a non-empty string that does not begin with {_OWN_ID!r}, "
+            f"got {shown(request_id)}"
+        )
 
 
 def _sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[int, str]:

@@ -60,6 +60,7 @@ class RowOutput:
     token_id: int
     logprob: float | None  # when the request asked for logprobs
     top_logprobs: tuple[tuple[int, float], ...]  # best first, as many as asked for
+    error: str | None = None  # why no token could be drawn; the row's K/V is not to be kept
 
 
 @dataclass(frozen=True, slots=True)

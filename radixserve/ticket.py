@@ -85,7 +85,7 @@ class Ticket:
             self._untold.append(piece)
 
     def _complete(self, finish: Finish) -> None:
-        self._has_ended = True
+        """Make the whole answer, then tell: what raises before leaves the way to `fail` open."""
         if self._text is not None:
             if not self._is_eager:
                 ids = self._token_ids[: -1 if self._ends_by_token(finish) else None]
@@ -93,6 +93,7 @@ class Ticket:
             self._add_text(self._text.finish())
             self._keep(self._stop.finish())
         completion = self._completion(finish)
+        self._has_ended = True
         if self._streams:
             self._tell_chunk(completion)
         else:
@@ -123,4 +124,4 @@ class Ticket:
         self._num_told = len(self._token_ids)
         text = "".join(self._untold)
         self._untold.clear()
-        self._notify(Chunk(text, token_ids, completion))
+        self._notify(Chunk(self.request.request_id, text, token_ids, completion))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,11 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
+        # Two of them: callers encode while the engine decodes, and a long prompt takes seconds.
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._lock = threading.Lock()
+        self._decoder: Any = copy.deepcopy(self._tokenizer)
+        self._encoding = threading.Lock()
+        self._decoding = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
@@ -37,12 +41,12 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
-        with self._lock:
+        with self._encoding:
             return list(self._tokenizer(text)["input_ids"])
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation up to where the assistant is to speak."""
-        with self._lock:
+        with self._encoding:
             if not self._tokenizer.chat_template:
                 raise InvalidRequest("the model's tokenizer has no chat template: give text")
             try:
@@ -56,8 +60,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Text, without special tokens unless asked for; bytes that are no character: U+FFFD."""
-        with self._lock:
-            text: str = self._tokenizer.decode(
+        with self._decoding:
+            text: str = self._decoder.decode(
                 list(token_ids),
                 skip_special_tokens=not keep_special,
                 clean_up_tokenization_spaces=False,

@@ -29,7 +29,9 @@ class EngineThread:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
-        self._lock = threading.Lock()  # of `_death` and of putting into the inbox
+        # Of `_death` and of putting into the inbox. Reentrant: the garbage collector may close a
+        # forgotten stream, which calls `abandon`, in the middle of another call.
+        self._lock = threading.RLock()
         self._death: EngineDead | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="radixserve-engine", daemon=True)

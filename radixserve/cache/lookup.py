@@ -23,12 +23,15 @@ class Lookup(NamedTuple):
       diverged    cached sequences go on with another token at `position`
       evicted     what follows was cached and has been dropped
       namespace   another namespace holds more of these tokens
-      never_seen  nothing cached goes on from here
+      never_seen  nothing cached goes on from here, and nothing that is remembered did
+
+    cached_len is less than position, by a part of a page, where no page can be had for the copy of
+    that page's head. A reset forgets; what was evicted is remembered up to a bound.
     """
 
     cached_len: int  # tokens that acquire() would reuse now
     reason: str
-    position: int  # where the match stops
+    position: int  # where the prompt and the cached tokens stop agreeing
     expected: int | None = None  # for diverged: a token cached at that position
     found: int | None = None  # for diverged: the prompt's token there
 
@@ -51,13 +54,13 @@ def explain(tree: RadixTree, space: Space, match: Match, data: bytes, limit: int
 
 def _was_evicted(tree: RadixTree, match: Match, data: bytes, limit: int) -> bool:
     """Whether a dropped branch would have matched further than `match` does."""
-    node = match.resume
-    if node.end > match.length:  # stopped inside an edge: nothing was cut off here
-        return False
-    at = node.end * TOKEN_BYTES
+    node, place = match.resume, match.resume.end
+    if place > match.length:  # inside an edge, which may have been cut here and grown again
+        place = match.length - match.length % tree.page_size
+    at = place * TOKEN_BYTES
     page = data[at : min(limit * TOKEN_BYTES, at + tree.page_size * TOKEN_BYTES)]
-    ghost = tree.ghosts.find(node.serial, node.end, page[:TOKEN_BYTES])
-    return common_head(ghost, page) > match.length - node.end
+    ghost = tree.ghosts.find(node.serial, place, page[:TOKEN_BYTES])
+    return common_head(ghost, page) > match.length - place
 
 
 def _is_elsewhere(tree: RadixTree, space: Space, data: bytes, length: int) -> bool:
@@ -69,5 +72,5 @@ def _next_token(match: Match) -> int | None:
     """A token that is cached where the match stopped."""
     node: Node | None = match.node
     if node is not None and node.end <= match.length:
-        node = next(iter(node.children.values()), None)
+        node = next(reversed(node.children.values()), None)  # the front is full of holes
     return None if node is None else node.token_at(match.length)

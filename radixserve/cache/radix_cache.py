@@ -18,7 +18,7 @@ from radixserve.cache.probe import Probe
 from radixserve.cache.radix_tree import Match
 from radixserve.cache.sequence import CachedSequence, PageCopy
 from radixserve.cache.store import PageStore
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.tokens import TokenIds, as_count, as_token_ids, check_namespace
 from radixserve.errors import InvalidRequest, OutOfPages
 
 
@@ -38,9 +38,8 @@ class RadixCache:
     def __init__(
         self, num_pages: int, page_size: int = 1, eviction: str = "lru", *, reuse: bool = True
     ) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
+        num_pages = as_count("num_pages", num_pages, 1)
+        page_size = as_count("page_size", page_size, 1)
         if eviction != "lru":
             raise InvalidRequest(f"eviction must be lru, got {eviction!r}")
         self._store = PageStore(num_pages, page_size)
@@ -77,6 +76,7 @@ class RadixCache:
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
         """
         ids = as_token_ids(tokens)
+        check_namespace(namespace)
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
         data = ids.tobytes()
         space = self._store.tree.spaces.get(namespace) if self._reuse else None
@@ -86,8 +86,7 @@ class RadixCache:
         found = explain(self._store.tree, space, match, data, limit)
         if self._can_copy_head(match):
             return found
-        whole = match.length - match.length % self.page_size
-        return found._replace(cached_len=whole, position=whole)
+        return found._replace(cached_len=match.length - match.length % self.page_size)
 
     def probe(self, tokens: IntArray, namespace: str = "") -> Probe:
         """A look-up to ask again and again, for the cost of what changed."""
@@ -103,6 +102,7 @@ class RadixCache:
         page for the copy of its head; when there is none, the prefix ends at the page boundary.
         """
         ids = as_token_ids(tokens)
+        check_namespace(namespace)
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
         store, tree = self._store, self._store.tree
         space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
@@ -152,8 +152,7 @@ class RadixCache:
 
         Returns the room freed, in tokens of whole pages: less than asked when there is no more.
         """
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
-            raise InvalidRequest(f"num_tokens must be an integer >= 0, got {num_tokens!r}")
+        num_tokens = as_count("num_tokens", num_tokens, 0)
         return self._store.tree.evict(self._store.pages_for(num_tokens)) * self.page_size
 
     def reset(self, namespace: str | None = None) -> None:
@@ -161,6 +160,8 @@ class RadixCache:
 
         Sequences acquired before go on undisturbed, but what they commit is not kept.
         """
+        if namespace is not None:
+            check_namespace(namespace)
         names = list(self._store.tree.spaces) if namespace is None else [namespace]
         for name in names:
             self._store.tree.reset(name)
@@ -197,7 +198,7 @@ class RadixCache:
         {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
         "num_tokens", "pages", "refs", "holders", "children"}.
         """
-        return dump_spaces(self._store, max_nodes)
+        return dump_spaces(self._store, as_count("max_nodes", max_nodes, 0))
 
 
 def path_pages(node: Node, count: int) -> array[int]:

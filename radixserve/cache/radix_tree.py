@@ -275,15 +275,18 @@ class RadixTree:
         return self.num_pages - self.num_locked
 
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages, dead spaces first, then leaves in order, tail first.
+        """Free up to `num_pages` pages of living spaces, leaves in order, each from its tail.
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        freed = self._reap(num_pages)
+        freed = 0
         while freed < num_pages:
             leaf = self.order.victim()
             if leaf is None:
                 break
+            if leaf.space.is_dead:  # counts as free already
+                self._remove(leaf)
+                continue
             take = min(len(leaf.pages), num_pages - freed)
             self._trim(leaf, take)
             freed += take
@@ -322,7 +325,7 @@ class RadixTree:
         self.ghosts.remember(leaf.serial, leaf.end, first)
         self.touch(leaf)
 
-    def _reap(self, num_pages: int) -> int:
+    def reap(self, num_pages: int) -> int:
         """Take dead subtrees apart until at least `num_pages` pages are free or none is left."""
         freed = 0
         while freed < num_pages and self._graveyard:
@@ -330,8 +333,6 @@ class RadixTree:
             self._graveyard.extend(node.children.values())
             if node.refs or node.parent is None:  # held, a root, or gone already
                 continue
-            if node.start == 0:
-                self.ghosts.remember(node.space.name, 0, self.key(node))
             freed += len(node.pages)
             self._remove(node)
         return freed

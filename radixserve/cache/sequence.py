@@ -19,7 +19,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache.node import TOKEN_BYTES, Node
 from radixserve.cache.radix_tree import common_tokens
 from radixserve.cache.store import Holder, PageStore
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.tokens import TokenIds, as_count, as_token_ids
 from radixserve.errors import InvalidRequest
 
 PageCopy = tuple[int, int, int]
@@ -132,6 +132,7 @@ class CachedSequence(Holder):
         are freed. O(tokens published since the last commit).
         """
         self._check_open()
+        length = as_count("length", length, 0)
         if not self._committed <= length <= self.length:
             raise InvalidRequest(
                 f"commit takes a length between {self._committed} (committed already) and "
@@ -168,7 +169,8 @@ class CachedSequence(Holder):
         nothing, when the page for it cannot be had.
         """
         self._check_open()
-        if not 0 <= length <= self.length:
+        length = as_count("length", length, 0)
+        if length > self.length:
             raise InvalidRequest(f"truncate takes a length up to {self.length}, got {length}")
         whole, extra = divmod(length, self._store.page_size)
         copy = None

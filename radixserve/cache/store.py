@@ -73,7 +73,7 @@ class PageStore:
                     f"{count} pages wanted: {self.pool.num_free} free and "
                     f"{self.tree.num_evictable} evictable of {self.pool.num_pages}"
                 )
-            self.tree.evict(missing)
+            self.tree.evict(missing - self.tree.reap(missing))
         return self.pool.allocate(count)
 
     def free(self, pages: array[int]) -> None:

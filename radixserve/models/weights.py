@@ -78,13 +78,15 @@ def architecture_of(config: Any) -> str:
 
 
 def read_eos_ids(folder: Path, config: Any) -> tuple[int, ...]:
-    """End tokens of generation_config.json and config.json together, ascending."""
-    found: set[int] = set()
+    """End tokens of generation_config.json, or of config.json where it names none; ascending."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    for ids in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
-        if ids is not None:
-            found.update(int(i) for i in (ids if isinstance(ids, list | tuple) else (ids,)))
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        return ()
+    found = {int(i) for i in (ids if isinstance(ids, list | tuple) else (ids,))}
     return tuple(sorted(i for i in found if i >= 0))
 
 

@@ -25,18 +25,27 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     """Draw one token a row.
 
     logits [S, V] float32, row r for specs[r]; left unchanged. Order: penalties, banned tokens,
-    temperature, min_p, top_k, top_p, draw. Log-probabilities are those of `logits` themselves.
+    temperature, min_p, top_k, top_p, draw. Log-probabilities are those of `logits` themselves. A
+    row without a finite best logit gets an error instead of a token; the others are not touched.
     """
     if not specs:
         return []
     changed = ban_tokens(apply_penalties(logits, specs), specs)
+    best = changed.amax(-1)  # [S] NaN where any logit is
+    broken = (~best.isfinite()).nonzero()[:, 0].tolist()
+    if broken:  # nothing can be drawn there, and nothing there may disturb the other rows
+        changed = changed.index_fill(0, torch.tensor(broken, device=logits.device), 0.0)
     token_ids = changed.argmax(-1)  # [S]
     rows = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
     if rows:
         index = torch.tensor(rows, device=logits.device)
         drawn = draw_tokens(changed.index_select(0, index), [specs[row] for row in rows])
         token_ids.index_copy_(0, index, drawn)
-    return _outputs(logits, token_ids, specs)
+    outputs = _outputs(logits, token_ids, specs)
+    for row in broken:
+        message = f"no token can be drawn: the best logit is {float(best[row])}"
+        outputs[row] = RowOutput(-1, None, (), message)
+    return outputs
 
 
 def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from sortedcontainers import SortedDict
 
 from radixserve.cache import RadixCache
-from radixserve.errors import InvalidRequest, OutOfPages
+from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
@@ -139,6 +139,9 @@ class Scheduler:
         for row, drawn in zip(schedule.rows, output.outputs, strict=True):
             job = self._jobs.get(row.request_id)
             if job is None or job.sequence is None:
+                continue
+            if drawn is not None and drawn.error is not None:
+                news.append(self._end(job, "error", EngineDead(drawn.error)))
                 continue
             job.sequence.commit(row.end)
             self._count_row(job, row)

@@ -139,9 +139,12 @@ class TestCommit:
 
     def test_length_must_be_within_what_has_room(self, cache: RadixCache) -> None:
         seq = put(cache, [1, 2, 3])
-        for length in (2, 4, -1):
+        for length in (2, 4):
             with pytest.raises(InvalidRequest, match="between 3"):
                 seq.commit(length)
+        for bad in (-1, 2.5, "a", None, True):
+            with pytest.raises(InvalidRequest, match="integer"):
+                seq.commit(bad)  # type: ignore[arg-type]
 
     def test_uncommitted_tokens_are_not_found(self, cache: RadixCache) -> None:
         seq = cache.acquire(list(range(50)))
@@ -291,6 +294,15 @@ class TestEviction:
                 cache.check()
             assert seq.length == 8 * size
 
+    def test_what_a_reset_freed_is_not_counted_again(self, cache: RadixCache) -> None:
+        put(cache, list(range(160))).release()
+        put(cache, list(range(160)), "other").release()
+        cache.reset("")
+        free = cache.stats()["pages_free"]
+        assert cache.evict(64) == 64
+        assert cache.stats()["pages_free"] - free == 64 // cache.page_size
+        cache.check()
+
 
 class TestReset:
     def test_reset_forgets_and_frees(self, cache: RadixCache) -> None:
@@ -367,6 +379,28 @@ class TestReasons:
         cache.evict(10**6)
         assert cache.lookup(tokens).reason == "evicted"
         assert cache.lookup([9, *tokens]).reason == "never_seen"
+
+    def test_evicted_is_remembered_when_the_node_has_grown_again(self, cache: RadixCache) -> None:
+        old = list(range(1024))
+        put(cache, old).release()
+        cache.evict(128)
+        put(cache, [*range(896), *[7] * 128]).release()
+        assert cache.lookup(old).reason == "evicted"
+
+    def test_a_reset_forgets(self, cache: RadixCache) -> None:
+        tokens = list(range(100))
+        put(cache, tokens).release()
+        cache.reset()
+        assert cache.lookup(tokens).reason == "never_seen"
+        put(cache, [5] * 1500).release()  # takes apart what was reset
+        assert cache.lookup(tokens).reason == "never_seen"
+
+    def test_position_is_the_true_one_when_no_page_is_left_for_a_head(self) -> None:
+        cache = RadixCache(2, page_size=16)
+        held = put(cache, list(range(32)))
+        found = cache.lookup([*range(20), 99, 98])
+        assert found == (16, "diverged", 20, 20, 99)
+        held.release()
 
     def test_namespace(self, cache: RadixCache) -> None:
         put(cache, list(range(50)), "adapter").release()

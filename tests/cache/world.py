@@ -92,12 +92,12 @@ class World:
         self.stale.discard(id(seq))
 
     def evict(self, num_tokens: int) -> None:
-        could = self.cache.num_available * self.page_size
         free = self.cache.stats()["pages_free"]
-        freed = self.cache.evict(num_tokens)
+        could = (self.cache.num_available - free) * self.page_size
         rounded = -(-num_tokens // self.page_size) * self.page_size
-        assert freed <= max(rounded, self.cache.num_pages * self.page_size)
-        assert freed >= min(rounded, could - free * self.page_size)
+        freed = self.cache.evict(num_tokens)
+        assert freed == min(rounded, could)
+        assert freed == (self.cache.stats()["pages_free"] - free) * self.page_size
         for seq in self.open:
             self.verify(seq)
 

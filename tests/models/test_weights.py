@@ -23,7 +23,7 @@ def load(folder: Path) -> ModelRunner:
 
 @pytest.mark.parametrize(
     ("ids", "expected"),
-    [(None, (EOS_ID,)), (3, (3, EOS_ID)), ([9, 5, EOS_ID], (5, 9, EOS_ID))],
+    [(None, (EOS_ID,)), (3, (3,)), ([9, 5, EOS_ID], (5, 9, EOS_ID))],
 )
 def test_end_tokens(tmp_path: Path, ids: int | list[int] | None, expected: tuple[int, ...]) -> None:
     make_checkpoint(tmp_path, "llama", eos_ids=ids)

@@ -252,10 +252,38 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     assert [out.token_id for out in shuffled] == [together[i] for i in order]
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1e30])
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 100.0])
 def test_extreme_temperatures(temperature: float) -> None:
     logits = logits_of(1) * 100
     out = sample(logits, [spec(temperature=temperature, top_p=0.99, min_p=0.0)])[0]
     assert 0 <= out.token_id < VOCAB
     if temperature < 1:
         assert out.token_id == int(logits.argmax())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_row_disturbs_no_other(value: float) -> None:
+    logits = logits_of(4)
+    asked = [spec(temperature=1.0, seed=row, repetition_penalty=1.3) for row in range(4)]
+    expected = sample(logits, asked)
+    logits[2] = value
+    drawn = sample(logits, asked)
+    assert drawn[2].error is not None
+    assert [drawn[row] for row in (0, 1, 3)] == [expected[row] for row in (0, 1, 3)]
+
+
+def test_a_row_whose_tokens_are_all_banned_has_an_error() -> None:
+    logits = logits_of(2)
+    everything = tuple(range(VOCAB))
+    banned, free = sample(logits, [spec(banned=everything), spec()])
+    assert banned.error is not None
+    assert free.error is None
+
+
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+def test_the_least_values_that_are_allowed(field: str) -> None:
+    logits = logits_of(2) * 30
+    least = {"temperature": 1e-5, "repetition_penalty": 0.01}[field]
+    for out in sample(logits, [spec(**{"temperature": 0.7, field: least})] * 2):
+        assert out.error is None
+        assert 0 <= out.token_id < VOCAB

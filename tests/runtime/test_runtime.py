@@ -84,6 +84,7 @@ class TestCalls:
         whole = chunks[-1].completion
         assert whole is not None
         assert all(chunk.completion is None for chunk in chunks[:-1])
+        assert {chunk.request_id for chunk in chunks} == {whole.request_id}
         assert "".join(chunk.text for chunk in chunks) == whole.text
         assert [t for chunk in chunks for t in chunk.token_ids] == whole.token_ids
         assert whole.text == rt.generate("hello", greedy_params(max_tokens=20)).text
@@ -336,10 +337,14 @@ class TestBadInput:
             ({"top_p": 1.1}, "<= 1"),
             ({"top_k": -2}, ">= -1"),
             ({"min_p": float("inf")}, "min_p"),
-            ({"repetition_penalty": 0}, "above 0"),
+            ({"repetition_penalty": 0}, ">= 0.01"),
+            ({"temperature": 1e-320}, ">= 1e-05"),
+            ({"temperature": 10**400}, "<= 100"),
             ({"presence_penalty": 3}, "<= 2"),
             ({"stop": [""]}, "non-empty"),
             ({"stop": 5}, "string"),
+            ({"stop": {"a": 1}}, "string"),
+            ({"stop_token_ids": [1.5]}, "integer"),
             ({"stop_token_ids": "ab"}, "list of token ids"),
             ({"stop_token_ids": [-1]}, "stop_token_ids"),
             ({"seed": -1}, "seed"),
@@ -353,6 +358,37 @@ class TestBadInput:
     def test_params(self, fields: dict[str, Any], says: str) -> None:
         with pytest.raises(InvalidRequest, match=says):
             SamplingParams(**fields)
+
+    def test_numpy_numbers_and_any_iterable_will_do(self) -> None:
+        params = SamplingParams(
+            top_k=np.int64(3),  # type: ignore[arg-type]
+            temperature=np.float32(0.5),  # type: ignore[arg-type]
+            stop=(word for word in ("a", "b")),
+            stop_token_ids=range(3),
+        )
+        assert (type(params.top_k), type(params.temperature)) == (int, float)
+        assert (params.stop, params.stop_token_ids) == (("a", "b"), (0, 1, 2))
+
+    def test_min_tokens_needs_a_token_that_does_not_end(self, rt: Runtime) -> None:
+        params = SamplingParams(min_tokens=1, stop_token_ids=range(VOCAB_SIZE))
+        with pytest.raises(InvalidRequest, match="every token ends"):
+            rt.generate("a", params)
+
+    def test_names_of_a_wrong_kind(self, rt: Runtime) -> None:
+        for use in (
+            lambda: rt.lookup("a", namespace=[]),  # type: ignore[arg-type]
+            lambda: rt.flush_cache(5),  # type: ignore[arg-type]
+            lambda: rt.abort([]),  # type: ignore[arg-type]
+            lambda: rt.cache_tree(-1),
+            lambda: rt.generate("a", GREEDY, progress="x"),  # type: ignore[call-overload]
+            lambda: rt.generate("a", GREEDY, request_id="#1"),
+            lambda: rt.generate(["a", "b"], GREEDY, request_id="x"),
+        ):
+            with pytest.raises(InvalidRequest):
+                use()
+        for model in (5, None, b"demo", ""):
+            with pytest.raises(InvalidRequest):
+                Runtime(model)  # type: ignore[arg-type]
 
     def test_params_of_a_wrong_kind(self, rt: Runtime) -> None:
         for bad in ({"max_tokens": 3}, [GREEDY], "greedy"):
@@ -443,6 +479,64 @@ class TestNothingHangs:
             rt.check()
             assert rt.cache_stats()["pages_private"] == 0
             assert rt.generate("hello", GREEDY).token_ids == expected
+
+    @pytest.mark.parametrize("fails_at", range(8))
+    def test_text_that_cannot_be_made_ends_its_request_only(
+        self, rt: Runtime, monkeypatch: pytest.MonkeyPatch, fails_at: int
+    ) -> None:
+        assert rt.tokenizer is not None
+        decode, calls = rt.tokenizer.decode, [0]
+
+        def failing(*args: Any, **kwargs: Any) -> str:
+            if threading.current_thread().name == "radixserve-engine":
+                calls[0] += 1
+                if calls[0] > fails_at:
+                    raise ValueError("no text")
+            return decode(*args, **kwargs)
+
+        for params in (GREEDY, greedy_params(stop="never")):
+            for use in (
+                lambda p=params: rt.generate("hello", p),
+                lambda p=params: list(rt.stream("hello", p)),
+                lambda p=params: asyncio.run(rt.agenerate("hello", p)),
+            ):
+                calls[0] = 0
+                monkeypatch.setattr(rt.tokenizer, "decode", failing)
+                with ThreadPoolExecutor(1) as pool:
+                    error = pool.submit(use).exception(timeout=20)
+                if error is None:
+                    assert calls[0] <= fails_at
+                else:
+                    assert isinstance(error, EngineDead)
+                    assert "no text" in str(error)
+                monkeypatch.setattr(rt.tokenizer, "decode", decode)
+        assert rt.generate("hello", GREEDY).text
+
+    def test_a_model_that_breaks_ends_its_request_only(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Runtime(str(folder), num_pages=500) as rt:
+            expected = rt.generate("hello", GREEDY).token_ids
+            forward = rt._worker._engine._runner._model.forward  # type: ignore[attr-defined]
+
+            def breaking(batch: Any, backend: Any) -> Any:
+                logits = forward(batch, backend)
+                if len(logits) == 2:
+                    logits[1] = float("nan")
+                return logits
+
+            model = rt._worker._engine._runner._model  # type: ignore[attr-defined]
+            monkeypatch.setattr(model, "forward", breaking)
+            outs = asyncio.run(self.both(rt))
+            assert outs[0].token_ids == expected
+            assert isinstance(outs[1], EngineDead)
+            rt.check()
+            assert rt.cache_stats()["pages_private"] == 0
+
+    @staticmethod
+    async def both(rt: Runtime) -> list[Any]:
+        calls = [rt.agenerate(prompt, GREEDY) for prompt in ("hello", "world")]
+        return list(await asyncio.gather(*calls, return_exceptions=True))
 
     def test_a_dead_engine_tells_every_caller(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

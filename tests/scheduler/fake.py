@@ -26,9 +26,10 @@ _MASK = (1 << 64) - 1
 
 def prefix_hashes(tokens: list[int], start: list[int] | None = None) -> list[int]:
     hashes = list(start or [])
-    value = hashes[-1] if hashes else 7
+    value = hashes[-1] if hashes else _MIX >> 1
     for token in tokens[len(hashes) :]:
-        value = ((value ^ (token + 1)) * _MIX + (value >> 29)) & _MASK
+        value = ((value ^ (token + 1)) * _MIX + 0x1F3D5B79A2C4E687) & _MASK
+        value ^= value >> 32
         hashes.append(value)
     return hashes
 
