@@ -10,6 +10,15 @@ from sortedcontainers import SortedList
 TOKEN_BYTES = 4  # tokens are kept as int32 bytes: one memcmp compares an edge
 
 
+class Watcher:
+    """Somebody whose match ends in a node; compared by identity."""
+
+    __slots__ = ()
+
+
+NOBODY: dict[bytes, set[Watcher]] = {}  # shared by all nodes that nobody watches; stays empty
+
+
 class Space:
     """One namespace's tree. Dead after a reset: nobody new finds it, what it frees is not kept."""
 
@@ -36,7 +45,7 @@ class Node:
         "space",
         "start",
         "tokens",
-        "version",
+        "watchers",
     )
 
     def __init__(
@@ -54,7 +63,7 @@ class Node:
         self.tokens = tokens
         self.pages = pages
         self.serial = serial  # names the node for the memory of evictions
-        self.version = 0  # changes whenever a match that ended here could end elsewhere
+        self.watchers: dict[bytes, set[Watcher]] = NOBODY  # by the token that they look for next
         self.refs = 0  # sequences that hold this very node + locked children
         self.children: dict[bytes, Node] = {}
         self.keys: SortedList | None = None  # of the children, once there are many (P > 1)

@@ -1,36 +1,35 @@
-"""`Probe`: a remembered look-up that costs nothing while the part of the tree it ended in rests."""
+"""`Probe`: a look-up that is repeated only when the tree has changed where it ended."""
 
 from __future__ import annotations
 
 from radixserve.arrays import IntArray
-from radixserve.cache.node import Space
+from radixserve.cache.node import TOKEN_BYTES, Node, Space, Watcher
 from radixserve.cache.radix_tree import Match, RadixTree
 
 
-class Probe:
-    """How much of one prompt is cached, for a waiting request. Read-only, like `lookup`."""
+class Probe(Watcher):
+    """How much of one prompt is cached, for a waiting request. Read-only, like `lookup`.
 
-    __slots__ = ("_data", "_match", "_namespace", "_reuse", "_seen", "_space", "_tree")
+    It watches the node that its match rests on until it is closed; `RadixCache.changed_probes` says
+    which ones have to `refresh`. Between two refreshes it answers from memory.
+    """
+
+    __slots__ = ("_data", "_match", "_namespace", "_tree", "_watched", "cached_len")
 
     def __init__(self, tree: RadixTree, tokens: IntArray, namespace: str, *, reuse: bool) -> None:
         self._tree = tree
-        self._data = tokens[: max(0, len(tokens) - 1)].tobytes()
+        self._data = tokens[: max(0, len(tokens) - 1)].tobytes() if reuse else b""
         self._namespace = namespace
-        self._reuse = reuse
-        self._space = Space(namespace)
-        self._match = Match(0, self._space.root, self._space.root)
-        self._seen = (-1, -1)
-
-    @property
-    def cached_len(self) -> int:
-        """Tokens in the cache now, at most all but the last one."""
+        root = Space(namespace).root
+        self._match = Match(0, root, root)
+        self._watched: list[tuple[Node, bytes]] = []  # with the token that would go on there
+        self.cached_len = 0  # tokens in the cache, at most all but the last one
+        tree.watching.setdefault(namespace, set()).add(self)
         self.refresh()
-        return self._match.length
 
     @property
     def locked_len(self) -> int:
-        """Of those, tokens in pages that running sequences hold anyway."""
-        self.refresh()
+        """Of `cached_len`, tokens in pages that running sequences hold anyway. O(depth)."""
         node = self._match.node
         if node.refs:
             return self._match.length
@@ -40,7 +39,6 @@ class Probe:
 
     def path(self) -> tuple[int, ...]:
         """Serial numbers of the nodes that the match goes through, from the root down."""
-        self.refresh()
         serials: list[int] = []
         node = self._match.node
         while node.parent is not None:
@@ -49,20 +47,44 @@ class Probe:
         serials.reverse()
         return tuple(serials)
 
-    def refresh(self) -> bool:
-        """Look again if a node that the match rests on has changed; True if the length did."""
-        if not self._reuse:
-            return False
-        space = self._tree.spaces.get(self._namespace)
-        match = self._match
+    def refresh(self) -> None:
+        """Look again, and watch where the match ends now. O(tokens matched) in memcmp."""
+        tree = self._tree
+        space = tree.spaces.get(self._namespace)
         if space is None:
-            if match.length == 0:
-                return False
-            space = Space(self._namespace)
-        elif space is self._space and self._seen == (match.node.version, match.resume.version):
-            return False
-        old = self._match.length
-        self._space = space
-        self._match = match = self._tree.match(space, self._data)
-        self._seen = (match.node.version, match.resume.version)
-        return match.length != old
+            root = Space(self._namespace).root
+            self._match = Match(0, root, root)
+        else:
+            self._match = tree.match(space, self._data)
+        self._unwatch()
+        self._watched = self._places()
+        for node, token in self._watched:
+            tree.watch(node, token, self)
+        self.cached_len = self._match.length
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._unwatch()
+        self._tree.changed.discard(self)
+        watching = self._tree.watching.get(self._namespace)
+        if watching is not None:
+            watching.discard(self)
+            if not watching:
+                del self._tree.watching[self._namespace]
+
+    def _unwatch(self) -> None:
+        for node, token in self._watched:
+            self._tree.unwatch(node, token, self)
+        self._watched = []
+
+    def _places(self) -> list[tuple[Node, bytes]]:
+        """Where the match ends, with the token that would continue it there (b"" at the prompt's
+        end). Two places where it ends in a child's first page: another child may share more of it.
+        """
+        match = self._match
+        at = match.length * TOKEN_BYTES
+        places = [(match.node, self._data[at : at + TOKEN_BYTES])]
+        if match.resume is not match.node:
+            at = match.resume.end * TOKEN_BYTES
+            places.append((match.resume, self._data[at : at + TOKEN_BYTES]))
+        return places

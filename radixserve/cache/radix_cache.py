@@ -63,11 +63,6 @@ class RadixCache:
         """Pages that are free or evictable now."""
         return self._store.num_available
 
-    @property
-    def version(self) -> int:
-        """Changes whenever any match could."""
-        return self._store.tree.version
-
     # -- finding ------------------------------------------------------------------------------
 
     def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
@@ -89,8 +84,23 @@ class RadixCache:
         return found._replace(cached_len=match.length - match.length % self.page_size)
 
     def probe(self, tokens: IntArray, namespace: str = "") -> Probe:
-        """A look-up to ask again and again, for the cost of what changed."""
+        """A look-up that stays: see `changed_probes`. It has to be closed."""
         return Probe(self._store.tree, tokens, namespace, reuse=self._reuse)
+
+    def changed_probes(self) -> list[Probe]:
+        """Refresh the open probes whose match may have changed since the last call; returns them.
+
+        O(probes that rest on changed nodes), not O(all probes).
+        """
+        tree = self._store.tree
+        changed = tree.changed
+        for name in tree.changed_spaces:
+            changed |= tree.watching.get(name, set())
+        tree.changed, tree.changed_spaces = set(), set()
+        probes = [watcher for watcher in changed if isinstance(watcher, Probe)]
+        for probe in probes:
+            probe.refresh()
+        return probes
 
     def acquire(
         self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False

@@ -21,7 +21,7 @@ import numpy as np
 from sortedcontainers import SortedList
 
 from radixserve.cache.eviction import LRU, GhostList
-from radixserve.cache.node import TOKEN_BYTES, Node, Space
+from radixserve.cache.node import NOBODY, TOKEN_BYTES, Node, Space, Watcher
 from radixserve.cache.page_pool import PagePool
 
 _LINEAR_CHILDREN = 8  # up to this many children a scan is faster than a sorted index
@@ -53,7 +53,9 @@ class RadixTree:
         self.num_nodes = 0
         self.num_splits = 0
         self.num_evicted_tokens = 0
-        self.version = 0  # of the last change to any node
+        self.changed: set[Watcher] = set()  # those to be told, until somebody takes them
+        self.changed_spaces: set[str] = set()  # names made or reset since then
+        self.watching: dict[str, set[Watcher]] = {}  # by namespace
         self._pool = pool
         self._key_bytes = page_size * TOKEN_BYTES
         self._graveyard: list[Node] = []  # subtrees of dead spaces still to be taken apart
@@ -66,6 +68,7 @@ class RadixTree:
         found = self.spaces.get(name)
         if found is None:
             found = self.spaces[name] = Space(name)
+            self.changed_spaces.add(name)
         return found
 
     def match(self, space: Space, data: bytes) -> Match:
@@ -171,8 +174,7 @@ class RadixTree:
         leaf = self._new_node(parent.space, parent, start, bytearray(tokens), pages)
         self._link(parent, leaf)
         self._count_pages(leaf, len(pages))
-        self.touch(leaf)
-        self.touch(parent)
+        self.touch(parent, tokens[:TOKEN_BYTES])
         return leaf
 
     def split(self, node: Node, at: int) -> Node:
@@ -209,8 +211,8 @@ class RadixTree:
         if len(old_key) < self._key_bytes and leaf.parent is not None:
             self._unlink(leaf.parent, old_key, leaf)
             self._link(leaf.parent, leaf)
-            self.touch(leaf.parent)
-        self.touch(leaf)
+            self.touch(leaf.parent, old_key[:TOKEN_BYTES])
+        self.touch(leaf, tokens[:TOKEN_BYTES])
 
     def take_tail_page(self, leaf: Node) -> int:
         """Cut the partial last page off a leaf that has whole pages too; the caller owns it now."""
@@ -232,7 +234,6 @@ class RadixTree:
         self._count_pages(leaf, -len(pages))
         self.order.discard(leaf)
         self._unlink(leaf.parent, self.key(leaf), leaf)
-        self.touch(leaf.parent)
         self._bury(leaf)
         return pages
 
@@ -245,15 +246,37 @@ class RadixTree:
         pages, leaf.pages = leaf.pages, array("i")
         self._count_pages(leaf, -len(pages))
         self._unlink(parent, self.key(leaf), leaf)
-        self.touch(parent)
         self._bury(leaf)
         self.unlock(parent)
         return pages
 
-    def touch(self, node: Node) -> None:
-        """Matches that ended in `node` have to be looked up again."""
-        self.version += 1
-        node.version = self.version
+    def touch(self, node: Node, token: bytes | None = None) -> None:
+        """Matches that end in `node` may end elsewhere; with `token`, only those that it continues.
+
+        O(the watchers concerned).
+        """
+        if not node.watchers:
+            return
+        if token is not None:
+            self.changed |= node.watchers.get(token, set())
+            return
+        for watchers in node.watchers.values():
+            self.changed |= watchers
+
+    def watch(self, node: Node, token: bytes, watcher: Watcher) -> None:
+        """`watcher`, which looks for `token` next, is put into `changed` when it may find more."""
+        if node.watchers is NOBODY:
+            node.watchers = {}
+        node.watchers.setdefault(token, set()).add(watcher)
+
+    def unwatch(self, node: Node, token: bytes, watcher: Watcher) -> None:
+        watchers = node.watchers.get(token)
+        if watchers is not None:
+            watchers.discard(watcher)
+            if not watchers:
+                del node.watchers[token]
+                if not node.watchers:
+                    node.watchers = NOBODY
 
     def _count_pages(self, node: Node, pages: int) -> None:
         self.num_pages += pages
@@ -300,7 +323,7 @@ class RadixTree:
             return
         space.is_dead = True
         self.num_dead += space.num_pages - space.num_locked
-        self.touch(space.root)
+        self.changed_spaces.add(name)
         self._graveyard.append(space.root)
 
     def graveyard(self) -> list[Node]:
@@ -344,7 +367,6 @@ class RadixTree:
         self.order.discard(node)
         assert node.parent is not None
         self._unlink(node.parent, self.key(node), node)
-        self.touch(node.parent)
         self._bury(node)
 
     def _bury(self, node: Node) -> None:

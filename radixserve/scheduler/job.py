@@ -17,6 +17,7 @@ class Job:
         "arrival",
         "cached_on_arrival",
         "first_token_at",
+        "followers",
         "follows",
         "follows_until",
         "lookup",
@@ -24,6 +25,7 @@ class Job:
         "num_reused",
         "order_key",
         "overtaken",
+        "passed_on_entry",
         "probe",
         "queued_at",
         "request",
@@ -37,10 +39,12 @@ class Job:
         self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
         self.probe = probe  # of `tokens`, while waiting
         self.sequence: CachedSequence | None = None
-        self.overtaken = 0  # admissions of later requests while this one waited
         self.follows: Job | None = None  # the running job whose tokens this one waits for
         self.follows_until = 0  # how many of them
-        self.order_key: tuple[object, ...] = ()
+        self.followers: list[Job] = []  # the other way round, while this one runs
+        self.order_key: tuple[int, ...] = ()  # the queue's own
+        self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
+        self.passed_on_entry = 0  # where that count stood when it began to wait
         self.lookup: Lookup | None = None  # at the first admission
         self.cached_on_arrival = probe.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed

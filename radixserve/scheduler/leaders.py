@@ -31,11 +31,12 @@ class Leaders:
             self._prefilling.append(job)
 
     def is_following(self, job: Job) -> bool:
-        """Whether `job` should wait for tokens of a running request; remembers which."""
-        leader = job.follows
-        if leader and leader.sequence and leader.committed < job.follows_until:
+        """Whether `job` should wait for tokens of a running request; remembers which.
+
+        It then follows until `free_followers` lets it go.
+        """
+        if job.follows is not None:
             return True
-        job.follows = None
         wanted = len(job.tokens) - 1  # the last token is always computed
         at = job.probe.cached_len
         if at >= wanted:
@@ -44,8 +45,25 @@ class Leaders:
             agreed = _agreed(job, leader, at, wanted)
             if agreed > max(at, leader.committed):
                 job.follows, job.follows_until = leader, agreed
+                leader.followers.append(job)
                 return True
         return False
+
+
+def free_followers(leader: Job) -> list[Job]:
+    """Let those go that have what they waited for, all of them when `leader` runs no more."""
+    if not leader.followers:
+        return []
+    done = [
+        job
+        for job in leader.followers
+        if leader.sequence is None or leader.committed >= job.follows_until
+    ]
+    if done:
+        leader.followers = [job for job in leader.followers if job not in set(done)]
+        for job in done:
+            job.follows = None
+    return done
 
 
 def _agreed(job: Job, leader: Job, at: int, limit: int) -> int:

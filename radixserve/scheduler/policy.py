@@ -10,11 +10,10 @@ scheduler keeps it under every one of them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
-from sortedcontainers import SortedKeyList
+from sortedcontainers import SortedDict, SortedKeyList
 
 from radixserve.scheduler.job import Job
 
@@ -22,25 +21,27 @@ from radixserve.scheduler.job import Job
 class WaitingQueue(Protocol):
     """The waiting jobs in the order of a policy. It reads jobs and writes only `order_key`."""
 
-    def add(self, job: Job) -> None: ...
+    def add(self, job: Job) -> None:
+        """O(log n)."""
 
-    def remove(self, job: Job) -> None: ...
+    def remove(self, job: Job) -> None:
+        """O(log n)."""
 
-    def refresh(self, version: int) -> None:
-        """The cache is at `version` now: put every job where it belongs."""
+    def update(self, job: Job) -> None:
+        """The job's match has changed: put it where it belongs. O(log n)."""
 
-    def __iter__(self) -> Iterator[Job]: ...
+    def scan(self) -> Iterator[Job]:
+        """The jobs in order. The one just given may be removed; nothing else may change."""
 
     def __len__(self) -> int: ...
 
 
 class SortedQueue:
-    """lpm and fcfs: a sorted list in which only jobs whose match changed are moved."""
+    """lpm and fcfs."""
 
     def __init__(self, *, by_match: bool) -> None:
         self._by_match = by_match
         self._jobs: SortedKeyList = SortedKeyList(key=_order_key)
-        self._version = -1
 
     def add(self, job: Job) -> None:
         job.order_key = self._key(job)
@@ -49,58 +50,101 @@ class SortedQueue:
     def remove(self, job: Job) -> None:
         self._jobs.remove(job)
 
-    def refresh(self, version: int) -> None:
-        if not self._by_match or version == self._version:
-            return
-        self._version = version
-        moved = [job for job in self._jobs if job.order_key[1] != -job.probe.cached_len]
-        for job in moved:
-            self._jobs.remove(job)
+    def update(self, job: Job) -> None:
+        if job.order_key != self._key(job):
+            self.remove(job)
             self.add(job)
 
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self._jobs)
+    def scan(self) -> Iterator[Job]:
+        at = 0
+        while at < len(self._jobs):
+            job = self._jobs[at]
+            yield job
+            if at < len(self._jobs) and self._jobs[at] is job:
+                at += 1
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def _key(self, job: Job) -> tuple[object, ...]:
+    def _key(self, job: Job) -> tuple[int, ...]:
         priority, arrival = job.rank
         return (priority, -job.probe.cached_len if self._by_match else 0, arrival)
 
 
 class TreeQueue:
-    """dfs-weight: ordered anew whenever the cache or the queue has changed."""
+    """dfs-weight: the paths of the waiting jobs' matches as a tree of counts.
+
+    A path is the one of the job's last refresh: a node split above it since then is not in it.
+    """
 
     def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}
-        self._order: list[Job] = []
-        self._version = -1
+        self._roots: SortedDict = SortedDict()  # priority, high ones first -> _Branch
+        self._size = 0
 
     def add(self, job: Job) -> None:
-        self._jobs[job.arrival] = job
-        self._version = -1
+        job.order_key = job.probe.path()
+        self._size += 1
+        branch = self._roots.setdefault(job.rank[0], _Branch(0))
+        for serial in job.order_key:
+            branch = branch.grow(serial)
+        branch.jobs[job.arrival] = job
 
     def remove(self, job: Job) -> None:
-        del self._jobs[job.arrival]
-        self._version = -1
+        self._size -= 1
+        branch = self._roots[job.rank[0]]
+        for serial in job.order_key:
+            branch = branch.shrink(serial)
+        del branch.jobs[job.arrival]
 
-    def refresh(self, version: int) -> None:
-        if version == self._version:
-            return
-        self._version = version
-        paths = {arrival: job.probe.path() for arrival, job in self._jobs.items()}
-        weight = Counter(step for path in paths.values() for step in path)
-        for arrival, job in self._jobs.items():
-            branches = tuple((-weight[step], step) for step in paths[arrival])
-            job.order_key = (job.rank[0], branches, arrival)
-        self._order = sorted(self._jobs.values(), key=_order_key)
+    def update(self, job: Job) -> None:
+        if job.order_key != job.probe.path():
+            self.remove(job)
+            self.add(job)
 
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self._order)
+    def scan(self) -> Iterator[Job]:
+        stack = list(reversed(self._roots.values()))
+        while stack:
+            branch = stack.pop()
+            stack.extend(reversed(branch.order))  # as it was when the branch was reached
+            yield from list(branch.jobs.values())
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return self._size
+
+
+class _Branch:
+    """A node of the tree of paths: the jobs that end here, and the branches below by weight."""
+
+    __slots__ = ("below", "count", "jobs", "order", "serial")
+
+    def __init__(self, serial: int) -> None:
+        self.serial = serial
+        self.count = 0  # jobs here and below
+        self.jobs: SortedDict = SortedDict()  # by arrival
+        self.below: dict[int, _Branch] = {}
+        self.order: SortedKeyList = SortedKeyList(key=lambda branch: (-branch.count, branch.serial))
+
+    def grow(self, serial: int) -> _Branch:
+        """Count one more job in the branch `serial` and return it."""
+        branch = self.below.get(serial)
+        if branch is None:
+            branch = self.below[serial] = _Branch(serial)
+        else:
+            self.order.remove(branch)
+        branch.count += 1
+        self.order.add(branch)
+        return branch
+
+    def shrink(self, serial: int) -> _Branch:
+        """Count one job less in the branch `serial` and return it."""
+        branch = self.below[serial]
+        self.order.remove(branch)
+        branch.count -= 1
+        if branch.count:
+            self.order.add(branch)
+        else:
+            del self.below[serial]
+        return branch
 
 
 def make_queue(policy: str) -> WaitingQueue:
@@ -110,5 +154,5 @@ def make_queue(policy: str) -> WaitingQueue:
     return SortedQueue(by_match=policy == "lpm")
 
 
-def _order_key(job: Job) -> tuple[object, ...]:
+def _order_key(job: Job) -> tuple[int, ...]:
     return job.order_key

@@ -12,17 +12,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sortedcontainers import SortedDict
-
 from radixserve.cache import RadixCache
 from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
 from radixserve.scheduler.job import Job
-from radixserve.scheduler.leaders import Leaders
+from radixserve.scheduler.leaders import Leaders, free_followers
 from radixserve.scheduler.plan import StepPlan
-from radixserve.scheduler.policy import make_queue
+from radixserve.scheduler.waiting import WaitingRoom
 
 _LOOKAHEAD = 8  # tokens of room kept for each running request when another is admitted
 
@@ -62,14 +60,11 @@ class Scheduler:
         self._cache = cache
         self._chunk_size = chunk_size
         self._max_running = max_running
-        self._max_overtake = max_overtake
         self._clock = clock
         self._jobs: dict[str, Job] = {}
-        self._queue = make_queue(policy)  # the waiting ones in policy order
-        self._waiting: SortedDict = SortedDict()  # the same by arrival
+        self._waiting = WaitingRoom(cache, policy, max_overtake)
         self._running: dict[int, Job] = {}  # by arrival
         self._num_arrived = 0
-        self._barrier: float = math.inf  # nobody who arrived after this may be admitted
         self._counters = Counters()
 
     # -- what comes from outside --------------------------------------------------------------
@@ -89,7 +84,7 @@ class Scheduler:
         job = Job(request, self._num_arrived, probe, self._clock())
         self._num_arrived += 1
         self._jobs[request.request_id] = job
-        self._enqueue(job)
+        self._waiting.add(job, is_returning=False)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free all it holds; None if it has ended already."""
@@ -118,7 +113,7 @@ class Scheduler:
     def stats(self) -> dict[str, int]:
         """Counters since the start and the queue depths now."""
         counters = {name: getattr(self._counters, name) for name in self._counters.__slots__}
-        return {"waiting": len(self._queue), "running": len(self._running), **counters}
+        return {"waiting": len(self._waiting), "running": len(self._running), **counters}
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -144,6 +139,7 @@ class Scheduler:
                 news.append(self._end(job, "error", EngineDead(drawn.error)))
                 continue
             job.sequence.commit(row.end)
+            self._waiting.note_freed(free_followers(job))
             self._count_row(job, row)
             if drawn is not None:
                 news.append(self._append(job, drawn))
@@ -230,69 +226,54 @@ class Scheduler:
         job.sequence = None
         del self._running[job.arrival]
         self._counters.preemptions += 1
+        self._waiting.note_freed(free_followers(job))
         job.probe = self._cache.probe(job.tokens.view(), job.request.params.namespace)
-        self._enqueue(job)
+        self._waiting.add(job, is_returning=True)
 
     # -- waiting requests ---------------------------------------------------------------------
 
-    def _enqueue(self, job: Job) -> None:
-        self._queue.add(job)
-        self._waiting[job.arrival] = job
-        if job.overtaken >= self._max_overtake:
-            self._barrier = min(self._barrier, job.arrival)
-
-    def _dequeue(self, job: Job) -> None:
-        self._queue.remove(job)
-        del self._waiting[job.arrival]
-        if job.arrival == self._barrier:
-            bound = self._max_overtake
-            overtaken = (j.arrival for j in self._waiting.values() if j.overtaken >= bound)
-            self._barrier = next(overtaken, math.inf)
-
     def _admit(self, plan: StepPlan) -> None:
-        """Start waiting requests in policy order, looking past those that cannot start now."""
-        if plan.is_short or not self._waiting:
+        """Start waiting requests in order, looking past those that cannot start now."""
+        waiting = self._waiting
+        if plan.is_short or not waiting or not self._has_slots(plan):
             return
-        if not plan.budget or len(self._running) >= self._max_running:
-            return
-        self._queue.refresh(self._cache.version)
+        waiting.refresh()
+        outstanding = sum(self._pages_ahead(job) for job in self._running.values())
+        room = self._cache.num_available - outstanding
+        if self._running and waiting.least_need > room and waiting.barrier == math.inf:
+            return  # nobody has room: the queue need not be walked
         leaders = Leaders(self._running.values() if self._cache.reuses else ())
-        outstanding = self._pages_outstanding()
-        for job in self._candidates():
-            if not plan.budget or len(self._running) >= self._max_running:
-                return
-            if job.arrival > self._barrier:
-                continue
+        least_need = math.inf
+        for job in waiting.candidates():
             if self._cache.reuses and leaders.is_following(job):
                 continue
-            if self._fits(job, outstanding) and self._start(job, plan):
+            if self._fits(job, room) and self._start(job, plan):
                 leaders.add(job)
-                outstanding = self._pages_outstanding()
+                if not self._has_slots(plan):
+                    return
+                outstanding += self._pages_ahead(job)
+                room = self._cache.num_available - outstanding
+            else:
+                least_need = min(least_need, waiting.need(job))
+        if waiting.barrier == math.inf:  # all were seen
+            waiting.least_need = least_need
 
-    def _candidates(self) -> list[Job]:
-        """Those that may not be overtaken any more in order of arrival, then the policy's order."""
-        if self._barrier == math.inf:
-            return list(self._queue)
-        bound = self._max_overtake
-        late = [job for job in self._waiting.values() if job.overtaken >= bound]
-        return late + [job for job in self._queue if job.overtaken < bound]
+    def _has_slots(self, plan: StepPlan) -> bool:
+        return plan.budget > 0 and len(self._running) < self._max_running
 
-    def _fits(self, job: Job, outstanding: int) -> bool:
+    def _fits(self, job: Job, room: int) -> bool:
         """Whether there is room for all its tokens beside what the running ones still need."""
         if not self._running:
             return True  # alone it fits: `add` made sure
-        cache = self._cache
-        needed = self._pages_for(len(job.tokens) + 1) - job.probe.locked_len // cache.page_size
-        return needed + outstanding <= cache.num_available
+        size = self._cache.page_size
+        unlocked = job.probe.cached_len // size - job.probe.locked_len // size
+        return self._waiting.need(job) + unlocked <= room
 
-    def _pages_outstanding(self) -> int:
-        """Pages that the running requests will need soon."""
-        pages = 0
-        for job in self._running.values():
-            assert job.sequence is not None
-            ahead = min(len(job.tokens) + _LOOKAHEAD, job.request.max_len)
-            pages += max(0, self._pages_for(ahead) - len(job.sequence.pages))
-        return pages
+    def _pages_ahead(self, job: Job) -> int:
+        """Pages that a running request will need soon."""
+        assert job.sequence is not None
+        ahead = min(len(job.tokens) + _LOOKAHEAD, job.request.max_len)
+        return max(0, self._pages_for(ahead) - len(job.sequence.pages))
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
@@ -311,20 +292,12 @@ class Scheduler:
             sequence.release()
             job.sequence = None
             return False
-        self._dequeue(job)
+        self._waiting.remove(job)
+        self._waiting.note_admitted(job)
         self._running[job.arrival] = job
         job.admit(sequence, lookup, self._clock())
-        self._count_overtaking(job)
         plan.add(job, count, is_decode=False)
         return True
-
-    def _count_overtaking(self, job: Job) -> None:
-        """`job` goes ahead of all that arrived before it and still wait."""
-        for arrival in self._waiting.irange(maximum=job.arrival):
-            earlier = self._waiting[arrival]
-            earlier.overtaken += 1
-            if earlier.overtaken >= self._max_overtake:
-                self._barrier = min(self._barrier, arrival)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -334,11 +307,14 @@ class Scheduler:
     def _close(self, job: Job, reason: str, error: BaseException | None = None) -> Finish:
         """Take a job out of every queue, free its private pages, and add up its numbers."""
         if job.sequence is None:
-            self._dequeue(job)
+            if job.follows is not None:
+                job.follows.followers.remove(job)
+            self._waiting.remove(job)
         else:
             job.sequence.release()
             job.sequence = None
             del self._running[job.arrival]
+            self._waiting.note_freed(free_followers(job))
         del self._jobs[job.request.request_id]
         counters, usage = self._counters, job.usage()
         counters.finished += reason in ("stop", "length")

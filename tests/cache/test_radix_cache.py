@@ -249,7 +249,7 @@ class TestEviction:
         put(cache, [1] * 10).release()
         put(cache, [2] * 10).release()
         cache.lookup([1] * 10)
-        cache.probe(np.array([1] * 10, np.int32)).refresh()
+        cache.probe(np.array([1] * 10, np.int32)).close()
         cache.evict(10)
         assert cache.lookup([1] * 10).cached_len == 0
 

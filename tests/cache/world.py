@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from radixserve.cache import CachedSequence, OutOfPages, RadixCache
+from radixserve.cache import CachedSequence, OutOfPages, Probe, RadixCache
 
 Prefix = tuple[int, ...]
 
@@ -22,6 +22,7 @@ class World:
         self.cells: dict[tuple[int, int], Prefix] = {}  # (page, slot) -> the prefix it stands for
         self.open: list[CachedSequence] = []
         self.spaces: dict[int, str] = {}  # id(sequence) -> namespace; "" of a reset one is kept
+        self.probes: list[tuple[Probe, Prefix, str]] = []
         self.stale: set[int] = set()  # sequences that were open at a reset of their namespace
 
     # -- what a user does ---------------------------------------------------------------------
@@ -38,6 +39,7 @@ class World:
             assert found.cached_len == true
         if not allow_full and self.cache.reuses:
             assert probe.cached_len == true
+        self.probes.append((probe, tokens, namespace))
         seq = self.cache.acquire(tokens, namespace, allow_full=allow_full)
         assert seq.cached_len == seq.length == found.cached_len
         assert tuple(seq.tokens) == tokens[: seq.cached_len]
@@ -169,11 +171,36 @@ class World:
         stats = self.cache.stats()
         parts = stats["pages_free"] + stats["pages_tree"] + stats["pages_private"]
         assert parts == stats["pages_total"]
+        self.check_probes()
+
+    def check_probes(self) -> None:
+        """Every open probe knows what a fresh look-up would find, however the tree changed."""
+        self.cache.changed_probes()
+        for probe, tokens, namespace in self.probes:
+            fresh = self.cache.probe(_array(tokens), namespace)
+            assert probe.cached_len == fresh.cached_len
+            size = self.page_size  # a head of a page may be found in several siblings
+            assert probe.locked_len // size == fresh.locked_len // size
+            if size == 1:
+                assert probe.path()[-1:] == fresh.path()[-1:]
+            fresh.close()
+        while len(self.probes) > 6:
+            self.probes.pop(0)[0].close()
 
     def drain(self) -> None:
         for seq in list(self.open):
             self.release(seq)
         self.check()
+        for probe, _, _ in self.probes:
+            probe.close()
+        self.probes.clear()
+        tree = self.cache._store.tree
+        assert not tree.watching
+        stack = [space.root for space in tree.spaces.values()]
+        while stack:
+            node = stack.pop()
+            assert not node.watchers, "a closed probe is still watching"
+            stack.extend(node.children.values())
         self.cache.reset()
         self.check()
         stats = self.cache.stats()

@@ -10,8 +10,9 @@ import pytest
 from radixserve.cache import RadixCache
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
+from radixserve.scheduler import Scheduler
 from radixserve.scheduler.job import Job
-from radixserve.scheduler.policy import make_queue
+from radixserve.scheduler.waiting import WaitingRoom
 from tests.scheduler.fake import VOCAB, Driver, random_prompt
 
 POLICIES = ["lpm", "fcfs", "dfs-weight"]
@@ -366,25 +367,55 @@ def test_nothing_to_do() -> None:
     assert not driver.scheduler.has_work
 
 
-def test_waiting_requests_are_matched_again_only_where_the_tree_changed() -> None:
+@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
+def test_waiting_requests_are_matched_again_only_where_the_tree_changed(policy: str) -> None:
     cache = RadixCache(5000)
     publish(cache, prompt(0, 50))
     publish(cache, prompt(1, 50))
-    queue = make_queue("lpm")
+    room = WaitingRoom(cache, policy, 100)
     for i in range(40):
         tokens = np.asarray([*prompt(i % 2, 30 + i // 2), 2], np.int32)
         request = Request(f"r{i}", tokens, SamplingParams(), 0, frozenset(), 100)
-        queue.add(Job(request, i, cache.probe(tokens), 0.0))
+        room.add(Job(request, i, cache.probe(tokens), 0.0), is_returning=False)
+    room.refresh()
     walks = count_walks(cache)
-    queue.refresh(cache.version)
     publish(cache, prompt(2, 50))  # elsewhere
-    queue.refresh(cache.version)
+    room.refresh()
     assert walks[0] == 1  # by publish itself
     publish(cache, [*prompt(1, 40), 2, 3, 4])  # splits what half of them had matched
-    queue.refresh(cache.version)
+    room.refresh()
     assert walks[0] == 2 + 20
-    matched = [job.probe.cached_len for job in queue]
-    assert matched == sorted(matched, reverse=True)
+    cache.reset()
+    room.refresh()
+    assert walks[0] == 2 + 20  # there is nothing left to walk
+    assert {job.probe.cached_len for job in room.candidates()} == {0}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_queue_in_which_nobody_fits_is_not_walked_again(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(200, 1, policy, max_running=4, chunk_size=200, max_overtake=1000)
+    driver.add("running", prompt(0, 100), max_tokens=60, ignore_eos=True)
+    driver.step()
+    for i in range(50):
+        driver.add(f"w{i}", prompt(i + 1, 110), max_tokens=1)
+    driver.step()
+    fits, asked = Scheduler._fits, [0]
+
+    def counted(*args: object) -> bool:
+        asked[0] += 1
+        return fits(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "_fits", counted)
+    for _ in range(20):
+        driver.step()
+    assert asked[0] == 0
+    driver.add("small", prompt(99, 5), max_tokens=1)
+    driver.step()
+    assert "small" in driver.finished
+    driver.run()
+    finished_as_expected(driver)
 
 
 def publish(cache: RadixCache, tokens: list[int]) -> None:

@@ -1,0 +1,133 @@
+"""`WaitingRoom`: the waiting jobs, in policy order and in order of arrival, and who may pass whom.
+
+A pass costs what changed since the last one: matches are looked up again only where the tree has
+changed, and a queue in which nobody could start is not walked again before somebody might.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from sortedcontainers import SortedDict, SortedList
+
+from radixserve.cache import Probe, RadixCache
+from radixserve.scheduler.job import Job
+from radixserve.scheduler.policy import make_queue
+
+
+class WaitingRoom:
+    """Owns the order and the displacement bound; `Scheduler` decides who starts."""
+
+    def __init__(self, cache: RadixCache, policy: str, max_overtake: int) -> None:
+        self._cache = cache
+        self._max_overtake = max_overtake
+        self._queue = make_queue(policy)
+        self._by_arrival: SortedDict = SortedDict()
+        self._returned: SortedDict = SortedDict()  # those of them that ran before
+        self._by_probe: dict[Probe, Job] = {}
+        self._admitted: SortedList = SortedList()  # arrivals, as far as they still count
+        self.least_need: float = math.inf  # nobody but followers needs fewer new pages than this
+
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def add(self, job: Job, *, is_returning: bool) -> None:
+        """O(log n)."""
+        self._by_arrival[job.arrival] = job
+        if is_returning:
+            self._returned[job.arrival] = job
+        job.passed_on_entry = self._num_later(job)
+        self._by_probe[job.probe] = job
+        self._queue.add(job)
+        self.note_need(job)
+
+    def remove(self, job: Job) -> None:
+        """O(log n)."""
+        job.overtaken = self.overtaken(job)
+        del self._by_arrival[job.arrival]
+        self._returned.pop(job.arrival, None)
+        del self._by_probe[job.probe]
+        job.probe.close()
+        self._queue.remove(job)
+
+    def refresh(self) -> None:
+        """Move the jobs whose match has changed. O(those jobs)."""
+        for probe in self._cache.changed_probes():
+            job = self._by_probe.get(probe)
+            if job is not None:
+                self._queue.update(job)
+                self.note_need(job)
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def need(self, job: Job) -> int:
+        """Pages to take beyond its cached prefix for all its tokens and one more."""
+        size = self._cache.page_size
+        return -(-(len(job.tokens) + 1) // size) - job.probe.cached_len // size
+
+    def note_need(self, job: Job) -> None:
+        if job.follows is None:
+            self.least_need = min(self.least_need, self.need(job))
+
+    def note_freed(self, jobs: Iterable[Job]) -> None:
+        """These follow nobody any more."""
+        for job in jobs:
+            self.note_need(job)
+
+    # -- the displacement bound ---------------------------------------------------------------
+
+    def overtaken(self, job: Job) -> int:
+        """How many later requests were admitted while this one waited. O(log n)."""
+        return job.overtaken + self._num_later(job) - job.passed_on_entry
+
+    def note_admitted(self, job: Job) -> None:
+        """`job`, which has been removed, passes all that arrived before it. O(log n) amortised."""
+        self._admitted.add(job.arrival)
+        if not self._by_arrival:
+            self._admitted.clear()
+            return
+        oldest = self._by_arrival.keys()[0]
+        del self._admitted[: self._admitted.bisect_right(oldest)]  # later than nobody here
+
+    @property
+    def barrier(self) -> float:
+        """Who arrived after this may not start: somebody was overtaken as often as is allowed.
+
+        Of those that never ran the oldest has been overtaken most. O(1) and the returned ones.
+        """
+        bound = self._max_overtake
+        late = [a for a, job in self._returned.items() if self.overtaken(job) >= bound][:1]
+        fresh = next((job for a, job in self._by_arrival.items() if a not in self._returned), None)
+        if fresh is not None and self.overtaken(fresh) >= bound:
+            late.append(fresh.arrival)
+        return min(late, default=math.inf)
+
+    def candidates(self) -> Iterator[Job]:
+        """Each job once that may start now, in order; the one just given may be removed.
+
+        Behind a barrier: only those up to it, by arrival. Else the policy's order.
+        """
+        seen: set[int] = set()
+        while True:
+            barrier = self.barrier
+            if barrier < math.inf:
+                up_to = self._by_arrival.irange(maximum=barrier)
+                job = next((self._by_arrival[a] for a in up_to if a not in seen), None)
+                if job is None:
+                    return
+                seen.add(job.arrival)
+                yield job
+                continue
+            for job in self._queue.scan():
+                if job.arrival in seen:
+                    continue
+                seen.add(job.arrival)
+                yield job
+                if self.barrier < math.inf:
+                    break
+            else:
+                return
+
+    def _num_later(self, job: Job) -> int:
+        return len(self._admitted) - int(self._admitted.bisect_right(job.arrival))
