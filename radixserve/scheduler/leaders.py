@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from radixserve.scheduler.job import Job
@@ -54,13 +55,10 @@ def free_followers(leader: Job) -> list[Job]:
     """Let those go that have what they waited for, all of them when `leader` runs no more."""
     if not leader.followers:
         return []
-    done = [
-        job
-        for job in leader.followers
-        if leader.sequence is None or leader.committed >= job.follows_until
-    ]
+    reached = math.inf if leader.sequence is None else leader.committed
+    done = [job for job in leader.followers if job.follows_until <= reached]
     if done:
-        leader.followers = [job for job in leader.followers if job not in set(done)]
+        leader.followers = [job for job in leader.followers if job.follows_until > reached]
         for job in done:
             job.follows = None
     return done

@@ -57,6 +57,13 @@ CASES = [
     Case("phi3", 8),
     Case("granite", 9),
     Case("stablelm", 10),
+    Case("mistral", 12, shape(4, 1, 32, True)),
+    Case("qwen2", 13, (("num_attention_heads", 4), ("num_key_value_heads", 4))),
+    Case("gpt_neox", 16, (("num_attention_heads", 2),)),
+    Case("olmo2", 17, (("num_key_value_heads", 1),)),
+    Case("phi3", 18, (("num_key_value_heads", 4), ("num_attention_heads", 4))),
+    Case("granite", 19, (("num_attention_heads", 2), ("num_key_value_heads", 1))),
+    Case("stablelm", 20, (("num_key_value_heads", 4),)),
 ]
 FULL = CASES[1]  # this one goes through every combination
 
@@ -163,6 +170,7 @@ def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None
     [
         {"page_size": 1, "chunk_size": 64},
         {"page_size": 2, "chunk_size": 7},
+        {"page_size": 16, "chunk_size": 1},
         {"page_size": 16, "chunk_size": 64, "cache": "off"},
         {"page_size": 16, "chunk_size": 7, "is_tight": True},
         {"page_size": 64, "chunk_size": 64, "is_tight": True},
