@@ -42,7 +42,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
         with self._encoding:
-            return list(self._tokenizer(text)["input_ids"])
+            return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation up to where the assistant is to speak."""
