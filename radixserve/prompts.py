@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
-from radixserve.config import shown
+from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 from radixserve.tokenizer import Tokenizer

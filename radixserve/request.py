@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from radixserve.arrays import IntArray
-from radixserve.config import StrictFields, check_float, check_int, check_str, shown
+from radixserve.checks import StrictFields, check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
 
 MAX_LOGPROBS = 100

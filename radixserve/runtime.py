@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from radixserve.cache import Lookup
-from radixserve.config import EngineConfig, check_int, check_str, shown
+from radixserve.checks import check_int, check_str, shown
+from radixserve.config import EngineConfig
 from radixserve.engine import Engine
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion

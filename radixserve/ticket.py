@@ -33,7 +33,7 @@ class Ticket:
         self._text = None
         if tokenizer is not None:
             self._text = TextStream(tokenizer, request.token_ids.tolist())
-        self._stop = StopText(request.params.stop)  # type: ignore[arg-type]
+        self._stop = StopText(tuple(request.params.stop))
         self._is_eager = streams or bool(request.params.stop)  # text is needed at once
         self._pieces: list[str] = []  # of the text so far
         self._untold: list[str] = []  # of them, what no chunk has carried yet

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. A module may import from its own floor and from those below.
 FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
+    ["radixserve.checks"],
     ["radixserve.config"],
     ["radixserve.request"],
     ["radixserve.schedule"],

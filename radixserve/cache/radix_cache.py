@@ -18,8 +18,9 @@ from radixserve.cache.probe import Probe
 from radixserve.cache.radix_tree import Match
 from radixserve.cache.sequence import CachedSequence, PageCopy
 from radixserve.cache.store import PageStore
-from radixserve.cache.tokens import TokenIds, as_count, as_token_ids, check_namespace
-from radixserve.errors import InvalidRequest, OutOfPages
+from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.checks import check_choice, check_int, check_str
+from radixserve.errors import OutOfPages
 
 
 class RadixCache:
@@ -38,10 +39,9 @@ class RadixCache:
     def __init__(
         self, num_pages: int, page_size: int = 1, eviction: str = "lru", *, reuse: bool = True
     ) -> None:
-        num_pages = as_count("num_pages", num_pages, 1)
-        page_size = as_count("page_size", page_size, 1)
-        if eviction != "lru":
-            raise InvalidRequest(f"eviction must be lru, got {eviction!r}")
+        num_pages = check_int("num_pages", num_pages, 1)
+        page_size = check_int("page_size", page_size, 1)
+        check_choice("eviction", eviction, ("lru",))
         self._store = PageStore(num_pages, page_size)
         self._reuse = reuse
 
@@ -71,7 +71,7 @@ class RadixCache:
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
         """
         ids = as_token_ids(tokens)
-        check_namespace(namespace)
+        check_str("namespace", namespace)
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
         data = ids.tobytes()
         space = self._store.tree.spaces.get(namespace) if self._reuse else None
@@ -112,7 +112,7 @@ class RadixCache:
         page for the copy of its head; when there is none, the prefix ends at the page boundary.
         """
         ids = as_token_ids(tokens)
-        check_namespace(namespace)
+        check_str("namespace", namespace)
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
         store, tree = self._store, self._store.tree
         space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
@@ -162,7 +162,7 @@ class RadixCache:
 
         Returns the room freed, in tokens of whole pages: less than asked when there is no more.
         """
-        num_tokens = as_count("num_tokens", num_tokens, 0)
+        num_tokens = check_int("num_tokens", num_tokens, 0)
         return self._store.tree.evict(self._store.pages_for(num_tokens)) * self.page_size
 
     def reset(self, namespace: str | None = None) -> None:
@@ -171,7 +171,7 @@ class RadixCache:
         Sequences acquired before go on undisturbed, but what they commit is not kept.
         """
         if namespace is not None:
-            check_namespace(namespace)
+            check_str("namespace", namespace)
         names = list(self._store.tree.spaces) if namespace is None else [namespace]
         for name in names:
             self._store.tree.reset(name)
@@ -208,7 +208,7 @@ class RadixCache:
         {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
         "num_tokens", "pages", "refs", "holders", "children"}.
         """
-        return dump_spaces(self._store, as_count("max_nodes", max_nodes, 0))
+        return dump_spaces(self._store, check_int("max_nodes", max_nodes, 0))
 
 
 def path_pages(node: Node, count: int) -> array[int]:

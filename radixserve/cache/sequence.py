@@ -19,7 +19,8 @@ from radixserve.arrays import IntArray
 from radixserve.cache.node import TOKEN_BYTES, Node
 from radixserve.cache.radix_tree import common_tokens
 from radixserve.cache.store import Holder, PageStore
-from radixserve.cache.tokens import TokenIds, as_count, as_token_ids
+from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
 PageCopy = tuple[int, int, int]
@@ -132,7 +133,7 @@ class CachedSequence(Holder):
         are freed. O(tokens published since the last commit).
         """
         self._check_open()
-        length = as_count("length", length, 0)
+        length = check_int("length", length, 0)
         if not self._committed <= length <= self.length:
             raise InvalidRequest(
                 f"commit takes a length between {self._committed} (committed already) and "
@@ -169,7 +170,7 @@ class CachedSequence(Holder):
         nothing, when the page for it cannot be had.
         """
         self._check_open()
-        length = as_count("length", length, 0)
+        length = check_int("length", length, 0)
         if length > self.length:
             raise InvalidRequest(f"truncate takes a length up to {self.length}, got {length}")
         whole, extra = divmod(length, self._store.page_size)

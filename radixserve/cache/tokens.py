@@ -1,8 +1,7 @@
-"""The border of the cache: any sequence of ints in, int32 arrays inside; arguments checked."""
+"""The border of the cache: any sequence of ints in, int32 arrays inside."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,19 +31,3 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
     if ids.min() < -(2**31) or ids.max() >= 2**31:
         raise InvalidRequest("token ids must fit in int32")
     return ids.astype(np.int32)
-
-
-def as_count(name: str, value: object, low: int) -> int:
-    """`value` as an int of at least `low`; InvalidRequest for anything else, bools included."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = low - 1
-    if number < low or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be an integer >= {low}, got {value!r}")
-    return number
-
-
-def check_namespace(namespace: object) -> None:
-    if not isinstance(namespace, str):
-        raise InvalidRequest(f"a namespace must be a string, got {namespace!r}")

@@ -143,7 +143,7 @@ class TestCommit:
             with pytest.raises(InvalidRequest, match="between 3"):
                 seq.commit(length)
         for bad in (-1, 2.5, "a", None, True):
-            with pytest.raises(InvalidRequest, match="integer"):
+            with pytest.raises(InvalidRequest, match="length must be"):
                 seq.commit(bad)  # type: ignore[arg-type]
 
     def test_uncommitted_tokens_are_not_found(self, cache: RadixCache) -> None:

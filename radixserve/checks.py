@@ -1,0 +1,82 @@
+"""Checks at the border: a value comes out plain, or InvalidRequest says what is allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import numbers
+import operator
+from typing import Any, Self
+
+from radixserve.errors import InvalidRequest
+
+
+class StrictFields:
+    """Base of keyword-only records whose unknown names raise and say what is allowed."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        allowed = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        if args:
+            raise InvalidRequest(
+                f"{cls.__name__} takes keyword arguments only; allowed: {', '.join(allowed)}"
+            )
+        unknown = sorted(set(fields) - set(allowed))
+        if unknown:
+            raise InvalidRequest(
+                f"unknown {cls.__name__} name {', '.join(map(repr, unknown))}; "
+                f"allowed: {', '.join(allowed)}"
+            )
+        return super().__new__(cls)
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; InvalidRequest for anything else, bools included."""
+    limit = f">= {low}" if high is None else f"between {low} and {high}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequest(f"{name} must be an integer {limit}, got {shown(value)}")
+    number = operator.index(value)
+    if number < low or (high is not None and number > high):
+        raise InvalidRequest(f"{name} must be {limit}, got {shown(value)}")
+    return number
+
+
+def check_float(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
+) -> float:
+    """`value` as a finite float in [low, high], or in (low, high]; else InvalidRequest."""
+    left = f"above {low:g}" if open_low else f">= {low:g}"
+    limit = left if math.isinf(high) else f"{left} and <= {high:g}"
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+    if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
+        raise InvalidRequest(f"{name} must be a number {limit}, got {shown(value)}")
+    return number
+
+
+def check_str(name: str, value: object) -> str:
+    """`value` if it is a string; else InvalidRequest."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} must be a string, got {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """`value` for an error message, cut to a line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer too long to print
+        text = "a very large number"
+    text = text if len(text) <= 80 else text[:77] + "..."
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return text if is_plain else f"{type(value).__name__} {text}"
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise InvalidRequest unless `value` is one of `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidRequest(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
