@@ -401,6 +401,8 @@ class CachedSequence(Holder):
             node = self._store.tree.split(node, end - node.start)
         self._published = keep
         self._move_to(node)
+        if keep < self._committed and self._data(keep, self._committed) not in node.children:
+            self._attach(node, keep)  # our own page holds that head now: let others find it
 
     def _check_open(self) -> None:
         if not self._is_open:

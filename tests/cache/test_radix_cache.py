@@ -282,6 +282,19 @@ class TestEviction:
         assert cache.stats()["pages_free"] == 0
         cache.check()
 
+    def test_a_head_is_still_found_when_the_page_it_was_copied_from_is_evicted(self) -> None:
+        cache = RadixCache(4, page_size=16)
+        put(cache, list(range(40))).release()
+        seq = cache.acquire(list(range(21)))
+        seq.extend([20])
+        seq.commit(21)
+        seq.extend([-1] * 43)  # takes all that can be had
+        cache.check()
+        assert cache.stats()["pages_free"] == cache.num_available == 0
+        assert cache.lookup([*range(21), 0, 0]).position == 21
+        seq.release()
+        assert cache.lookup([*range(21), 0, 0]).cached_len == 21
+
     def test_a_sequence_can_have_the_whole_pool_although_its_prefix_node_is_longer(self) -> None:
         for size in PAGE_SIZES:
             cache = RadixCache(8, size)
