@@ -34,11 +34,3 @@ class IntBuffer:
             self._data = grown
         self._data[self._size : size] = values
         self._size = size
-
-    def put(self, at: int, values: IntArray | Sequence[int]) -> None:
-        """Overwrite [at, at + len(values)), which must exist."""
-        self._data[at : at + len(values)] = values
-
-    def truncate(self, size: int) -> None:
-        assert 0 <= size <= self._size
-        self._size = size

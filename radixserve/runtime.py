@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -252,12 +253,7 @@ class Runtime:
     ) -> list[Ticket]:
         """Their way back: `notify(index, event)` is called in the engine's thread."""
         return [
-            Ticket(
-                request,
-                self.tokenizer,
-                lambda event, at=at: notify(at, event),  # type: ignore[misc]
-                streams=streams,
-            )
+            Ticket(request, self.tokenizer, partial(notify, at), streams=streams)
             for at, request in enumerate(requests)
         ]
 

@@ -12,8 +12,6 @@ from radixserve.cache.radix_tree import Match, RadixTree, common_head
 
 _OTHER_SPACES = 64  # namespaces asked at most when explaining a miss
 
-REASONS = ("never_seen", "evicted", "diverged", "namespace", "full")
-
 
 class Lookup(NamedTuple):
     """The answer of `RadixCache.lookup`.

@@ -5,8 +5,7 @@
 
 `_node` is the locked anchor: it or its ancestors hold the tokens [0, published). The last shared
 page may be partial: then this sequence put it there and is the only one to write behind its end.
-`published` lags `committed` by less than a page, where the tree holds the same tokens already or
-was made to protect no more than it must.
+`published` lags `committed` by less than a page, where the tree held those tokens already.
 """
 
 from __future__ import annotations

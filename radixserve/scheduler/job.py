@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from radixserve.arrays import IntArray
 from radixserve.cache import CachedSequence, Lookup, Probe
 from radixserve.int_buffer import IntBuffer
 from radixserve.output import Metrics, Usage
@@ -83,7 +82,6 @@ class Job:
             self.num_reused = min(self.num_reused, cached)
         self.num_prompt_done = max(self.num_prompt_done, cached)
         self.sequence = sequence
-        self.follows = None
 
     def note_committed(self, length: int) -> None:
         self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))
@@ -103,6 +101,3 @@ class Job:
             ttft_s=None if self.first_token_at is None else self.first_token_at - start,
             total_s=now - start,
         )
-
-    def token_ids(self) -> IntArray:
-        return self.tokens.view()

@@ -97,10 +97,9 @@ class WaitingRoom:
         Of those that never ran the oldest has been overtaken most. O(1) and the returned ones.
         """
         bound = self._max_overtake
-        late = [a for a, job in self._returned.items() if self.overtaken(job) >= bound][:1]
         fresh = next((job for a, job in self._by_arrival.items() if a not in self._returned), None)
-        if fresh is not None and self.overtaken(fresh) >= bound:
-            late.append(fresh.arrival)
+        jobs = [*self._returned.values(), *([] if fresh is None else [fresh])]
+        late = (job.arrival for job in jobs if self.overtaken(job) >= bound)
         return min(late, default=math.inf)
 
     def candidates(self) -> Iterator[Job]:
@@ -124,7 +123,8 @@ class WaitingRoom:
                     continue
                 seen.add(job.arrival)
                 yield job
-                if self.barrier < math.inf:
+                was_admitted = job.arrival not in self._by_arrival
+                if was_admitted and self.barrier < math.inf:
                     break
             else:
                 return

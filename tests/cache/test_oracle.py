@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from radixserve.cache import CachedSequence
 from tests.cache.world import Prefix, World, random_step
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40).map(tuple)
@@ -29,9 +30,10 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, page_size: int, pages: int, reuse: bool) -> None:
         self.world = World(pages, page_size, reuse=reuse)
 
-    def pick(self, data: st.DataObject) -> object:
+    def pick(self, data: st.DataObject) -> CachedSequence:
         assume(self.world.open)
-        return data.draw(st.sampled_from(self.world.open))
+        seq: CachedSequence = data.draw(st.sampled_from(self.world.open))
+        return seq
 
     @rule(tokens=TOKENS, namespace=NAMESPACES, allow_full=st.booleans())
     def acquire(self, tokens: Prefix, namespace: str, allow_full: bool) -> None:
@@ -42,33 +44,33 @@ class CacheMachine(RuleBasedStateMachine):
     def acquire_known_head(self, data: st.DataObject, tail: Prefix, namespace: str) -> None:
         assume(len(self.world.open) < 10)
         seq = self.pick(data)
-        head = tuple(seq.tokens.tolist())  # type: ignore[attr-defined]
+        head = tuple(seq.tokens.tolist())
         cut = data.draw(st.integers(0, len(head)))
         self.world.acquire(head[:cut] + tail, namespace)
 
     @rule(data=st.data(), tokens=TOKENS)
     def extend(self, data: st.DataObject, tokens: Prefix) -> None:
-        self.world.extend(self.pick(data), tokens)  # type: ignore[arg-type]
+        self.world.extend(self.pick(data), tokens)
 
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         seq = self.pick(data)
-        length = data.draw(st.integers(seq.committed_len, seq.length))  # type: ignore[attr-defined]
-        self.world.commit(seq, length)  # type: ignore[arg-type]
+        length = data.draw(st.integers(seq.committed_len, seq.length))
+        self.world.commit(seq, length)
 
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         assume(len(self.world.open) < 10)
-        self.world.fork(self.pick(data))  # type: ignore[arg-type]
+        self.world.fork(self.pick(data))
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         seq = self.pick(data)
-        self.world.truncate(seq, data.draw(st.integers(0, seq.length)))  # type: ignore
+        self.world.truncate(seq, data.draw(st.integers(0, seq.length)))
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.world.release(self.pick(data))  # type: ignore[arg-type]
+        self.world.release(self.pick(data))
 
     @rule(count=st.integers(0, 50))
     def evict(self, count: int) -> None:

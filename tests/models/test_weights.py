@@ -44,7 +44,7 @@ def test_no_end_tokens(tmp_path: Path) -> None:
     assert eos_ids in ((), (2,))  # 2 is LlamaConfig's default where config.json says nothing
 
 
-@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "/tmp/radixserve-nowhere", ""])
+@pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "/no/such/root", ""])
 def test_no_such_folder(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"neither a folder nor a hub id|no config\.json"):
         ModelRunner(name, EngineConfig(num_pages=8))
