@@ -6,8 +6,10 @@ import numbers
 from dataclasses import dataclass
 from functools import partial
 
-from radixserve.checks import StrictFields, check_choice, check_int
+from radixserve.checks import StrictFields, check_choice, check_int, check_str
 from radixserve.errors import InvalidRequest
+
+EVICTIONS = ("lru", "arc", "lfu", "fifo", "slru", "priority")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,18 +18,21 @@ class EngineConfig(StrictFields):
 
     device              "auto" or "cpu"
     dtype               "auto", "float32", "bfloat16"; auto: the checkpoint's, float32 if float16
-    page_size           tokens a KV page
+    page_size           tokens a KV page; with cache "hash" a block, where 16 is usual
     num_pages           pages in the pool, or
     kv_cache_memory     bytes for the pool, "512MB" works; neither: a share of free memory
     chunk_size          prefill tokens a step, over all requests
     max_running         requests that run at the same time
     max_seq_len         longest prompt + output; default: what the model and the pool allow
-    cache               "radix", or "off" to reuse nothing
-    eviction            order in which unused pages are dropped
+    cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
+                        "off" to reuse nothing
+    eviction            order in which unused pages are dropped: "lru", "arc", "lfu", "fifo",
+                        "slru", "priority"; cache "hash" has "lru" only
     schedule_policy     "lpm" (longest cached prefix first), "fcfs", "dfs-weight"
     max_overtake        no request is overtaken by more than this many later ones
     attention_backend   "auto" or "torch"
-    trace               reserved for request traces
+    trace               file to which every finished request is appended, for `radixserve replay`
+    trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
     seed                of the random streams of requests that bring none
     """
 
@@ -45,6 +50,7 @@ class EngineConfig(StrictFields):
     max_overtake: int = 64
     attention_backend: str = "auto"
     trace: str | None = None
+    trace_hash_block: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,20 +68,29 @@ class EngineConfig(StrictFields):
         put("max_running", check_int("max_running", self.max_running, 1))
         if self.max_seq_len is not None:
             put("max_seq_len", check_int("max_seq_len", self.max_seq_len, 2))
-        check_choice("cache", self.cache, ("radix", "off"))
-        check_choice("eviction", self.eviction, ("lru",))
+        check_choice("cache", self.cache, ("radix", "hash", "off"))
+        check_choice("eviction", self.eviction, EVICTIONS)
+        if self.cache == "hash" and self.eviction != "lru":
+            raise InvalidRequest(
+                f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '
+                f'cache="radix" has {", ".join(EVICTIONS)}'
+            )
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
         check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
-        if self.trace is not None:
-            raise InvalidRequest("trace must be None: recording traces is not available yet")
+        if self.trace is not None and not check_str("trace", self.trace):
+            raise InvalidRequest("trace must be None or the path of a file, got ''")
+        if self.trace_hash_block is not None:
+            if self.trace is None:
+                raise InvalidRequest("trace_hash_block needs a trace to record")
+            put("trace_hash_block", check_int("trace_hash_block", self.trace_hash_block, 1, 4096))
         put("seed", check_int("seed", self.seed, 0, 2**63 - 1))
 
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
     """Bytes of an int or of a string such as "512MB" or "1.5 GB" (powers of 1,024)."""
     if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size > 0:
         return int(size)
@@ -90,5 +105,5 @@ def parse_bytes(size: int | str) -> int:
         if value > 0:
             return value
     raise InvalidRequest(
-        f'kv_cache_memory must be a positive number of bytes or a string like "512MB", got {size!r}'
+        f'{name} must be a positive number of bytes or a string like "512MB", got {size!r}'
     )

@@ -6,10 +6,10 @@ Synchronous, no I/O, one owner. It does not know text.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
-from radixserve.cache import Lookup, RadixCache
+from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
 from radixserve.output import RequestOutput
@@ -31,9 +31,7 @@ class Engine:
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self._runner = runner
-        self._cache = RadixCache(
-            runner.num_pages, config.page_size, config.eviction, reuse=config.cache != "off"
-        )
+        self._cache = make_cache(runner.num_pages, config)
         self._scheduler = Scheduler(
             self._cache,
             policy=config.schedule_policy,
@@ -80,6 +78,14 @@ class Engine:
         self._seconds["commit"] += time.perf_counter() - start
         return news
 
+    def open_holder(self, name: str, lease_s: float | None = None) -> None:
+        """Somebody who will come back until it is closed; see `Scheduler.open_holder`."""
+        self._scheduler.open_holder(name, lease_s)
+
+    def close_holder(self, name: str) -> None:
+        """It will not come back; an unknown name is fine."""
+        self._scheduler.close_holder(name)
+
     def lookup(self, token_ids: IntArray, namespace: str = "") -> Lookup:
         """How much of a prompt is cached, and why not more. Changes nothing."""
         return self._cache.lookup(token_ids, namespace)
@@ -88,7 +94,7 @@ class Engine:
         """Forget what is cached; running requests go on undisturbed."""
         self._cache.reset(namespace)
 
-    def stats(self) -> dict[str, int | float]:
+    def stats(self) -> dict[str, Any]:
         """The cache's and the scheduler's counters and gauges, and seconds spent by part."""
         seconds = {f"{part}_s": spent for part, spent in self._seconds.items()}
         return {**self._cache.stats(), **self._scheduler.stats(), **seconds}
@@ -100,6 +106,13 @@ class Engine:
     def check(self) -> None:
         """Audit the cache; AssertionError names the first broken law."""
         self._cache.check()
+
+
+def make_cache(num_pages: int, config: EngineConfig) -> PrefixCache:
+    """The cache that the config names, over `num_pages` pages."""
+    if config.cache == "hash":
+        return HashBlockCache(num_pages, config.page_size)
+    return RadixCache(num_pages, config.page_size, config.eviction, reuse=config.cache != "off")
 
 
 def step_failed(cause: BaseException) -> EngineDead:

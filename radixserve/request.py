@@ -135,3 +135,4 @@ class Request:
     seed: int  # of its random stream; params.seed or one drawn by the owner
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
+    holder: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody

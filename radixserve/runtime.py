@@ -23,6 +23,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion
 from radixserve.progress import BatchProgress
 from radixserve.prompts import Prompt, PromptReader, is_batch, params_for
+from radixserve.replay.recorder import TraceRecorder
 from radixserve.request import Request, SamplingParams
 from radixserve.ticket import Event, Ticket
 from radixserve.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ class Runtime:
         self._random = random.Random(self.config.seed)
         self._random_lock = threading.Lock()
         self._next_id = itertools.count()
-        self._worker = EngineThread(Engine(runner, self.config))
+        self._worker = EngineThread(Engine(runner, self.config), _recorder(self.config))
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     def __enter__(self) -> Self:
@@ -185,12 +186,12 @@ class Runtime:
         check_str("namespace", namespace)
         return self._worker.call(lambda engine: engine.lookup(ids, namespace))
 
-    def cache_stats(self) -> dict[str, int | float]:
+    def cache_stats(self) -> dict[str, Any]:
         """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
         return self._worker.call(lambda engine: engine.stats())
 
     def cache_tree(self, max_nodes: int = 10_000) -> dict[str, Any]:
-        """The prefix tree as nested dicts, see `RadixCache.dump`."""
+        """The prefix tree as nested dicts, see `RadixCache.dump`; with cache="hash" its blocks."""
         count = check_int("max_nodes", max_nodes, 0)
         return self._worker.call(lambda engine: engine.tree(count))
 
@@ -314,6 +315,10 @@ def _model_path(model: object) -> str:
     if not isinstance(path, str):
         raise InvalidRequest(f"model must be a path of text, not bytes, got {shown(path)}")
     return str(DEMO) if path == "demo" else path
+
+
+def _recorder(config: EngineConfig) -> TraceRecorder | None:
+    return None if config.trace is None else TraceRecorder(config.trace, config.trace_hash_block)
 
 
 def _check_request_id(request_id: object, num_prompts: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from radixserve.output import Chunk, Completion, Finish, RequestOutput
@@ -28,6 +29,7 @@ class Ticket:
         streams: bool,
     ) -> None:
         self.request = request
+        self.made_at = time.time()  # seconds since 1970
         self._notify = notify
         self._streams = streams
         self._text = None
@@ -42,6 +44,11 @@ class Ticket:
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
         self._has_ended = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens generated so far; not to be changed."""
+        return self._token_ids
 
     def push(self, output: RequestOutput) -> bool:
         """Take in one step's news. True: a stop string was met, the request has to be ended."""

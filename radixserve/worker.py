@@ -12,6 +12,7 @@ from typing import TypeVar
 from radixserve.engine import Engine
 from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
 from radixserve.output import RequestOutput
+from radixserve.replay.recorder import TraceRecorder
 from radixserve.ticket import Ticket
 
 T = TypeVar("T")
@@ -25,8 +26,10 @@ class EngineThread:
     every unanswered call gets EngineDead.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, recorder: TraceRecorder | None = None) -> None:
+        """`recorder`: told of every request that ends; it is closed with the thread."""
         self._engine = engine
+        self._recorder = recorder
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
         # Of `_death` and of putting into the inbox. Reentrant: the garbage collector may close a
@@ -106,8 +109,11 @@ class EngineThread:
     def _read_inbox(self) -> bool:
         """Answer what waits, block while there is no work; False when it is time to stop."""
         while not self._is_closing:
+            is_idle = not self._engine.has_work()
+            if is_idle and self._recorder is not None:
+                self._recorder.flush()
             try:
-                message = self._inbox.get(block=not self._engine.has_work())
+                message = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return True
             if message is not None:
@@ -124,6 +130,8 @@ class EngineThread:
             self._engine.fail_all(death)
         except Exception:
             _log.exception("the engine could not let go of its requests")
+        if self._recorder is not None:
+            self._recorder.close()
         while True:
             try:
                 message = self._inbox.get_nowait()
@@ -171,6 +179,9 @@ class EngineThread:
             return
         if output.finish is not None:
             del self._tickets[output.request_id]
+            if self._recorder is not None:
+                news = ticket.request, ticket.token_ids, output.finish
+                self._recorder.record(*news, arrived_at=ticket.made_at)
         elif must_stop:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:

@@ -2,21 +2,85 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_bench_cache() -> None:
-    command = [sys.executable, "benchmarks/bench_cache.py", "--quick", "--json", "--only", "A,D,I"]
+def run_bench_cache(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/bench_cache.py", *options]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # also when not installed
     env = {**os.environ, "PYTHONPATH": path}
-    result = subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, text=True)
-    document = json.loads(result.stdout)
-    assert document["setting"]["page_size"] == 1
-    assert {figure["case"] for figure in document["figures"]} == {"ref", "A", "B", "D", "I"}
-    assert all(figure["micros"] > 0 and figure["ratio"] > 0 for figure in document["figures"])
+    return subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """One quick run of everything: its JSON document and its Markdown."""
+    folder = tmp_path_factory.mktemp("results")
+    result = run_bench_cache("--quick", "--json", "--save", str(folder))
+    assert result.returncode == 0, result.stderr
+    assert (folder / "cache-cpu.json").read_text() == result.stdout
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document, (folder / "cache-cpu.md").read_text()
+
+
+def test_bench_cache_measures_every_case(saved: tuple[dict[str, Any], str]) -> None:
+    document, _ = saved
+    figures = document["figures"]
+    assert {figure["key"][0] for figure in figures} == {"r", *"ABCDEFGHI"}
+    assert all(0 < figure["low"] <= figure["value"] <= figure["high"] for figure in figures)
+    assert all(figure["ratio"] > 0 for figure in figures if figure["unit"] == "us")
+    radix = {figure["key"] for figure in figures if figure["contender"] == "radix"}
+    assert {"A.lookup", "A.take", "C.request", "E.page.1000", "F.chat.token"} <= radix
+    assert {"cpu", "cores", "memory_gib", "python", "numpy"} <= set(document["settings"])
+    for name in ("hash", "sglang"):
+        is_there = any(figure["contender"].startswith(name) for figure in figures)
+        assert is_there != any(line.startswith(f"{name}: skipped") for line in document["absent"])
+
+
+def test_bench_cache_judges_itself(
+    saved: tuple[dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, markdown = saved
+    verdicts = document["targets"]
+    assert all(v["is_reached"] == (v["measured"] <= v["at_most"]) for v in verdicts)
+    reached = sum(v["is_reached"] for v in verdicts)
+    assert f"{reached} of {len(verdicts)} targets reached" in markdown
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kinds = {figure["key"].rstrip("0123456789") for figure in document["figures"]}
+    for target in importlib.import_module("cache_targets").TARGETS:
+        assert target.key.rstrip("0123456789") in kinds, f"nothing measures {target.key}"
+
+
+def test_bench_cache_names_its_cases() -> None:
+    result = run_bench_cache("--only", "A,Z")
+    assert result.returncode == 2
+    assert "no such case: Z" in result.stderr
+
+
+def test_stand_ins_never_hide_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    stand_ins = importlib.import_module("stand_ins").stand_ins
+    before = list(sys.meta_path)
+    with stand_ins("json", "absent_package"):
+        absent = importlib.import_module("absent_package.part")
+        assert importlib.import_module("json").loads("1") == 1
+
+        class Child(absent.Anything, key=1):  # type: ignore[call-arg,misc,name-defined]
+            pass
+
+        assert absent.decorator(Child) is Child
+    assert sys.meta_path == before
+    for name in ("absent_package", "absent_package.part"):
+        del sys.modules[name]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("absent_package")

@@ -46,7 +46,7 @@ def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_help_lists_the_commands() -> None:
     code, out, _ = run("--help")
     assert code == 0
-    assert all(f"  {command} " in out for command in ("demo", "generate", "info"))
+    assert all(f"  {command} " in out for command in ("demo", "generate", "replay", "info"))
     assert "examples:" in out
 
 
@@ -55,14 +55,14 @@ def test_every_setting_has_a_flag_with_help() -> None:
     assert code == 0
     words = out.replace("\n", " ")
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "n"]
-    names += [f.name for f in dataclasses.fields(EngineConfig) if f.name not in ("trace", "seed")]
+    names += [field.name for field in dataclasses.fields(EngineConfig) if field.name != "seed"]
     for name in [*names, "engine_seed"]:
         assert f"  --{name.replace('_', '-')} " in words, name
     assert "(default: 128)" in words
     assert "subtracted for each occurrence in the output" in " ".join(words.split())
 
 
-@pytest.mark.parametrize("command", ["demo", "info"])
+@pytest.mark.parametrize("command", ["demo", "info", "replay"])
 def test_command_help_has_examples(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -112,7 +112,27 @@ def test_help_and_flags_need_no_torch() -> None:
         (["generate", "--file", "/no/such/file"], "/no/such/file: No such file"),
         (["generate", "--prompt", "x", "--model", "/no/such/model"], "/no/such/model"),
         (["demo", "--max-nodes", "0"], "--max-nodes"),
-        (["info", "--cache", "hash"], "cache must be one of"),
+        (["generate", "--prompt", "x", "--trace-hash-block", "16"], "needs a trace"),
+        (["generate", "--prompt", "x", "--trace", "/no/such/log"], "cannot be written"),
+        (["replay"], "TRACE"),
+        (["replay", "/no/such/trace"], "/no/such/trace: No such file"),
+        (["replay", "x", "--policy", "lru,newest"], "lru, arc, lfu"),
+        (["replay", "x", "--index", "btree"], "radix, hash"),
+        (["replay", "x", "--order", "random"], "lpm, fcfs, dfs-weight"),
+        (["replay", "x", "--cache-tokens", "1T"], '"250k" or "1M"'),
+        (["replay", "x", "--cache-tokens", "8", "--page-size", "16"], "page_size"),
+        (["replay", "x", "--page-size", "1.5"], "1,16"),
+        (["replay", "x", "--page-size", "0"], "--page-size"),
+        (["replay", "x", "--policy", ","], "at least one"),
+        (["replay", "x", "--limit", "0"], "--limit"),
+        (["replay", "x", "--lease-s", "-1"], "--lease-s"),
+        (["replay", "x", "--order", "lpm", "--step-ms", "-1"], "--step-ms"),
+        (["replay", "x", "--order", "lpm", "--max-running", "0"], "--max-running"),
+        (["replay", "x", "--bytes-per-token", "many"], "--bytes-per-token"),
+        (["replay", "x", "--bytes-per-token", "1KB", "--model-config", "y"], "not both"),
+        (["replay", "x", "--model-config", "/no/such/model"], "/no/such/model"),
+        (["info", "--cache", "ram"], "cache must be one of radix, hash, off"),
+        (["info", "--cache", "hash", "--eviction", "lfu"], 'eviction must be "lru"'),
     ],
 )
 def test_wrong_use_is_told_in_a_line(argv: list[str], words: str) -> None:
@@ -312,6 +332,94 @@ def test_generate_json_lines_all_good(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(json.loads(line)["token_ids"]) for line in out.splitlines()] == [1, 2]
 
 
+# -- replay ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Two chats over one system prompt, their turns interleaved."""
+    chats, lines = [list(range(40)), list(range(40))], []
+    for turn in range(12):
+        chat = chats[turn % 2]
+        chat += [100 + turn] * 5
+        lines.append({"time": turn, "session": f"chat {turn % 2}", "tokens": list(chat)})
+        lines[-1]["output_tokens"] = [200 + turn] * 4
+        chat += [200 + turn] * 4
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_replay_for_people(trace: str) -> None:
+    flags = ["--cache-tokens", "120,1k", "--policy", "lru,arc", "--holders", "--order", "lpm,fcfs"]
+    code, out, err = run("replay", trace, *flags, "--page-size", "1,16", "--index", "radix,hash")
+    assert (code, err) == (0, "")
+    assert "12 requests in 11 s, 2 sessions" in out
+    for words in ("reusable at all", "next GiB", "block size loses", "which policy fits", "TTFT"):
+        assert words in out
+    rows = [line.split() for line in out.splitlines()]
+    for label in ("lru", "arc", "lru+holders", "arc+holders", "hash", "clairvoyant"):
+        assert any(row[:1] == [label] for row in rows), label
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_replay_json(trace: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}')
+    flags = ["--json", "--cache-tokens", "1k", "--model-config", str(config), "--limit", "10"]
+    code, out, err = run("replay", trace, trace, *flags)
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["radixserve"] == radixserve.__version__
+    one, two = document["traces"]
+    one["runs"][0].pop("seconds")
+    two["runs"][0].pop("seconds")
+    assert one == two
+    assert one["requests"] == 10
+    assert one["answers"]["bytes_per_token"] == 2 * 2 * 4 * 8 * 2
+    assert one["runs"][0]["hit_tokens"] == one["reusable_tokens"] > 0
+
+
+def test_replay_chooses_sizes_and_draws(trace: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "hits.svg"
+    code, _, err = run("replay", trace, "--plot", str(picture))
+    assert (code, err) == (0, "")
+    assert picture.read_text().lstrip().startswith("<?xml")
+    code, _, err = run("replay", trace, "--plot", str(tmp_path / "hits.bogus"))
+    assert code == 2
+    assert "must end in one of" in err
+
+
+def test_replay_without_matplotlib_says_what_to_install(
+    trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = run("replay", trace, "--plot", "hits.png")
+    assert (code, out) == (2, "")
+    assert "radixserve[plot]" in err
+
+
+def test_replay_names_a_bad_line(trace: str) -> None:
+    with open(trace, "a", encoding="utf-8") as file:
+        file.write('{"tokens": [1, "a"], "time": 12}\n')
+    code, _, err = run("replay", trace)
+    assert code == 2
+    assert f"{trace}:13: " in err
+
+
+def test_what_generate_records_can_be_replayed(tmp_path: Path) -> None:
+    log = str(tmp_path / "log.jsonl")
+    generate = ["generate", "--prompt", "The json module", "--trace", log, *GREEDY]
+    for flags in ([], ["--prompt", "The os module"]):
+        code, _, err = run(*generate, *flags)
+        assert code == 0, err
+    code, out, err = run("replay", log, "--json")
+    assert code == 0, err
+    assert json.loads(out)["traces"][0]["requests"] == 3
+
+
 # -- info -----------------------------------------------------------------------------------------
 
 
@@ -328,6 +436,16 @@ def test_info_json() -> None:
     assert model["pool_tokens"] == 1600
     assert model["pool_bytes"] == 1600 * model["kv_bytes_per_token"]
     assert model["weight_bytes"] == 4 * model["num_parameters"]
+
+
+def test_the_hash_cache_answers_the_same() -> None:
+    hashed = ["--cache", "hash", "--page-size", "16"]
+    answers = [run("generate", "--prompt", "Hello", *GREEDY, *more) for more in ([], hashed)]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 0
+    code, out, _ = run("info", "--json", "--num-pages", "100", *hashed)
+    assert code == 0
+    assert json.loads(out)["model"]["page_size"] == 16
 
 
 def test_info_for_people() -> None:

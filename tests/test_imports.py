@@ -20,6 +20,7 @@ FLOORS = [
     ["radixserve.cache", "radixserve_kernels"],
     ["radixserve.output", "radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models"],
+    ["radixserve.replay"],
     ["radixserve.runner"],
     ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
     ["radixserve.ticket", "radixserve.worker"],
@@ -31,6 +32,7 @@ FLOORS = [
 THINKING = ("radixserve.cache", "radixserve.scheduler")
 COMPUTING = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
 LIGHT = {"numpy", "sortedcontainers"}  # what the thinking wing may import from elsewhere
+LAZY = {"xxhash"}  # what it may import inside a function, where somebody asks for it
 
 
 def modules() -> dict[str, Path]:
@@ -46,10 +48,17 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(name: str) -> set[str]:
-    """Every module that `name` imports anywhere, in functions and for types only too."""
+def imports(name: str, *, at_load: bool = False) -> set[str]:
+    """Every module that `name` imports anywhere, in functions and for types only too.
+
+    With `at_load` those in functions are left out.
+    """
     found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    nodes: list[ast.AST] = [ast.parse(MODULES[name].read_text())]
+    while nodes:
+        node = nodes.pop()
+        if not at_load or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -107,24 +116,46 @@ def test_the_thinking_wing_needs_only_numpy_and_sortedcontainers() -> None:
     standard = sys.stdlib_module_names
     for name in MODULES:
         if any(belongs(name, package) for package in THINKING):
-            tops = {other.split(".")[0] for other in imports(name)} - {"radixserve"}
-            assert tops - standard <= LIGHT, f"{name} imports {tops - standard - LIGHT}"
+            for at_load, allowed in ((True, LIGHT), (False, LIGHT | LAZY)):
+                tops = {other.split(".")[0] for other in imports(name, at_load=at_load)}
+                foreign = tops - standard - {"radixserve"}
+                assert foreign <= allowed, f"{name} imports {foreign - allowed}"
 
 
 def test_the_thinking_wing_imports_with_torch_blocked() -> None:
     code = """
 import sys
-for blocked in ("torch", "transformers", "safetensors", "tqdm", "rich", "tokenizers"):
+for blocked in ("torch", "transformers", "safetensors", "tqdm", "rich", "tokenizers", "xxhash"):
     sys.modules[blocked] = None
 import radixserve
-from radixserve.cache import RadixCache
+from radixserve.cache import HashBlockCache, RadixCache
 from radixserve.scheduler import Scheduler
 from radixserve import SamplingParams, EngineConfig, RadixServeError, Completion
 import radixserve.engine
 Scheduler(RadixCache(10))
+Scheduler(HashBlockCache(10))
 assert radixserve.__version__
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_replay_needs_no_torch() -> None:
+    for name in MODULES:
+        if belongs(name, "radixserve.replay"):
+            crossing = {o for o in ours(name) if any(belongs(o, p) for p in COMPUTING)}
+            assert not crossing, f"{name} imports {crossing}"
+    code = """
+import sys
+for blocked in ("torch", "transformers", "safetensors", "tqdm", "matplotlib", "tokenizers"):
+    sys.modules[blocked] = None
+import radixserve.replay, radixserve.replay.recorder, radixserve.replay.pictures
+from radixserve.cli import main
+try:
+    main(["replay", "--help"])
+except SystemExit as leaving:
+    assert not leaving.code
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
 def test_the_face_is_sorted_and_complete() -> None:

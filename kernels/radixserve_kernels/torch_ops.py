@@ -62,3 +62,15 @@ def copy_slots(kv: Tensor, source: Tensor, destination: Tensor) -> None:
     kv [L, 2, num_slots, Hkv, D]; source, destination [n] int64 slots, destinations distinct.
     """
     kv.index_copy_(2, destination, kv.index_select(2, source))
+
+
+def merge_attention(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from that over each.
+
+    out, other [n, H, D]; lse, other_lse [n, H] float32, the log of the sum of exponentiated scores.
+    """
+    total = torch.logaddexp(lse, other_lse)
+    ours, theirs = (lse - total).exp()[..., None], (other_lse - total).exp()[..., None]
+    return (out.float() * ours + other.float() * theirs).to(out.dtype), total

@@ -1,44 +1,51 @@
 """The `torch` backend: paged attention from PyTorch's own operations, and the tests' reference.
 
-`plan` cuts the step's rows into segments and packs these into a few padded groups; `run` then
-costs, for each group, a gather of its pages and one scaled_dot_product_attention:
+`plan` cuts the step's rows into parts; `run` then costs a number of operations for each part:
 
-    fresh    rows that start at position 0: K and V are the step's own, no gather, causal, no mask
-    folded   decodes and short chunks: the query heads of a K/V head become query positions,
-             [B, Hkv, G * Lq, D] against [B, Hkv, Lk, D], so that K and V are never repeated
-    blocked  long chunks behind a prefix, in blocks of at most Q_BLOCK queries, masked
+    shared   leading pages that several rows have in common: all their queries against the one
+             copy of those keys, merged with each row's own part by log-sum-exp
+    dense    a long chunk of one row: blocks of queries, a product for each K/V head
+    group    decodes and short chunks, padded to one batch of scaled_dot_product_attention: the
+             query heads of a K/V head become query positions, [B, Hkv, G * Lq, D] against
+             [B, Hkv, Lk, D], so that K and V are never repeated
+
+Rows that start at position 0, or right behind what they share, read the step's own K and V.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from radixserve.attention import dense
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray, check_dtype, kv_view
+from radixserve.attention.segments import (
+    Segments,
+    cut_segments,
+    hidden_keys,
+    is_real,
+    pack_segments,
+    token_index,
+)
+from radixserve.attention.shared_pages import SharedRun, find_shared
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.torch_ops import store_kv
+from radixserve_kernels.torch_ops import merge_attention, store_kv
 
-Q_BLOCK = 256  # queries of one row in a masked segment, at most
-FOLD_MAX = 16  # longest segment whose query heads are folded
-FREE_WASTE = 512  # padded K/V tokens in a group that cost less than another group would
-WASTE_SHARE = 0.25  # or padding up to this share of its real tokens
+MAX_FOLDED = 63  # queries of a row in a group; longer chunks are dense
 GATHER_BYTES = 4 << 20  # K and V of a group, so that they stay in the processor's cache
-MASK_ELEMENTS = 4 << 20  # of a group of several segments
+SHARE_BYTES = 1 << 20  # K and V that sharing must save a layer, to pay for the merge
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """Consecutive new tokens of one row that attend together; arrays of equal length."""
+class Keys:
+    """Where a part's keys and values are."""
 
-    row: IndexArray
-    first_token: IndexArray  # index into the batch's T tokens
-    num_queries: IndexArray
-    kv_len: IndexArray  # tokens up to and with the last query
-    is_fresh: np.ndarray  # bool: starts at position 0, has more than one token
+    pages: slice | Tensor | None  # slots if contiguous, or [B * pages] page ids; None: fresh
+    rooms: tuple[Tensor, ...] | None  # for gathered K and V, each [B * pages, P * Hkv * D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +55,39 @@ class Group:
     size: int  # B
     q_len: int  # Lq
     kv_len: int  # Lk
-    is_fresh: bool
-    is_folded: bool
-    tokens: (
-        slice | Tensor
-    )  # [B * Lq] the queries among the batch's tokens; padding repeats the last
-    pages: slice | Tensor | None  # slots if they are contiguous, else [B * pages] int64 page ids
-    rooms: tuple[Tensor, ...] | None  # for gathered K and V, each [B * pages, P * Hkv * D]
+    tokens: slice | Tensor  # [B * Lq] the queries among the batch's tokens; padding repeats
+    keys: Keys
     mask: Tensor | None  # [B, 1, Lq or G * Lq, Lk] 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """Some queries against one run of keys."""
+
+    tokens: slice | Tensor  # the queries among the batch's tokens
+    kv_len: int
+    keys: Keys
+    is_causal: bool  # the last query sees all keys, the one before it all but the last ...
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    groups: tuple[Group, ...]
+    parts: tuple[Group | Dense, ...]
+    shared: tuple[Dense, ...]
     slot_mapping: Tensor  # [T]
-    out_index: Tensor | None  # [T] each token's place in the groups laid end to end; None: in order
+    out_index: Tensor | None  # [T] each token's place in the parts laid end to end; None: in order
 
 
 class TorchBackend:
-    """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float32 or bfloat16."""
+    """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float32 or bfloat16.
+
+    `shares`: whether rows attend together to leading pages that they have in common, where that
+    saves reading at least SHARE_BYTES.
+    """
 
     name = "torch"
 
-    def __init__(self, kv: Tensor, num_heads: int) -> None:
+    def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
         if not check_dtype(kv.dtype):
             raise ModelNotSupported(f"the torch backend takes float32 or bfloat16, not {kv.dtype}")
         num_kv_heads, self.head_dim = kv.shape[-2:]
@@ -86,130 +103,192 @@ class TorchBackend:
         self._pages = [
             (layer_kv[0].flatten(1), layer_kv[1].flatten(1)) for layer_kv in kv.unbind(0)
         ]  # each [num_pages, P * Hkv * D]
-        token_bytes = 2 * num_kv_heads * self.head_dim * kv.element_size()
-        self._max_group_tokens = max(1, GATHER_BYTES // token_bytes)
+        self._token_bytes = 2 * num_kv_heads * self.head_dim * kv.element_size()
+        self._shares = shares
         self._workspace = kv.new_empty((2, 0))
         self._plan: Plan | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
         host = batch.host
-        segments = cut_segments(host)
-        groups, order = [], []
-        for members in pack_segments(segments, self._max_group_tokens):
-            tokens = _token_index(segments, members)  # [B, Lq]
-            groups.append(self._group(host, segments, members, tokens))
-            order.append(np.where(_is_real(segments, members, tokens.shape[1]), tokens, -1).ravel())
-        self._plan = Plan(tuple(groups), batch.slot_mapping, self._out_index(np.concatenate(order)))
+        runs: list[SharedRun] = []
+        if self._shares:
+            runs = find_shared(host, self.page_size, SHARE_BYTES // self._token_bytes)
+        shared_pages = np.zeros(len(host.start), np.int64)
+        for run in runs:
+            shared_pages[run.rows] = run.num_pages
+        segments = cut_segments(host, self.page_size, shared_pages)
+        parts: list[Group | Dense] = []
+        order = []
+        max_tokens = max(1, GATHER_BYTES // self._token_bytes)
+        for members in pack_segments(segments, max_tokens, MAX_FOLDED):
+            tokens = token_index(segments, members)  # [B, Lq]
+            parts.append(self._part(host, segments, members, tokens))
+            order.append(np.where(is_real(segments, members, tokens.shape[1]), tokens, -1).ravel())
+        self._plan = Plan(
+            parts=tuple(parts),
+            shared=tuple(self._shared(host, run) for run in runs),
+            slot_mapping=batch.slot_mapping,
+            out_index=self._out_index(np.concatenate(order)),
+        )
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
     ) -> Tensor:
         plan = self._plan
         assert plan is not None, "run before plan"
+        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         store_kv(k, v, *self._slots[layer], plan.slot_mapping)
-        outs = [self._attend(group, q, k, v, layer, scale) for group in plan.groups]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)  # [sum B * Lq, Hq, D]
-        return out if plan.out_index is None else out.index_select(0, plan.out_index)
+        wants_lse = bool(plan.shared)
+        outs, all_lse = [], []
+        for part in plan.parts:
+            if isinstance(part, Dense):
+                out, lse = self._attend_dense(part, q, k, v, layer, scale, wants_lse=wants_lse)
+            else:
+                out, lse = self._attend_group(part, q, k, v, layer, scale, wants_lse=wants_lse)
+            outs.append(out)
+            all_lse.append(lse)
+        result = _in_order(outs, plan.out_index)  # [T, Hq, D]
+        if wants_lse:
+            lse = _in_order([one for one in all_lse if one is not None], plan.out_index)  # [T, Hq]
+            for part in plan.shared:
+                self._merge_shared(part, result, lse, (q, k, v), layer, scale)
+        return result
 
-    def _attend(
-        self, group: Group, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None
-    ) -> Tensor:
-        """One group's output, [B * Lq, Hq, D]."""
-        size, q_len, heads, dim = group.size, group.q_len, self.num_heads, self.head_dim
-        query = _take(q, group.tokens).reshape(size, q_len, heads, dim)
-        keys, values = self._keys_values(group, k, v, layer)  # [B, Hkv, Lk, D]
-        if not group.is_folded:
-            out = F.scaled_dot_product_attention(
-                query.transpose(1, 2),
-                keys,
-                values,
-                attn_mask=group.mask,
-                is_causal=group.is_fresh,
-                scale=scale,
-                enable_gqa=self.group_size > 1,
-            )
-            return out.transpose(1, 2).reshape(size * q_len, heads, dim)
-        split = (size, q_len, self.num_kv_heads, self.group_size, dim)
-        query = query.view(split).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * Lq, D]
-        out = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=group.mask, scale=scale
-        ).view(size, self.num_kv_heads, self.group_size, q_len, dim)
-        return out.permute(0, 3, 1, 2, 4).reshape(size * q_len, heads, dim)
+    # -- computing ----------------------------------------------------------------------------
 
-    def _keys_values(self, group: Group, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """A group's keys and values, each [B, Hkv, Lk, D]."""
-        pages = group.pages
-        if pages is None:  # fresh: the step's own
-            k, v = _take(k, group.tokens), _take(v, group.tokens)
-        elif isinstance(pages, slice):
-            k, v = self._slots[layer]
-            k, v = k[pages], v[pages]
+    def _merge_shared(
+        self,
+        part: Dense,
+        result: Tensor,
+        lse: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        layer: int,
+        scale: float,
+    ) -> None:
+        """Add what `part`'s queries see in their shared pages to `result`, in place."""
+        other, other_lse = self._attend_dense(part, *qkv, layer, scale, wants_lse=True)
+        assert other_lse is not None
+        own, own_lse = _take(result, part.tokens), _take(lse, part.tokens)
+        merged, _ = merge_attention(own, own_lse, other, other_lse)
+        if isinstance(part.tokens, slice):
+            result[part.tokens] = merged
         else:
-            rooms = group.rooms or ()
-            k, v = (
-                torch.index_select(cache, 0, pages, out=room)
-                for cache, room in zip(self._pages[layer], rooms, strict=True)
-            )
-        shape = (group.size, -1, self.num_kv_heads, self.head_dim)
-        k, v = k.reshape(shape), v.reshape(shape)
-        return k[:, : group.kv_len].transpose(1, 2), v[:, : group.kv_len].transpose(1, 2)
+            result.index_copy_(0, part.tokens, merged)
 
-    def _group(
-        self, host: HostIndex, segments: Segments, members: IndexArray, tokens: IndexArray
-    ) -> Group:
-        q_len = tokens.shape[1]
-        kv_len = int(segments.kv_len[members].max())
-        is_fresh = bool(segments.is_fresh[members[0]])
-        is_folded = not is_fresh and q_len <= FOLD_MAX
-        copies = self.group_size if is_folded else 1
-        pages = None if is_fresh else self._page_index(host, segments, members)
-        return Group(
-            size=len(members),
-            q_len=q_len,
-            kv_len=kv_len,
-            is_fresh=is_fresh,
-            is_folded=is_folded,
-            tokens=self._range_or_index(tokens.ravel()),
-            pages=pages,
-            rooms=self._rooms(len(pages)) if isinstance(pages, Tensor) else None,
-            mask=None if is_fresh else self._mask(segments, members, q_len, copies),
+    def _attend_dense(
+        self,
+        part: Dense,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        scale: float,
+        *,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[n, Hq, D] and, if wanted, [n, Hq]."""
+        keys, values = self._keys_values(part.keys, part.tokens, k, v, layer)
+        shape = (-1, self.num_kv_heads, self.head_dim)
+        keys, values = keys.reshape(shape), values.reshape(shape)
+        return dense.attend(
+            _take(q, part.tokens),
+            keys[: part.kv_len],
+            values[: part.kv_len],
+            scale,
+            is_causal=part.is_causal,
+            wants_lse=wants_lse,
         )
 
-    def _page_index(
-        self, host: HostIndex, segments: Segments, members: IndexArray
-    ) -> slice | Tensor:
-        rows, kv_len = segments.row[members], segments.kv_len[members]
+    def _attend_group(
+        self,
+        group: Group,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        scale: float,
+        *,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B * Lq, Hq, D] and, if wanted, [B * Lq, Hq]."""
+        size, q_len, heads, dim = group.size, group.q_len, self.num_heads, self.head_dim
+        keys, values = self._keys_values(group.keys, group.tokens, k, v, layer)
+        shape = (size, -1, self.num_kv_heads, dim)
+        keys = keys.reshape(shape)[:, : group.kv_len].transpose(1, 2)  # [B, Hkv, Lk, D]
+        values = values.reshape(shape)[:, : group.kv_len].transpose(1, 2)
+        split = (size, q_len, self.num_kv_heads, self.group_size, dim)
+        query = _take(q, group.tokens).reshape(split).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        out, lse = _folded_attention(query, keys, values, group.mask, scale, wants_lse=wants_lse)
+        folded = (size, self.num_kv_heads, self.group_size, q_len)
+        out = out.view(*folded, dim).permute(0, 3, 1, 2, 4).reshape(size * q_len, heads, dim)
+        if lse is not None:
+            lse = lse.view(folded).permute(0, 3, 1, 2).reshape(size * q_len, heads)
+        return out, lse
+
+    def _keys_values(
+        self, keys: Keys, tokens: slice | Tensor, k: Tensor, v: Tensor, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """K and V by slot, in the order of the part's segments."""
+        if keys.pages is None:
+            return _take(k, tokens), _take(v, tokens)
+        if isinstance(keys.pages, slice):
+            all_k, all_v = self._slots[layer]
+            return all_k[keys.pages], all_v[keys.pages]
+        found = [
+            torch.index_select(cache, 0, keys.pages, out=room)
+            for cache, room in zip(self._pages[layer], keys.rooms or (), strict=True)
+        ]
+        return found[0], found[1]
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def _part(
+        self, host: HostIndex, segments: Segments, members: IndexArray, tokens: IndexArray
+    ) -> Group | Dense:
+        """The segments `members`; `tokens` [B, Lq]."""
+        q_len, kv_len = tokens.shape[1], int(segments.kv_len[members].max())
+        keys = Keys(None, None)
+        if not segments.is_fresh[members[0]]:
+            keys = self._keys(host, segments.first_page[members], segments.kv_len[members])
+        where = self._range_or_index(tokens.ravel())
+        if q_len > MAX_FOLDED:
+            return Dense(where, kv_len, keys, is_causal=True)
+        mask = self._mask(hidden_keys(segments, members, q_len), q_len)
+        return Group(len(members), q_len, kv_len, where, keys, mask)
+
+    def _shared(self, host: HostIndex, run: SharedRun) -> Dense:
+        first, last = host.qo_indptr[run.rows], host.qo_indptr[run.rows + 1]
+        tokens = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
+        kv_len = run.num_pages * self.page_size
+        start = host.kv_indptr[run.rows[:1]]
+        keys = self._keys(host, start, np.array([kv_len]))
+        return Dense(self._range_or_index(tokens), kv_len, keys, is_causal=False)
+
+    def _keys(self, host: HostIndex, first_page: IndexArray, kv_len: IndexArray) -> Keys:
+        """Pages of segments that begin at `first_page` of kv_indices, padded with their last."""
         num_pages = -(-kv_len // self.page_size)
-        columns = np.minimum(np.arange(num_pages.max()), num_pages[:, None] - 1)  # pad: own last
-        pages = host.kv_indices[host.kv_indptr[rows][:, None] + columns].astype(np.int64)
-        if len(members) == 1 and bool((np.diff(pages[0]) == 1).all()):
+        columns = np.minimum(np.arange(num_pages.max()), num_pages[:, None] - 1)
+        pages = host.kv_indices[first_page[:, None] + columns].astype(np.int64)
+        if len(kv_len) == 1 and bool((np.diff(pages[0]) == 1).all()):
             first = int(pages[0, 0]) * self.page_size
-            return slice(first, first + int(kv_len[0]))
-        return torch.from_numpy(pages.ravel()).to(self.device)
+            return Keys(slice(first, first + int(kv_len[0])), None)
+        index = torch.from_numpy(pages.ravel()).to(self.device)
+        return Keys(index, self._rooms(len(index)))
 
     def _rooms(self, num_pages: int) -> tuple[Tensor, ...]:
-        """Where a group's K and V are gathered; all groups and layers use the same memory.
-
-        Fresh memory for each gather would cost more than the gather: the system clears its pages.
-        """
+        """Where K and V are gathered; all parts and layers use the same memory."""
         width = self._pages[0][0].shape[1]
         if num_pages * width > self._workspace.shape[1]:
             self._workspace = self._workspace.new_empty((2, num_pages * width))
         return tuple(room[: num_pages * width].view(-1, width) for room in self._workspace)
 
-    def _mask(
-        self, segments: Segments, members: IndexArray, q_len: int, copies: int
-    ) -> Tensor | None:
-        """[B, 1, Lq, Lk], or [B, 1, G * Lq, Lk] when queries of more than one token are folded."""
-        kv_len, num_queries = segments.kv_len[members], segments.num_queries[members]
-        if q_len == 1 and bool((kv_len == kv_len[0]).all()):
+    def _mask(self, hidden: np.ndarray | None, q_len: int) -> Tensor | None:
+        """[B, 1, Lq, Lk], or [B, 1, G * Lq, Lk] for more than one query a segment."""
+        if hidden is None:
             return None
-        steps = np.minimum(np.arange(q_len), num_queries[:, None] - 1)
-        last_key = (kv_len - num_queries)[:, None] + steps  # [B, Lq] a query sees keys up to here
-        hidden = np.arange(kv_len.max()) > last_key[..., None]  # [B, Lq, Lk]
         mask = np.where(hidden, np.float32(-np.inf), np.float32(0.0))
-        if q_len > 1 and copies > 1:
-            mask = np.tile(mask, (1, copies, 1))
+        if q_len > 1 and self.group_size > 1:
+            mask = np.tile(mask, (1, self.group_size, 1))
         return torch.from_numpy(mask[:, None]).to(self.device, self.dtype)
 
     def _out_index(self, order: IndexArray) -> Tensor | None:
@@ -227,73 +306,31 @@ class TorchBackend:
         return torch.from_numpy(tokens).to(self.device)
 
 
-def cut_segments(host: HostIndex) -> Segments:
-    """One segment a row, but blocks of Q_BLOCK queries where a row needs a mask.
-
-    row    |--- prefix in the cache ---|--- new tokens -------------|
-    block 0                            |- Q_BLOCK -|                  keys: prefix + this block
-    block 1                                        |- Q_BLOCK -|      keys: ... up to this block
-    """
-    num_new = np.diff(host.qo_indptr)
-    is_fresh = (host.start == 0) & (num_new > 1)
-    blocks = np.where(is_fresh, 1, -(-num_new // Q_BLOCK))
-    row = np.repeat(np.arange(len(num_new)), blocks)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-    num_queries = np.minimum(num_new[row] - nth * Q_BLOCK, Q_BLOCK)
-    num_queries = np.where(is_fresh[row], num_new[row], num_queries)
-    return Segments(
-        row=row,
-        first_token=host.qo_indptr[row] + nth * Q_BLOCK,
-        num_queries=num_queries,
-        kv_len=host.start[row] + nth * Q_BLOCK + num_queries,
-        is_fresh=is_fresh[row],
-    )
+def _folded_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """query [B, Hkv, N, D]; keys, values [B, Hkv, Lk, D]; ([B, Hkv, N, D], [B, Hkv, N] float32)."""
+    if not wants_lse:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(query, keys, values, attn_mask=mask, scale=scale), None
+    scores = (query * scale) @ keys.transpose(2, 3)
+    if mask is not None:
+        scores += mask
+    lse = scores.float().logsumexp(-1)
+    weights = (scores.float() - lse[..., None]).exp().to(query.dtype)
+    return weights @ values, lse
 
 
-def pack_segments(segments: Segments, max_tokens: int) -> list[IndexArray]:
-    """Segment numbers of each group, ascending; groups in order of their first segment.
-
-    Segments of one kind and of query lengths within a factor of two, longest first, fill a group
-    until its padding would exceed FREE_WASTE tokens and WASTE_SHARE of the real ones.
-    """
-    q_class = np.ceil(np.log2(segments.num_queries)).astype(np.int64)
-    kind = q_class * 2 + segments.is_fresh
-    order = np.lexsort((-segments.kv_len, kind))
-    groups: list[list[int]] = []
-    group_kind = tallest = real = q_len = 0
-    for number, its_kind, length, queries in zip(
-        order.tolist(),
-        kind[order].tolist(),
-        segments.kv_len[order].tolist(),
-        segments.num_queries[order].tolist(),
-        strict=True,
-    ):
-        size = len(groups[-1]) + 1 if groups else 1
-        waste = size * tallest - real - length
-        if (
-            not groups
-            or its_kind != group_kind
-            or waste > max(FREE_WASTE, WASTE_SHARE * (real + length))
-            or size * tallest > max_tokens
-            or size * tallest * max(q_len, queries) > MASK_ELEMENTS
-        ):
-            groups.append([])
-            group_kind, tallest, real, q_len = its_kind, length, 0, 0
-        groups[-1].append(number)
-        real += length
-        q_len = max(q_len, queries)
-    return sorted((np.sort(group) for group in groups), key=lambda group: int(group[0]))
-
-
-def _token_index(segments: Segments, members: IndexArray) -> IndexArray:
-    """[B, Lq] the batch's token of each query; padding repeats a segment's last one."""
-    num_queries = segments.num_queries[members][:, None]
-    steps = np.minimum(np.arange(num_queries.max()), num_queries - 1)
-    return segments.first_token[members][:, None] + steps
-
-
-def _is_real(segments: Segments, members: IndexArray, q_len: int) -> np.ndarray:
-    return np.arange(q_len) < segments.num_queries[members][:, None]
+def _in_order(pieces: list[Tensor], index: Tensor | None) -> Tensor:
+    """The pieces end to end, then each token's row."""
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return whole if index is None else whole.index_select(0, index)
 
 
 def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.cache.child_index import check_heads, has_longer
 from radixserve.cache.node import TOKEN_BYTES, Node, Space
 from radixserve.cache.sequence import CachedSequence
 from radixserve.cache.store import PageStore
@@ -23,6 +24,7 @@ def check_store(store: PageStore) -> None:
     _check_locks(store, nodes)
     _check_counts(store, nodes)
     _check_order(store, nodes)
+    _check_claims(store, nodes)
     for sequence in sequences(store):
         owners.add(sequence._pages[sequence._num_shared :].tolist(), repr(sequence))
         _check_sequence(store, sequence)
@@ -89,10 +91,11 @@ def _check_node(store: PageStore, node: Node) -> None:
     for key, child in node.children.items():
         assert child.parent is node, f"{name} has a child with another parent"
         assert key == store.tree.key(child), f"{name} has a child under a wrong key"
-    if node.keys is not None:
-        assert list(node.keys) == sorted(node.children), f"{name} has a wrong index of children"
+    check_heads(node)
     if not node.refs and not node.space.is_dead:
-        assert not store.tree._is_redundant(node), f"{name} is unused and covered by a sibling"
+        is_short = node.num_tokens < size
+        is_covered = is_short and has_longer(parent, bytes(node.tokens))
+        assert not is_covered, f"{name} is unused and covered by a sibling"
 
 
 def _check_locks(store: PageStore, nodes: list[Node]) -> None:
@@ -125,7 +128,12 @@ def _check_counts(store: PageStore, nodes: list[Node]) -> None:
 
 
 def _check_order(store: PageStore, nodes: list[Node]) -> None:
-    rank = {id(node): at for at, node in enumerate(store.tree.order)}
+    """Every unlocked node is in one queue, before its parent or in an earlier queue."""
+    rank: dict[int, tuple[int, int]] = {}
+    for number, queue in enumerate(store.tree.order.queues()):
+        for at, node in enumerate(queue):
+            assert id(node) not in rank, f"node {node.serial} is in two queues of eviction"
+            rank[id(node)] = number, at
     for node in nodes:
         if node.space.is_dead:
             continue
@@ -135,6 +143,36 @@ def _check_order(store: PageStore, nodes: list[Node]) -> None:
         assert rank[id(node)] < rank[id(node.parent)], f"node {node.serial} outlives its parent"
     found = {id(node) for node in nodes}
     assert all(key in found for key in rank), "the eviction order holds a node that is gone"
+
+
+def _check_claims(store: PageStore, nodes: list[Node]) -> None:
+    """Claims are what the holders' anchors and leases say, and rise towards the root."""
+    retention = store.tree.retention
+    if retention is None:
+        assert not any(node.claims for node in nodes), "a claim without holders"
+        return
+    leased = sum(len(n.pages) for n in nodes if n.claims is not None and n.claims.num_leased)
+    assert retention.num_leased_pages == leased, "leased pages miscounted"
+    for node in nodes:
+        if node.space.is_dead:
+            continue
+        name, claims = f"node {node.serial}", node.claims
+        below = [child.claims for child in node.children.values()]
+        anchors = [h.anchors[node] for h in retention.open_holders if node in h.anchors]
+        num_open = len(anchors) + sum(1 for c in below if c is not None and c.num_open)
+        num_leased = sum(1 for lease in anchors if lease is not None)
+        num_leased += sum(1 for c in below if c is not None and c.num_leased)
+        is_public = any(
+            child.claims is None or child.claims.is_public for child in node.children.values()
+        )
+        if claims is None:
+            assert not num_open, f"{name} is claimed and does not know it"
+            continue
+        assert claims.num_open == num_open, f"{name}: {claims.num_open} claims, not {num_open}"
+        assert claims.num_leased == num_leased, f"{name}: wrong number of leases"
+        assert claims.num_leased <= claims.num_open, f"{name} is leased and not claimed"
+        assert claims.is_public or not is_public or node.refs, f"{name} has public children"
+    retention.check()
 
 
 def _check_sequence(store: PageStore, sequence: CachedSequence) -> None:

@@ -1,70 +1,86 @@
-"""In which order unused nodes are dropped, and a bounded memory of what was dropped."""
+"""In which order unused nodes are dropped: the interface, and the default.
+
+The other policies are in `policies`, what is known of holders in `retention`.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import NamedTuple
 
+from radixserve.cache.ghosts import Place
 from radixserve.cache.node import Node
 
 
-class LRU:
-    """Least recently used first, over all unlocked nodes; every operation is O(1).
+class Use(NamedTuple):
+    """What a sequence did with the path that it lets go."""
 
-    The tree adds the nodes of a path deepest first, so a parent is always younger than its
-    children and the oldest entry is always a leaf: no heap, no search.
+    reused: int  # it found whole pages up to this position
+    is_author: bool  # it published what was not there
+    priority: int
+
+
+class EvictionOrder(ABC):
+    """All unlocked nodes of living namespaces. The tree alone calls it; it writes only `mark`.
+
+    No operation may cost more than O(log nodes), whatever the tree's size. The tree adds the nodes
+    of a path deepest first, and locks (discards) a node before anything below it changes. An order
+    must keep this law, by which a victim is always a leaf: in `queues`, a node comes before its
+    parent or in an earlier queue.
     """
 
-    __slots__ = ("_nodes",)
+    first_mark = 0  # of a new node
+    tracks_use = False  # whether `used` is called
+    tracks_loss = False  # whether `dropped` is called
+
+    @abstractmethod
+    def add(self, node: Node) -> None:
+        """`node` was unlocked just now."""
+
+    @abstractmethod
+    def discard(self, node: Node) -> None:
+        """`node` was locked or is gone; it may not be here."""
+
+    @abstractmethod
+    def victim(self) -> Node | None:
+        """The leaf to drop next; it stays here until it is discarded."""
+
+    @abstractmethod
+    def queues(self) -> list[Iterable[Node]]:
+        """What is here, each queue in its order, for audits."""
+
+    def used(self, node: Node, use: Use) -> None:  # noqa: B027  (only some policies care)
+        """A sequence anchored in `node` is about to let go: before its path is unlocked."""
+
+    def resized(self, node: Node) -> None:  # noqa: B027
+        """An unlocked node was cut short, by an eviction or a split."""
+
+    def dropped(self, node: Node, place: Place, num_pages: int) -> None:  # noqa: B027
+        """Eviction takes the last `num_pages` of `node`; they begin at `place`."""
+
+
+class LRU(EvictionOrder):
+    """Least recently used first; every operation is O(1).
+
+    A path is added deepest first, so a parent is always younger than its children and the oldest
+    entry is always a leaf: no heap, no search.
+    """
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[Node, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._nodes
-
-    def __iter__(self) -> Iterator[Node]:
-        """Oldest first."""
-        return iter(self._nodes)
-
     def add(self, node: Node) -> None:
-        """`node` was unlocked just now: it becomes the youngest."""
         self._nodes[node] = None
 
     def discard(self, node: Node) -> None:
-        """`node` was locked or is gone."""
         self._nodes.pop(node, None)
 
     def victim(self) -> Node | None:
-        """The leaf to drop next; it stays in the order until it is discarded."""
-        return next(iter(self._nodes), None)
+        for node in self._nodes:
+            return node
+        return None
 
-
-class GhostList:
-    """Remembers where evicted branches began, oldest forgotten first.
-
-    An entry is the place (node serial, position) and the first token of what was dropped there; its
-    value is the first page of it, so that a later look-up can tell how far it would have matched.
-    """
-
-    __slots__ = ("_capacity", "_entries")
-
-    def __init__(self, capacity: int = 4096) -> None:
-        self._capacity = capacity
-        self._entries: OrderedDict[tuple[int | str, int, bytes], bytes] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def remember(self, place: int | str, position: int, page: bytes) -> None:
-        """`page`: the int32 bytes of the first tokens dropped at `position` below `place`."""
-        self._entries[place, position, page[:4]] = page
-        if len(self._entries) > self._capacity:
-            self._entries.popitem(last=False)
-
-    def find(self, place: int | str, position: int, token: bytes) -> bytes:
-        """The first page dropped at that place that began with `token`, or b""."""
-        return self._entries.get((place, position, token), b"")
+    def queues(self) -> list[Iterable[Node]]:
+        return [self._nodes]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
-from sortedcontainers import SortedList
+
+if TYPE_CHECKING:
+    from sortedcontainers import SortedList
 
 TOKEN_BYTES = 4  # tokens are kept as int32 bytes: one memcmp compares an edge
 
@@ -14,6 +18,18 @@ class Watcher:
     """Somebody whose match ends in a node; compared by identity."""
 
     __slots__ = ()
+
+
+class Claims:
+    """Who may come back to a node. None in its place means: sequences without a holder only."""
+
+    __slots__ = ("holders", "is_public", "num_leased", "num_open")
+
+    def __init__(self, *, is_public: bool) -> None:
+        self.is_public = is_public  # a sequence without a holder reached it
+        self.num_open = 0  # open holders anchored here + children that are claimed
+        self.num_leased = 0  # of both, the leased ones
+        self.holders: set[object] = set()  # open ones, anchored in this very node
 
 
 NOBODY: dict[bytes, set[Watcher]] = {}  # shared by all nodes that nobody watches; stays empty
@@ -37,7 +53,9 @@ class Node:
 
     __slots__ = (
         "children",
-        "keys",
+        "claims",
+        "heads",
+        "mark",
         "pages",
         "parent",
         "refs",
@@ -65,8 +83,10 @@ class Node:
         self.serial = serial  # names the node for the memory of evictions
         self.watchers: dict[bytes, set[Watcher]] = NOBODY  # by the token that they look for next
         self.refs = 0  # sequences that hold this very node + locked children
+        self.mark = 0  # the eviction policy's own
+        self.claims: Claims | None = None
         self.children: dict[bytes, Node] = {}
-        self.keys: SortedList | None = None  # of the children, once there are many (P > 1)
+        self.heads: dict[bytes, list[bytes] | SortedList] | None = None  # see child_index
 
     @property
     def num_tokens(self) -> int:
@@ -80,3 +100,11 @@ class Node:
         """The token id at an absolute position inside the edge."""
         at = (position - self.start) * TOKEN_BYTES
         return int(np.frombuffer(self.tokens, np.int32, 1, at)[0])
+
+
+def path(node: Node) -> Iterator[Node]:
+    """`node` and all above it, without the root."""
+    at = node
+    while at.parent is not None:
+        yield at
+        at = at.parent

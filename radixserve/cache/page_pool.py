@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
+
 from radixserve.errors import OutOfPages
 
 
@@ -14,7 +16,8 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = array("i", range(num_pages - 1, -1, -1))  # a stack: low ids leave first
+        descending = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._free = array("i", descending.tobytes())  # a stack: low ids leave first
 
     @property
     def num_free(self) -> int:
@@ -22,10 +25,11 @@ class PagePool:
 
     def allocate(self, count: int) -> array[int]:
         """Take `count` pages, or raise OutOfPages and take none. O(count)."""
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} free of {self.num_pages}")
         cut = len(self._free) - count
-        taken = self._free[: cut - 1 : -1] if cut else self._free[::-1]
+        if cut < 0:
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} free of {self.num_pages}")
+        taken = self._free[cut:]
+        taken.reverse()
         del self._free[cut:]
         return taken
 

@@ -24,18 +24,20 @@ class Probe(Watcher):
         self._match = Match(0, root, root)
         self._watched: list[tuple[Node, bytes]] = []  # with the token that would go on there
         self.cached_len = 0  # tokens in the cache, at most all but the last one
-        tree.watching.setdefault(namespace, set()).add(self)
+        tree.watches.open(self, namespace)
         self.refresh()
 
     @property
     def locked_len(self) -> int:
         """Of `cached_len`, tokens in pages that running sequences hold anyway. O(depth)."""
         node = self._match.node
+        if node.parent is None:  # nothing is cached, or it was dropped since the last refresh
+            return 0
         if node.refs:
             return self._match.length
         while node.parent is not None and not node.refs:
             node = node.parent
-        return node.end
+        return min(self._match.length, node.end)
 
     def path(self) -> tuple[int, ...]:
         """Serial numbers of the nodes that the match goes through, from the root down."""
@@ -55,26 +57,21 @@ class Probe(Watcher):
             root = Space(self._namespace).root
             self._match = Match(0, root, root)
         else:
-            self._match = tree.match(space, self._data)
+            self._match = tree.match(space, self._data, len(self._data) // TOKEN_BYTES)
         self._unwatch()
         self._watched = self._places()
         for node, token in self._watched:
-            tree.watch(node, token, self)
+            tree.watches.rest(self, node, token)
         self.cached_len = self._match.length
 
     def close(self) -> None:
         """Stop watching."""
         self._unwatch()
-        self._tree.changed.discard(self)
-        watching = self._tree.watching.get(self._namespace)
-        if watching is not None:
-            watching.discard(self)
-            if not watching:
-                del self._tree.watching[self._namespace]
+        self._tree.watches.close(self, self._namespace)
 
     def _unwatch(self) -> None:
         for node, token in self._watched:
-            self._tree.unwatch(node, token, self)
+            self._tree.watches.leave(self, node, token)
         self._watched = []
 
     def _places(self) -> list[tuple[Node, bytes]]:

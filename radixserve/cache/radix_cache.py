@@ -6,21 +6,29 @@ performs the page copies that sequences ask for.
 
 from __future__ import annotations
 
+import math
+import time
 from array import array
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.cache.audit import check_store, dump_spaces
-from radixserve.cache.lookup import Lookup, explain
+from radixserve.cache.interface import CacheProbe, Holder, PageCopy
+from radixserve.cache.lookup import Lookup, explain, explain_miss
 from radixserve.cache.node import TOKEN_BYTES, Node, Space
+from radixserve.cache.policies import EVICTION_POLICIES, make_order
 from radixserve.cache.probe import Probe
 from radixserve.cache.radix_tree import Match
-from radixserve.cache.sequence import CachedSequence, PageCopy
+from radixserve.cache.retention import RadixHolder, Retention, check_holder
+from radixserve.cache.sequence import CachedSequence
 from radixserve.cache.store import PageStore
 from radixserve.cache.tokens import TokenIds, as_token_ids
-from radixserve.checks import check_choice, check_int, check_str
+from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.errors import OutOfPages
+
+LEASE_S = 300.0  # seconds that an open holder's pages are preferred after their last use
 
 
 class RadixCache:
@@ -33,16 +41,28 @@ class RadixCache:
         seq.commit(seq.length)                       # publish it
         seq.release()
 
+    `eviction` is one of EVICTION_POLICIES. Above it stands what is known of holders: see
+    `open_holder`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
     With `reuse=False` nothing is ever shared or kept between sequences (but forks still share).
     """
 
     def __init__(
-        self, num_pages: int, page_size: int = 1, eviction: str = "lru", *, reuse: bool = True
+        self,
+        num_pages: int,
+        page_size: int = 1,
+        eviction: str = "lru",
+        *,
+        reuse: bool = True,
+        max_lease_share: float = 0.5,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        num_pages = check_int("num_pages", num_pages, 1)
+        num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         page_size = check_int("page_size", page_size, 1)
-        check_choice("eviction", eviction, ("lru",))
-        self._store = PageStore(num_pages, page_size)
+        check_choice("eviction", eviction, EVICTION_POLICIES)
+        share = check_float("max_lease_share", max_lease_share, 0.0, 1.0)
+        self._store = PageStore(num_pages, page_size, make_order(eviction, num_pages))
+        self._max_leased = int(num_pages * share)
+        self._clock = clock
         self._reuse = reuse
 
     @property
@@ -70,70 +90,89 @@ class RadixCache:
 
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
         """
-        ids = as_token_ids(tokens)
-        check_str("namespace", namespace)
-        limit = len(ids) if allow_full else max(0, len(ids) - 1)
-        data = ids.tobytes()
-        space = self._store.tree.spaces.get(namespace) if self._reuse else None
+        ids, tree = as_token_ids(tokens), self._store.tree
+        limit = len(ids) if allow_full else len(ids) - 1
+        space = tree.spaces.get(namespace) if self._reuse else None
         if space is None:
-            space = Space(namespace)
-        match = self._store.tree.match(space, data[: limit * TOKEN_BYTES])
-        found = explain(self._store.tree, space, match, data, limit)
+            space = Space(check_str("namespace", namespace))
+        if limit > 0:
+            first_page = ids[: min(limit, tree.page_size)].tobytes()
+            if tree.misses(space, first_page):
+                return explain_miss(tree, space, first_page, ids, limit)
+        data = ids.tobytes()
+        limit = max(0, limit)
+        match = tree.match(space, data, limit)
+        found = explain(tree, space, match, data, limit)
         if self._can_copy_head(match):
             return found
         return found._replace(cached_len=match.length - match.length % self.page_size)
 
     def probe(self, tokens: IntArray, namespace: str = "") -> Probe:
         """A look-up that stays: see `changed_probes`. It has to be closed."""
-        return Probe(self._store.tree, tokens, namespace, reuse=self._reuse)
+        check_str("namespace", namespace)
+        return Probe(self._store.tree, as_token_ids(tokens), namespace, reuse=self._reuse)
 
-    def changed_probes(self) -> list[Probe]:
+    def changed_probes(self) -> list[CacheProbe]:
         """Refresh the open probes whose match may have changed since the last call; returns them.
 
         O(probes that rest on changed nodes), not O(all probes).
         """
-        tree = self._store.tree
-        changed = tree.changed
-        for name in tree.changed_spaces:
-            changed |= tree.watching.get(name, set())
-        tree.changed, tree.changed_spaces = set(), set()
+        changed = self._store.tree.watches.take_changed()
         probes = [watcher for watcher in changed if isinstance(watcher, Probe)]
         for probe in probes:
             probe.refresh()
-        return probes
+        return list(probes)
 
     def acquire(
-        self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False
+        self,
+        tokens: TokenIds,
+        namespace: str = "",
+        *,
+        allow_full: bool = False,
+        holder: Holder | None = None,
+        priority: int = 0,
     ) -> CachedSequence:
         """The longest cached prefix of `tokens`, locked until the sequence is released.
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
         `cached_len`; `extend` takes room for the rest. A prefix that ends inside a page takes one
         page for the copy of its head; when there is none, the prefix ends at the page boundary.
+        `holder`: who it belongs to, from `open_holder`. `priority`: what it is worth to the
+        "priority" eviction, high ones are kept longer.
         """
-        ids = as_token_ids(tokens)
-        check_str("namespace", namespace)
+        ids, store, tree = as_token_ids(tokens), self._store, self._store.tree
+        owner = None if holder is None else check_holder(holder, tree.retention)
+        if priority != 0:
+            priority = check_int("priority", priority, -(2**31), 2**31 - 1)
+        space = tree.spaces.get(namespace) if self._reuse else None
+        if space is None:
+            check_str("namespace", namespace)
+            space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
-        store, tree = self._store, self._store.tree
-        space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
-        data = ids[:limit].tobytes()
-        match = tree.match(space, data)
-        tree.lock(match.node)
-        shared = path_pages(match.node, match.length // self.page_size)
-        node, length, copy = self._copy_head(match)
+        data, size, copy = ids.tobytes(), tree.page_size, None
+        match = tree.match(space, data, limit)
+        length, node, _ = match
+        if length:
+            tree.lock(node)
+            shared = path_pages(node, length // size)
+        else:
+            node.refs += 1  # the root
+            shared = array("i")
+        if length % size:
+            node, length, copy = self._copy_head(match)
         counters = store.counters
         counters.num_acquired += 1
         counters.acquired_tokens += len(ids)
         counters.matched_tokens += length
-        counters.copied_tokens += copy[2] if copy else 0
-        return CachedSequence(store, node, bytearray(data[: length * TOKEN_BYTES]), shared, copy)
+        if copy is not None:
+            counters.copied_tokens += copy[2]
+        known = bytearray(data[: length * TOKEN_BYTES]) if length else bytearray()
+        return CachedSequence(store, node, known, shared, copy, length, owner, priority)
 
     def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
         store, (length, node, _) = self._store, match
         whole, extra = divmod(length, self.page_size)
-        if not extra:
-            return node, length, None
         try:
             page = int(store.allocate(1, may_narrow=False)[0])
         except OutOfPages:
@@ -154,6 +193,24 @@ class RadixCache:
             kept += len(node.pages)
             node = node.parent
         return self._store.num_available > kept
+
+    # -- holders ------------------------------------------------------------------------------
+
+    def open_holder(self, name: str, *, lease_s: float | None = None) -> RadixHolder:
+        """Somebody who will come back until it is closed: a chat, a branch, a tenant.
+
+        Pages that only closed holders reached are dropped first. Those where sequences of an open
+        one ended are dropped last for `lease_s` seconds (default: 300; 0: no lease) from the last
+        time. Names need not be unique; they are for `stats`. A holder that is never closed counts
+        as open for as long as the cache lives.
+        """
+        check_str("name", name)
+        lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
+        tree = self._store.tree
+        if tree.retention is None:
+            tree.retain(Retention(tree.order, self._max_leased, self._clock))
+        assert tree.retention is not None
+        return tree.retention.open(name, lease)
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -179,9 +236,14 @@ class RadixCache:
 
     # -- knowing ------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, int]:
-        """Counters since the start (tokens) and gauges (pages). free + tree + private == total."""
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start (tokens) and gauges (pages). free + tree + private == total.
+
+        "leases" lists the leases now, first to end first: {"holder", "tokens", "seconds_left"},
+        with the tokens from the root to where its sequence ended.
+        """
         store, tree = self._store, self._store.tree
+        retention = tree.retention
         return {
             "page_size": self.page_size,
             "pages_total": self.num_pages,
@@ -195,6 +257,10 @@ class RadixCache:
             "splits": tree.num_splits,
             "evicted_tokens": tree.num_evicted_tokens,
             **asdict(store.counters),
+            "holders": 0 if retention is None else len(retention.open_holders),
+            "leases": [] if retention is None else retention.leases(),
+            "pages_leased": 0 if retention is None else retention.num_leased_pages,
+            "pages_closed": 0 if retention is None else retention.num_closed_pages,
         }
 
     def check(self) -> None:
@@ -213,13 +279,17 @@ class RadixCache:
 
 def path_pages(node: Node, count: int) -> array[int]:
     """The first `count` page ids on the path from the root to `node`. O(count)."""
-    path = []
-    at: Node | None = node
+    parent = node.parent
+    if parent is None or parent.parent is None:
+        return node.pages[:count]
+    path = [node.pages]
+    at: Node | None = parent
     while at is not None:
         path.append(at.pages)
         at = at.parent
+    path.reverse()
     pages = array("i")
-    for piece in reversed(path):
+    for piece in path:
         pages += piece
     del pages[count:]
     return pages

@@ -14,17 +14,19 @@ shorter than a page), so siblings may share the head of a page but never a whole
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from sortedcontainers import SortedList
 
-from radixserve.cache.eviction import LRU, GhostList
-from radixserve.cache.node import NOBODY, TOKEN_BYTES, Node, Space, Watcher
+from radixserve.cache.child_index import add_key, closest_child, has_longer, remove_key
+from radixserve.cache.eviction import EvictionOrder
+from radixserve.cache.ghosts import GhostList
+from radixserve.cache.node import TOKEN_BYTES, Claims, Node, Space
 from radixserve.cache.page_pool import PagePool
-
-_LINEAR_CHILDREN = 8  # up to this many children a scan is faster than a sorted index
+from radixserve.cache.retention import Retention
+from radixserve.cache.watches import Watches
 
 
 class Match(NamedTuple):
@@ -39,27 +41,33 @@ class Match(NamedTuple):
     resume: Node
 
 
+_match: Callable[[tuple[int, Node, Node]], Match] = partial(tuple.__new__, Match)  # 0.1 us less
+
+
 class RadixTree:
     """All namespaces' trees over one page pool."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, order: EvictionOrder) -> None:
         self.page_size = page_size
         self.spaces: dict[str, Space] = {}
-        self.order = LRU()
+        self.order = order  # of the unlocked nodes
+        self.retention: Retention | None = None  # the same, once there are holders
         self.ghosts = GhostList()
+        self.watches = Watches()
         self.num_pages = 0  # in nodes, dead ones included
         self.num_locked = 0  # of those, in locked nodes
         self.num_dead = 0  # of those, unlocked in a dead space: as good as free
         self.num_nodes = 0
         self.num_splits = 0
         self.num_evicted_tokens = 0
-        self.changed: set[Watcher] = set()  # those to be told, until somebody takes them
-        self.changed_spaces: set[str] = set()  # names made or reset since then
-        self.watching: dict[str, set[Watcher]] = {}  # by namespace
         self._pool = pool
         self._key_bytes = page_size * TOKEN_BYTES
         self._graveyard: list[Node] = []  # subtrees of dead spaces still to be taken apart
         self._next_serial = 0
+
+    def retain(self, retention: Retention) -> None:
+        """From now on there are holders; `retention` takes over the order."""
+        self.order = self.retention = retention
 
     # -- finding ------------------------------------------------------------------------------
 
@@ -68,54 +76,42 @@ class RadixTree:
         found = self.spaces.get(name)
         if found is None:
             found = self.spaces[name] = Space(name)
-            self.changed_spaces.add(name)
+            self.watches.touch_space(name)
         return found
 
-    def match(self, space: Space, data: bytes) -> Match:
-        """Longest common prefix of `data` (int32 bytes) with anything in `space`. Read-only.
+    def match(self, space: Space, data: bytes, limit: int) -> Match:
+        """Longest common prefix of the first `limit` tokens of `data` (int32 bytes) with anything
+        in `space`. Read-only.
 
         O(tokens matched) in memcmp, plus O(log children) a node at page sizes above 1.
         """
-        node, pos, width = space.root, 0, self._key_bytes
-        while pos < len(data):
-            child = node.children.get(data[pos : pos + width])
+        node, pos, width, size = space.root, 0, self._key_bytes, limit * TOKEN_BYTES
+        while pos < size:
+            child = node.children.get(data[pos : min(pos + width, size)])
             if child is None:
                 break
             edge = child.tokens
-            if not data.startswith(edge, pos):
-                length = common_tokens(edge, data, pos)
-                return Match(pos // TOKEN_BYTES + length, child, child)
+            if not data.startswith(edge, pos, size):
+                if len(edge) > size - pos and edge.startswith(data[pos:size]):
+                    return _match((limit, child, child))
+                length = common_tokens(edge, data, pos, size)
+                return _match((pos // TOKEN_BYTES + length, child, child))
             node, pos = child, pos + len(edge)
             if pos % width:
-                return Match(pos // TOKEN_BYTES, node, node)
+                return _match((pos // TOKEN_BYTES, node, node))
         length = pos // TOKEN_BYTES
-        if self.page_size > 1 and pos < len(data):
-            head, agreed = self.closest_child(node, data[pos : pos + width])
+        if width > TOKEN_BYTES and pos < size:
+            head, agreed = closest_child(node, data[pos : min(pos + width, size)])
             if head is not None:
-                return Match(length + agreed, head, node)
-        return Match(length, node, node)
+                return _match((length + agreed, head, node))
+        return _match((length, node, node))
 
-    def closest_child(self, node: Node, key: bytes) -> tuple[Node | None, int]:
-        """The child that shares most leading tokens with `key`, and how many (None, 0 if none).
-
-        Neighbours in byte order share the longest prefix, so an index needs two comparisons.
-        """
-        if node.keys is None:
-            candidates: Iterable[bytes] = node.children
-        else:
-            at = node.keys.bisect_left(key)
-            candidates = node.keys[max(0, at - 1) : at + 1]
-        best, most = None, 0
-        for candidate in candidates:
-            agreed = common_head(candidate, key)
-            if agreed > most:
-                best, most = candidate, agreed
-        return (None, 0) if best is None else (node.children[best], most)
-
-    def child_covering(self, node: Node, head: bytes) -> Node | None:
-        """A child whose first page begins with all of `head` (shorter than a page)."""
-        child, agreed = self.closest_child(node, head)
-        return child if agreed * TOKEN_BYTES == len(head) else None
+    def misses(self, space: Space, first_page: bytes) -> bool:
+        """Whether nothing in `space` begins like a prompt's first page (a shorter prompt whole)."""
+        root = space.root
+        if first_page in root.children:
+            return False
+        return self.page_size == 1 or closest_child(root, first_page)[0] is None
 
     # -- locks --------------------------------------------------------------------------------
 
@@ -127,7 +123,11 @@ class RadixTree:
             if node.refs > 1 or parent is None:
                 return
             self.order.discard(node)
-            self._shift_locked(node, len(node.pages))
+            pages = len(node.pages)
+            self.num_locked += pages
+            node.space.num_locked += pages
+            if node.space.is_dead:
+                self.num_dead -= pages
             node = parent
 
     def unlock(self, node: Node) -> None:
@@ -137,44 +137,62 @@ class RadixTree:
             parent = node.parent
             if node.refs or parent is None:
                 return
-            self._shift_locked(node, -len(node.pages))
-            if node.space.is_dead or self._is_redundant(node):
+            pages = len(node.pages)
+            self.num_locked -= pages
+            node.space.num_locked -= pages
+            if node.space.is_dead:
+                self.num_dead += pages
                 self._graveyard.extend(node.children.values())
                 self._remove(node)
+            elif len(node.tokens) < self._key_bytes and has_longer(parent, bytes(node.tokens)):
+                self._remove(node)  # a sibling holds all of this leaf, and more
             else:
                 self.order.add(node)
             node = parent
 
     def prune(self, space: Space) -> None:
         """Forget a namespace that holds nothing and that nobody holds."""
-        is_empty = not space.root.refs and not space.root.children
-        if is_empty and self.spaces.get(space.name) is space:
+        root = space.root
+        if not root.refs and not root.children and self.spaces.get(space.name) is space:
             del self.spaces[space.name]
-
-    def _shift_locked(self, node: Node, pages: int) -> None:
-        self.num_locked += pages
-        node.space.num_locked += pages
-        if node.space.is_dead:
-            self.num_dead -= pages
-
-    def _is_redundant(self, node: Node) -> bool:
-        """Whether a sibling holds all of this leaf, which is shorter than a page, and more."""
-        if len(node.tokens) >= self._key_bytes or node.parent is None:
-            return False
-        key, parent = bytes(node.tokens), node.parent
-        if parent.keys is None:
-            return any(len(k) > len(key) and k.startswith(key) for k in parent.children)
-        at = parent.keys.bisect_right(key)
-        return at < len(parent.keys) and bool(parent.keys[at].startswith(key))
 
     # -- changing -----------------------------------------------------------------------------
 
-    def attach(self, parent: Node, start: int, tokens: bytes, pages: array[int]) -> Node:
-        """A new unlocked leaf that now owns `pages`. The caller locks it before anything else."""
-        leaf = self._new_node(parent.space, parent, start, bytearray(tokens), pages)
-        self._link(parent, leaf)
-        self._count_pages(leaf, len(pages))
-        self.touch(parent, tokens[:TOKEN_BYTES])
+    def attach(
+        self,
+        parent: Node,
+        start: int,
+        tokens: bytearray,
+        pages: array[int],
+        *,
+        is_public: bool,
+        takes_hold: bool,
+    ) -> Node:
+        """A new leaf that owns `tokens` and `pages` from now on.
+
+        `is_public`: not of a holder; the caller publishes the path once it is locked.
+        `takes_hold`: one hold on `parent` becomes a hold on the leaf, which keeps `parent` locked;
+        else the leaf is unlocked and the caller locks it before anything else.
+        """
+        space, size, key = parent.space, len(pages), bytes(tokens[: self._key_bytes])
+        leaf = self._new_node(space, parent, start, tokens, pages)
+        leaf.mark = self.order.first_mark
+        if not is_public:
+            leaf.claims = Claims(is_public=False)
+        self.num_pages += size
+        space.num_pages += size
+        if takes_hold:
+            leaf.refs = 1
+            self.num_locked += size
+            space.num_locked += size
+        elif space.is_dead:
+            self.num_dead += size
+        assert key not in parent.children
+        parent.children[key] = leaf
+        if self.page_size > 1:
+            add_key(parent, key)
+        if parent.watchers:
+            self.watches.touch(parent, key[:TOKEN_BYTES])
         return leaf
 
     def split(self, node: Node, at: int) -> Node:
@@ -190,29 +208,39 @@ class RadixTree:
         upper = self._new_node(
             node.space, parent, node.start, node.tokens[:cut], node.pages[:pages]
         )
-        self._relink(parent, self.key(node), upper)
+        parent.children[self.key(node)] = upper  # the first page, and so the key, is the same
         del node.tokens[:cut]
         del node.pages[:pages]
         node.start += at
         node.parent = upper
         self._link(upper, node)
-        upper.refs = 1 if node.refs else 0
+        upper.mark = node.mark
+        if node.claims is not None and self.retention is not None:
+            self.retention.split(upper, node)
+        if node.refs:
+            upper.refs = 1
+        else:
+            self.order.resized(node)
         self.num_splits += 1
-        self.touch(node)
-        self.touch(upper)
+        if node.watchers:
+            self.watches.touch(node)
         return upper
 
-    def extend(self, leaf: Node, tokens: bytes, pages: array[int]) -> None:
+    def extend(self, leaf: Node, tokens: bytearray, pages: array[int]) -> None:
         """Append to a locked leaf in place; its key follows when it was shorter than a page."""
-        old_key = self.key(leaf)
-        leaf.tokens += tokens
-        leaf.pages += pages
-        self._count_pages(leaf, len(pages))
-        if len(old_key) < self._key_bytes and leaf.parent is not None:
+        if len(leaf.tokens) < self._key_bytes and leaf.parent is not None:
+            old_key = bytes(leaf.tokens)
             self._unlink(leaf.parent, old_key, leaf)
+            leaf.tokens += tokens
             self._link(leaf.parent, leaf)
-            self.touch(leaf.parent, old_key[:TOKEN_BYTES])
-        self.touch(leaf, tokens[:TOKEN_BYTES])
+            self.watches.touch(leaf.parent, old_key[:TOKEN_BYTES])
+        else:
+            leaf.tokens += tokens
+        if pages:
+            leaf.pages += pages
+            self._count_pages(leaf, len(pages))
+        if leaf.watchers:
+            self.watches.touch(leaf, bytes(tokens[:TOKEN_BYTES]))
 
     def take_tail_page(self, leaf: Node) -> int:
         """Cut the partial last page off a leaf that has whole pages too; the caller owns it now."""
@@ -222,19 +250,17 @@ class RadixTree:
         page = leaf.pages.pop()
         del leaf.tokens[-extra * TOKEN_BYTES :]
         self._count_pages(leaf, -1)
-        self.touch(leaf)
+        if not leaf.refs:
+            self.order.resized(leaf)
+        self.watches.touch(leaf)
         return page
 
     def detach(self, leaf: Node) -> array[int]:
         """Take an unlocked leaf out of the tree; the caller owns its pages now."""
         assert leaf.refs == 0
         assert not leaf.children
-        assert leaf.parent is not None
-        pages, leaf.pages = leaf.pages, array("i")
-        self._count_pages(leaf, -len(pages))
+        pages = self._take_out(leaf)
         self.order.discard(leaf)
-        self._unlink(leaf.parent, self.key(leaf), leaf)
-        self._bury(leaf)
         return pages
 
     def reclaim(self, leaf: Node) -> array[int]:
@@ -243,52 +269,24 @@ class RadixTree:
         assert not leaf.children
         parent = leaf.parent
         assert parent is not None
-        pages, leaf.pages = leaf.pages, array("i")
-        self._count_pages(leaf, -len(pages))
-        self._unlink(parent, self.key(leaf), leaf)
-        self._bury(leaf)
+        pages = self._take_out(leaf)
         self.unlock(parent)
         return pages
 
-    def touch(self, node: Node, token: bytes | None = None) -> None:
-        """Matches that end in `node` may end elsewhere; with `token`, only those that it continues.
-
-        O(the watchers concerned).
-        """
-        if not node.watchers:
-            return
-        if token is not None:
-            self.changed |= node.watchers.get(token, set())
-            return
-        for watchers in node.watchers.values():
-            self.changed |= watchers
-
-    def watch(self, node: Node, token: bytes, watcher: Watcher) -> None:
-        """`watcher`, which looks for `token` next, is put into `changed` when it may find more."""
-        if node.watchers is NOBODY:
-            node.watchers = {}
-        node.watchers.setdefault(token, set()).add(watcher)
-
-    def unwatch(self, node: Node, token: bytes, watcher: Watcher) -> None:
-        watchers = node.watchers.get(token)
-        if watchers is not None:
-            watchers.discard(watcher)
-            if not watchers:
-                del node.watchers[token]
-                if not node.watchers:
-                    node.watchers = NOBODY
-
-    def _count_pages(self, node: Node, pages: int) -> None:
-        self.num_pages += pages
-        node.space.num_pages += pages
-        if node.refs:
-            self.num_locked += pages
-            node.space.num_locked += pages
-        elif node.space.is_dead:
-            self.num_dead += pages
-
     def key(self, node: Node) -> bytes:
         return bytes(node.tokens[: self._key_bytes])
+
+    def _count_pages(self, node: Node, pages: int) -> None:
+        space = node.space
+        self.num_pages += pages
+        space.num_pages += pages
+        if node.refs:
+            self.num_locked += pages
+            space.num_locked += pages
+        elif space.is_dead:
+            self.num_dead += pages
+        if node.claims is not None and self.retention is not None:
+            self.retention.count_pages(node, pages)
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -302,51 +300,38 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        freed = 0
+        freed, victim = 0, self.order.victim
         while freed < num_pages:
-            leaf = self.order.victim()
+            leaf = victim()
             if leaf is None:
                 break
+            size = len(leaf.pages)
             if leaf.space.is_dead:  # counts as free already
                 self._remove(leaf)
                 continue
-            take = min(len(leaf.pages), num_pages - freed)
-            self._trim(leaf, take)
-            freed += take
-            self.prune(leaf.space)
+            if size <= num_pages - freed:
+                self._evict_whole(leaf, size)
+            else:
+                size = num_pages - freed
+                self._evict_tail(leaf, size)
+            freed += size
         return freed
 
     def reset(self, name: str) -> None:
         """Forget a namespace in O(1): its pages count as free, taken apart when needed."""
+        self.ghosts.forget(name)
         space = self.spaces.pop(name, None)
         if space is None:
             return
         space.is_dead = True
         self.num_dead += space.num_pages - space.num_locked
-        self.changed_spaces.add(name)
-        self._graveyard.append(space.root)
+        self.watches.touch_space(name)
+        if space.num_pages > space.num_locked:  # what is locked goes when it is let go
+            self._graveyard.append(space.root)
 
     def graveyard(self) -> list[Node]:
         """Roots of the dead subtrees not yet taken apart, for audits."""
         return list(self._graveyard)
-
-    def _trim(self, leaf: Node, num_pages: int) -> None:
-        """Free the last `num_pages` pages of an unlocked leaf of a living space."""
-        keep = len(leaf.pages) - num_pages
-        self.num_evicted_tokens += leaf.num_tokens - keep * self.page_size
-        assert leaf.parent is not None
-        if keep == 0:
-            self.ghosts.remember(leaf.parent.serial, leaf.start, self.key(leaf))
-            self._remove(leaf)
-            return
-        cut = keep * self._key_bytes
-        first = bytes(leaf.tokens[cut : cut + self._key_bytes])
-        self._pool.free(leaf.pages[keep:])
-        del leaf.pages[keep:]
-        del leaf.tokens[cut:]
-        self._count_pages(leaf, -num_pages)
-        self.ghosts.remember(leaf.serial, leaf.end, first)
-        self.touch(leaf)
 
     def reap(self, num_pages: int) -> int:
         """Take dead subtrees apart until at least `num_pages` pages are free or none is left."""
@@ -360,25 +345,77 @@ class RadixTree:
             self._remove(node)
         return freed
 
+    def _evict_whole(self, leaf: Node, size: int) -> None:
+        """`_remove` for an unlocked leaf of a living space, which is remembered. The hot path."""
+        parent, space, key = leaf.parent, leaf.space, bytes(leaf.tokens[: self._key_bytes])
+        assert parent is not None
+        place = (parent.serial, leaf.start, key[:TOKEN_BYTES])
+        self.ghosts.remember(place, key)
+        order = self.order
+        if order.tracks_loss:
+            order.dropped(leaf, place, size)
+        order.discard(leaf)
+        self.num_evicted_tokens += len(leaf.tokens) // TOKEN_BYTES
+        self.num_nodes -= 1
+        self.num_pages -= size
+        space.num_pages -= size
+        del parent.children[key]
+        if parent.heads is not None:
+            remove_key(parent, key)
+        if leaf.watchers:
+            self.watches.touch(leaf)
+        self._pool.free(leaf.pages)
+        if leaf.claims is not None and self.retention is not None:
+            self.retention.count_pages(leaf, -size)
+            leaf.pages = _NO_PAGES
+            self.retention.buried(leaf)
+        leaf.pages = _NO_PAGES
+        leaf.parent = None
+        if parent.parent is None and not parent.children:
+            self.prune(space)
+
+    def _evict_tail(self, leaf: Node, num_pages: int) -> None:
+        """Free the last `num_pages` pages of a leaf that has more."""
+        keep = len(leaf.pages) - num_pages
+        cut = keep * self._key_bytes
+        page = bytes(leaf.tokens[cut : cut + self._key_bytes])
+        place = (leaf.serial, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
+        self.num_evicted_tokens += (len(leaf.tokens) - cut) // TOKEN_BYTES
+        self.ghosts.remember(place, page)
+        if self.order.tracks_loss:
+            self.order.dropped(leaf, place, num_pages)
+        self._pool.free(leaf.pages[keep:])
+        del leaf.pages[keep:]
+        del leaf.tokens[cut:]
+        self._count_pages(leaf, -num_pages)
+        self.order.resized(leaf)
+        if leaf.watchers:
+            self.watches.touch(leaf)
+
     def _remove(self, node: Node) -> None:
         """Take an unlocked node out and free its pages. Its children are the caller's concern."""
-        self._count_pages(node, -len(node.pages))
-        self._pool.free(node.pages)
+        self._pool.free(self._take_out(node))
         self.order.discard(node)
-        assert node.parent is not None
-        self._unlink(node.parent, self.key(node), node)
-        self._bury(node)
 
-    def _bury(self, node: Node) -> None:
-        """Leave nothing that a stale reference could mistake for a living node."""
-        self.touch(node)
+    def _take_out(self, node: Node) -> array[int]:
+        """Leave nothing that a stale reference could mistake for a living node; its pages."""
+        parent, pages = node.parent, node.pages
+        assert parent is not None
+        self._count_pages(node, -len(pages))
+        self._unlink(parent, self.key(node), node)
+        if node.watchers:
+            self.watches.touch(node)
         self.num_nodes -= 1
-        for child in node.children.values():
-            child.parent = child.space.root  # still to be taken apart, unreachable from above
-        node.children = {}
-        node.keys = None
-        node.pages = array("i")
+        node.pages = _NO_PAGES
+        if node.claims is not None and self.retention is not None:
+            self.retention.buried(node)
+        if node.children:
+            for child in node.children.values():
+                child.parent = child.space.root  # to be taken apart, unreachable from above
+            node.children = {}
+            node.heads = None
         node.parent = None
+        return pages
 
     # -- children -----------------------------------------------------------------------------
 
@@ -390,41 +427,27 @@ class RadixTree:
         return Node(space, parent, start, tokens, pages, self._next_serial)
 
     def _link(self, parent: Node, child: Node) -> None:
-        key = self.key(child)
+        key = bytes(child.tokens[: self._key_bytes])
         assert key not in parent.children
         parent.children[key] = child
-        if parent.keys is not None:
-            parent.keys.add(key)
-        elif self.page_size > 1 and len(parent.children) > _LINEAR_CHILDREN:
-            parent.keys = SortedList(parent.children)
-
-    def _relink(self, parent: Node, key: bytes, child: Node) -> None:
-        """Put `child` in the place of the one that has `key`; the first pages are the same."""
-        assert key in parent.children
-        parent.children[key] = child
+        if self.page_size > 1:
+            add_key(parent, key)
 
     def _unlink(self, parent: Node, key: bytes, child: Node) -> None:
         if parent.children.get(key) is child:
             del parent.children[key]
-            if parent.keys is not None:
-                parent.keys.remove(key)
+            if parent.heads is not None:
+                remove_key(parent, key)
 
 
-def common_tokens(edge: bytes | bytearray, data: bytes, pos: int, at: int = 0) -> int:
-    """Leading tokens that `edge` from byte `at` and `data` from byte `pos` have in common."""
-    count = min(len(edge) - at, len(data) - pos) // TOKEN_BYTES
-    left = np.frombuffer(edge, np.int32, count, at) if count else None
-    if left is None:
+_NO_PAGES = array("i")  # of nodes that are gone; stays empty
+
+
+def common_tokens(edge: bytearray, data: bytes, pos: int, end: int, at: int = 0) -> int:
+    """Leading tokens that `edge` from byte `at` and `data` in bytes [pos, end) have in common."""
+    count = min(len(edge) - at, end - pos) // TOKEN_BYTES
+    if not count:
         return 0
-    differs = left != np.frombuffer(data, np.int32, count, pos)
+    differs = np.frombuffer(edge, np.int32, count, at) != np.frombuffer(data, np.int32, count, pos)
     first = int(differs.argmax())
     return first if differs[first] else count
-
-
-def common_head(left: bytes, right: bytes) -> int:
-    """Leading tokens that two keys (at most a page each) have in common."""
-    size = min(len(left), len(right))
-    differs = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
-    if not differs:
-        return size // TOKEN_BYTES
-    return ((differs & -differs).bit_length() - 1) // (8 * TOKEN_BYTES)

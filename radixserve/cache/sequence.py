@@ -15,26 +15,32 @@ from array import array
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.child_index import child_covering, covered_children
+from radixserve.cache.eviction import Use
+from radixserve.cache.interface import PageCopy
 from radixserve.cache.node import TOKEN_BYTES, Node
 from radixserve.cache.radix_tree import common_tokens
-from radixserve.cache.store import Holder, PageStore
+from radixserve.cache.retention import RadixHolder
+from radixserve.cache.store import OpenSequence, PageStore
 from radixserve.cache.tokens import TokenIds, as_token_ids
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
-PageCopy = tuple[int, int, int]
 
-
-class CachedSequence(Holder):
+class CachedSequence(OpenSequence):
     """Made by `RadixCache.acquire` or `fork`; ends with `release`. Not thread-safe."""
 
     __slots__ = (
         "_committed",
+        "_holder",
+        "_is_author",
         "_is_open",
         "_node",
         "_num_shared",
         "_pages",
+        "_priority",
         "_published",
+        "_reused",
         "_store",
         "_tokens",
         "cached_len",
@@ -48,22 +54,29 @@ class CachedSequence(Holder):
         tokens: bytearray,
         shared: array[int],
         copy: PageCopy | None,
+        reused: int,
+        holder: RadixHolder | None,
+        priority: int,
     ) -> None:
         """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence; it owns
-        the arrays from now on. `copy` fills its last page."""
+        the arrays from now on. `copy` fills its last page. `reused`: tokens that count as a use of
+        what was cached before."""
         self._store = store
         self._node = node
         self._tokens = tokens
         self._pages = shared
         self._num_shared = len(shared)  # leading pages that belong to the tree
-        self._published = self._committed = len(tokens) // TOKEN_BYTES
+        self._published = self._committed = self.cached_len = len(tokens) // TOKEN_BYTES
+        self._reused = reused
+        self._holder = holder
+        self._priority = priority
+        self._is_author = False  # has it published what was not there?
         self._is_open = True
-        self.cached_len = self._committed  # tokens that were found in the cache
         self.copies: list[PageCopy] = []  # (source page, destination page, tokens of its head)
         if copy is not None:
             self._pages.append(copy[1])
             self.copies.append(copy)
-        store.register(self)
+        store.live.add(self)
 
     def __repr__(self) -> str:
         state = "" if self._is_open else ", released"
@@ -114,15 +127,20 @@ class CachedSequence(Holder):
 
         Raises OutOfPages, and changes nothing, when there is not enough. O(len(tokens)).
         """
-        self._check_open()
-        data = as_token_ids(tokens).tobytes()
+        if not self._is_open:
+            self._check_open()
+        data, pages = as_token_ids(tokens).tobytes(), self._pages
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
-        wanted = self._store.pages_for(length) - len(self._pages)
+        wanted = -(-length // self._store.page_size) - len(pages)
         if wanted > 0:
-            self._add_pages(self._store.allocate(wanted))
+            more = self._store.allocate(wanted)
+            try:
+                pages += more
+            except BufferError:  # somebody still looks at a view of the shorter state
+                self._pages = pages + more
         try:
             self._tokens += data
-        except BufferError:  # somebody still looks at a view of the shorter state
+        except BufferError:
             self._tokens = self._tokens + data
 
     def commit(self, length: int) -> None:
@@ -131,15 +149,18 @@ class CachedSequence(Holder):
         Where the tree holds the same tokens already, its pages replace this sequence's own, which
         are freed. O(tokens published since the last commit).
         """
-        self._check_open()
-        length = check_int("length", length, 0)
-        if not self._committed <= length <= self.length:
+        if not self._is_open:
+            self._check_open()
+        if type(length) is not int or length < 0:
+            length = check_int("length", length, 0)
+        if not self._committed <= length <= len(self._tokens) // TOKEN_BYTES:
             raise InvalidRequest(
                 f"commit takes a length between {self._committed} (committed already) and "
                 f"{self.length}, got {length}"
             )
-        self.copies.clear()
-        self._store.count_commit(length - self._committed)
+        if self.copies:
+            self.copies.clear()
+        self._store.counters.committed_tokens += length - self._committed
         self._committed = length
         if length > self._published:
             self._publish()
@@ -158,7 +179,8 @@ class CachedSequence(Holder):
         copy = (self._tree_page(whole), page, extra) if extra else None
         store.tree.lock(self._node)
         tokens, shared = self._tokens[: self._committed * TOKEN_BYTES], self._pages[:whole]
-        twin = CachedSequence(store, self._node, tokens, shared, copy)
+        node, holder = self._node, self._holder
+        twin = CachedSequence(store, node, tokens, shared, copy, 0, holder, self._priority)
         twin._published = self._published
         return twin
 
@@ -178,11 +200,15 @@ class CachedSequence(Holder):
             copy = (self._pages[whole], self._store.allocate(1)[0], extra)
         self._cut_pages(whole + (1 if extra else 0), copy)
         if extra:  # a copy that is still to be made must not reach behind the cut
-            self.copies[:] = [(src, dst, min(n, extra)) for src, dst, n in self.copies]
+            last = self._pages[whole]
+            self.copies[:] = [
+                (src, dst, min(n, extra) if dst == last else n) for src, dst, n in self.copies
+            ]
         self._tokens = self._tokens[: length * TOKEN_BYTES]
         self._committed = min(self._committed, length)
         self._published = min(self._published, length)
         self.cached_len = min(self.cached_len, length)
+        self._reused = min(self._reused, length)
         if not self.copies:  # a pending copy's source is protected by the old anchor
             self._move_to(self._holder_of(self._published))
         if copy is not None:
@@ -193,10 +219,22 @@ class CachedSequence(Holder):
         if not self._is_open:
             return
         self._is_open = False
+        store, tree = self._store, self._store.tree
         if len(self._pages) > self._num_shared:
-            self._store.free(self._pages[self._num_shared :])
-        self._store.unlock(self._node)
-        self._store.unregister(self)
+            store.free(self._pages[self._num_shared :])
+        if tree.retention is not None:
+            self._leave_the_rest()
+        node = self._node
+        if tree.order.tracks_use and not node.space.is_dead:
+            reused = self._reused - self._reused % store.page_size
+            tree.order.used(node, Use(reused, self._is_author, self._priority))
+        if tree.retention is not None:
+            if self._holder is not None:
+                tree.retention.claim(self._holder, node)
+            else:
+                tree.retention.publish(node)
+        store.unlock(node)
+        store.live.discard(self)
 
     # -- publishing ---------------------------------------------------------------------------
 
@@ -206,7 +244,13 @@ class CachedSequence(Holder):
         base = self._published - self._published % size
         writes_tail = self._num_shared * size > self._published  # on the tree's last page
         is_alone = writes_tail or (base == self._published and leaf.refs == 1)
-        if is_alone and leaf.start < base and leaf.end == self._published and not leaf.children:
+        if (
+            is_alone
+            and leaf.start < base
+            and leaf.end == self._published
+            and not leaf.children
+            and (writes_tail or self._may_grow(leaf))
+        ):
             # A leaf with whole pages: behind its end nothing can collide with what we append.
             self._extend_leaf(leaf, self._published)
             return
@@ -234,7 +278,7 @@ class CachedSequence(Holder):
             offset = pos - node.start
             rest = node.num_tokens - offset
             if rest:
-                agreed = common_tokens(node.tokens, data, at, offset * TOKEN_BYTES)
+                agreed = common_tokens(node.tokens, data, at, len(data), offset * TOKEN_BYTES)
                 whole = agreed - agreed % size
                 first = offset // size
                 self._switch(pos // size, node.pages[first : first + whole // size])
@@ -256,36 +300,45 @@ class CachedSequence(Holder):
         """`node` goes on differently after `pos`, or ends within the page that begins there."""
         tree = self._store.tree
         mine = node is self._node
-        if is_prefix and node.refs == (1 if mine else 0):
+        is_free = node.refs == (1 if mine else 0)
+        if is_prefix and is_free and self._may_grow(node):
             if not mine:
                 self._move_to(node)
             self._store.free(array("i", [tree.take_tail_page(node)]))
             self._extend_leaf(node, pos)
             return
         upper = tree.split(node, pos - node.start)
+        if is_prefix and is_free:  # what is left below is covered by our first page
+            size = self._store.page_size
+            self._drop_prefixes(upper, self._data(pos, min(pos + size, self._committed)))
         self._attach(upper, pos)
+
+    def _may_grow(self, leaf: Node) -> bool:
+        """Whether what we append to `leaf` is reached by the same ones as the leaf."""
+        claims, is_public = leaf.claims, self._holder is None
+        if claims is None:
+            return is_public
+        return claims.is_public == is_public and not claims.holders
 
     def _add_child(self, node: Node, pos: int, key: bytes) -> None:
         """No child of `node`, which ends at `pos`, begins with the page `key`."""
-        store, tree = self._store, self._store.tree
-        if store.page_size > 1 and node.children:
-            if len(key) < store.page_size * TOKEN_BYTES:
-                cover = tree.child_covering(node, key)
+        size = self._store.page_size
+        if size > 1 and node.children:
+            if len(key) < size * TOKEN_BYTES:
+                cover = child_covering(node, key)
                 if cover is not None:
                     self._settle(cover)
                     return
             self._drop_prefixes(node, key)
-        if node is self._node and node.refs == 1 and not node.children and node.parent is not None:
+        is_leaf = node.parent is not None and not node.children
+        if node is self._node and node.refs == 1 and is_leaf and self._may_grow(node):
             self._extend_leaf(node, pos)
         else:
             self._attach(node, pos)
 
     def _drop_prefixes(self, node: Node, key: bytes) -> None:
         """Remove unused leaves whose tokens are a proper head of `key`: they are covered now."""
-        for size in range(len(key) - TOKEN_BYTES, 0, -TOKEN_BYTES):
-            leaf = node.children.get(key[:size])
-            if leaf is None:
-                continue
+        for leaf in covered_children(node, key):
             if leaf.refs == 0:
                 self._store.free(self._store.tree.detach(leaf))
             elif leaf is self._node and leaf.refs == 1:
@@ -306,23 +359,36 @@ class CachedSequence(Holder):
 
     def _extend_leaf(self, leaf: Node, pos: int) -> None:
         """Append our tokens [pos, committed) and the pages that the leaf lacks."""
-        tokens, pages = self._unpublished(
-            pos, leaf.start // self._store.page_size + len(leaf.pages)
-        )
-        self._store.tree.extend(leaf, tokens, pages)
-        self._num_shared = self._store.pages_for(self._committed)
-        self._published = self._committed
+        size, committed = self._store.page_size, self._committed
+        first, last = leaf.start // size + len(leaf.pages), -(-committed // size)
+        tokens = self._tokens[pos * TOKEN_BYTES : committed * TOKEN_BYTES]
+        self._store.tree.extend(leaf, tokens, self._pages[first:last])
+        self._num_shared = last
+        self._published = committed
+        self._is_author = True
 
     def _attach(self, parent: Node, pos: int) -> None:
-        tokens, pages = self._unpublished(pos, pos // self._store.page_size)
-        leaf = self._store.tree.attach(parent, pos, tokens, pages)
-        self._num_shared = self._store.pages_for(self._committed)
-        self._published = self._committed
-        self._move_to(leaf)
-
-    def _unpublished(self, pos: int, first_page: int) -> tuple[bytes, array[int]]:
-        last_page = self._store.pages_for(self._committed)
-        return self._data(pos, self._committed), self._pages[first_page:last_page]
+        """Add our tokens [pos, committed) as a leaf below `parent`, which is on our path."""
+        size, committed, tree = self._store.page_size, self._committed, self._store.tree
+        last = -(-committed // size)
+        is_anchor, is_public = parent is self._node, self._holder is None
+        leaf = tree.attach(
+            parent,
+            pos,
+            self._tokens[pos * TOKEN_BYTES : committed * TOKEN_BYTES],
+            self._pages[pos // size : last],
+            is_public=is_public,
+            takes_hold=is_anchor,
+        )
+        self._num_shared = last
+        self._published = committed
+        self._is_author = True
+        if is_anchor:
+            self._node = leaf
+        else:
+            self._move_to(leaf)
+        if is_public and tree.retention is not None:
+            tree.retention.publish(parent)
 
     def _data(self, start: int, end: int) -> bytes:
         """Tokens [start, end) as int32 bytes."""
@@ -340,7 +406,7 @@ class CachedSequence(Holder):
         last = first + len(pages)
         own = self._pages[max(first, self._num_shared) : last]
         if own:
-            self._store.count_duplicates(len(own) * self._store.page_size)
+            self._store.counters.duplicate_tokens += len(own) * self._store.page_size
             self._store.free(own)
         self._pages[first:last] = pages
         self._num_shared = max(self._num_shared, last)
@@ -402,6 +468,19 @@ class CachedSequence(Holder):
         self._move_to(node)
         if keep < self._committed and self._data(keep, self._committed) not in node.children:
             self._attach(node, keep)  # our own page holds that head now: let others find it
+
+    def _leave_the_rest(self) -> None:
+        """Where others go on behind our end in the anchor, only our part of it is to be ours."""
+        size, node, claims = self._store.page_size, self._node, self._node.claims
+        end = -(-self._published // size) * size
+        if node.end <= end or end <= node.start or node.space.is_dead:
+            return
+        if self._holder is None:
+            is_ours = claims is None or claims.is_public
+        else:
+            is_ours = not self._holder.is_open or self._holder in (claims.holders if claims else ())
+        if not is_ours:
+            self._move_to(self._store.tree.split(node, end - node.start))
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from array import array
 from dataclasses import dataclass
 
+from radixserve.cache.eviction import EvictionOrder
 from radixserve.cache.node import Node
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix_tree import RadixTree
@@ -25,7 +26,7 @@ class Counters:
     num_resets: int = 0
 
 
-class Holder(ABC):
+class OpenSequence(ABC):
     """A live sequence, as far as the store knows it."""
 
     __slots__ = ()
@@ -38,12 +39,13 @@ class Holder(ABC):
 class PageStore:
     """Hands out pages, making room by eviction, and takes them back."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, order: EvictionOrder) -> None:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
-        self.tree = RadixTree(self.pool, page_size)
+        self.free = self.pool.free  # private pages go back to the free list
+        self.tree = RadixTree(self.pool, page_size, order)
         self.counters = Counters()
-        self.live: set[Holder] = set()
+        self.live: set[OpenSequence] = set()
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -63,37 +65,31 @@ class PageStore:
 
         `may_narrow`: when short, make sequences protect no more than they need.
         """
-        missing = count - self.pool.num_free
-        if missing > 0:
-            if self.num_available < count and may_narrow:
-                for sequence in self.live:
-                    sequence.narrow()
-            if self.num_available < count:
-                raise OutOfPages(
-                    f"{count} pages wanted: {self.pool.num_free} free and "
-                    f"{self.tree.num_evictable} evictable of {self.pool.num_pages}"
-                )
-            self.tree.evict(missing - self.tree.reap(missing))
+        if count > self.pool.num_free:
+            self._make_room(count, may_narrow=may_narrow)
         return self.pool.allocate(count)
 
-    def free(self, pages: array[int]) -> None:
-        """Private pages go back to the free list."""
-        self.pool.free(pages)
+    def _make_room(self, count: int, *, may_narrow: bool) -> None:
+        tree, num_free = self.tree, self.pool.num_free
+        if num_free + tree.num_evictable < count and may_narrow:
+            for sequence in self.live:
+                sequence.narrow()
+            num_free = self.pool.num_free
+        if num_free + tree.num_evictable < count:
+            raise OutOfPages(
+                f"{count} pages wanted: {num_free} free and "
+                f"{tree.num_evictable} evictable of {self.pool.num_pages}"
+            )
+        missing = count - num_free
+        tree.evict(missing - tree.reap(missing))
 
     def unlock(self, node: Node) -> None:
         """A sequence lets go of its anchor."""
-        self.tree.unlock(node)
         if node.parent is None:
+            node.refs -= 1
+            if not node.children:
+                self.tree.prune(node.space)
+            return
+        self.tree.unlock(node)
+        if node.parent is None:  # it went with the last hold
             self.tree.prune(node.space)
-
-    def register(self, sequence: Holder) -> None:
-        self.live.add(sequence)
-
-    def unregister(self, sequence: Holder) -> None:
-        self.live.discard(sequence)
-
-    def count_commit(self, num_tokens: int) -> None:
-        self.counters.committed_tokens += num_tokens
-
-    def count_duplicates(self, num_tokens: int) -> None:
-        self.counters.duplicate_tokens += num_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,13 @@ from radixserve.errors import InvalidRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
+_INT32 = np.dtype(np.int32)
+
 
 def as_token_ids(tokens: TokenIds) -> IntArray:
     """[n] int32. Raises InvalidRequest for anything but a flat sequence of int32 values."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        return tokens.view(np.int32)
+    if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
+        return cast(IntArray, tokens)
     try:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError, TypeError) as error:

@@ -62,7 +62,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     add_sampling_flags(parser, only=list(_DEFAULTS), defaults=_DEFAULTS)
-    add_engine_flags(parser, without=("cache", "seed"))
+    add_engine_flags(parser, without=("cache", "seed", "trace", "trace_hash_block"))
     return parser
 
 

@@ -44,7 +44,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = (
     """A flag for each field of EngineConfig; its seed is --engine-seed beside the requests' own."""
     group = parser.add_argument_group("engine")
     for name in _names(EngineConfig):
-        if name not in (*without, "trace"):
+        if name not in without:
             flag = "--engine-seed" if name == "seed" else _flag(name)
             _add_flag(group, EngineConfig, name, flag, _ENGINE, {})
 

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_model_flag(parser)
     parser.add_argument("--no-model", action="store_true", help="load no model")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-    add_engine_flags(parser)
+    add_engine_flags(parser, without=("trace", "trace_hash_block"))
     return parser
 
 

@@ -23,6 +23,7 @@ from radixserve.models.weights import (
     check_sliding_window,
     read_eos_ids,
 )
+from radixserve_kernels.linear import Linear
 from radixserve_kernels.torch_ops import (
     add_rms_norm,
     apply_rotary,
@@ -59,16 +60,12 @@ class LayerWeights:
     """One layer; Q = Hq * D and KV = Hkv * D features, M of the MLP, H hidden."""
 
     input_norm: Tensor  # [H]
-    qkv: Tensor  # [Q + 2 KV, H]
-    qkv_bias: Tensor | None  # [Q + 2 KV]
+    qkv: Linear  # H -> Q + 2 KV
     qk_norm: Tensor | None  # [Hq + Hkv, D] q's weight for the first Hq heads, then k's
-    o: Tensor  # [H, Q]
-    o_bias: Tensor | None  # [H]
+    o: Linear  # Q -> H
     post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2 M, H]
-    gate_up_bias: Tensor | None  # [2 M]
-    down: Tensor  # [H, M]
-    down_bias: Tensor | None  # [H]
+    gate_up: Linear  # H -> 2 M
+    down: Linear  # M -> H
 
 
 class Decoder:
@@ -81,7 +78,7 @@ class Decoder:
         embedding: Tensor,  # [V, H]
         layers: tuple[LayerWeights, ...],
         norm: Tensor,  # [H]
-        lm_head: Tensor,  # [V, H]
+        lm_head: Linear,  # H -> V
         rope: tuple[Tensor, float],  # [D/2] float32, and what cosines and sines are multiplied by
     ) -> None:
         self.info = info
@@ -101,13 +98,12 @@ class Decoder:
                 normed, residual = add_rms_norm(x, residual, layer.input_norm, eps)
             x = self._attention(layer, normed, tables, backend, number)
             normed, residual = add_rms_norm(x, residual, layer.post_norm, eps)
-            gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
-            x = F.linear(silu_and_mul(gate_up), layer.down, layer.down_bias)
+            x = layer.down(silu_and_mul(layer.gate_up(normed)))
         assert x is not None
         rows = batch.logits_indices
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)  # [S, H]
         normed, _ = add_rms_norm(x, residual, self._norm, eps)
-        return F.linear(normed, self._lm_head).float()
+        return self._lm_head(normed).float()
 
     def _attention(
         self,
@@ -119,14 +115,13 @@ class Decoder:
     ) -> Tensor:
         shape = self._shape
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
+        heads = layer.qkv(x).view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
         qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if layer.qk_norm is not None:
             qk = rms_norm(qk, layer.qk_norm, shape.eps)
         qk = apply_rotary(qk, *tables)
         out = backend.run(qk[:, :num_heads], qk[:, num_heads:], v, number)  # [T, Hq, D]
-        return F.linear(out.flatten(1), layer.o, layer.o_bias)
+        return layer.o(out.flatten(1))
 
 
 def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -157,7 +152,8 @@ def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
         dtype=dtype,
         num_parameters=reader.num_parameters,
     )
-    return Decoder(info, shape, embedding, layers, norm, lm_head, (inv_freq.to(device), scaling))
+    rope = (inv_freq.to(device), scaling)
+    return Decoder(info, shape, embedding, layers, norm, Linear(lm_head), rope)
 
 
 def check_decoder(config: Any) -> None:
@@ -248,14 +244,16 @@ def _load_layer(reader: WeightReader, prefix: str, shape: DecoderShape) -> Layer
         qk_norm = torch.cat(repeats)
     return LayerWeights(
         input_norm=reader.take(f"{prefix}input_layernorm.weight", (hidden,)),
-        qkv=fused(qkv),
-        qkv_bias=bias(qkv, shape.qkv_bias),
+        qkv=Linear(fused(qkv), bias(qkv, shape.qkv_bias)),
         qk_norm=qk_norm,
-        o=reader.take(f"{prefix}self_attn.o_proj.weight", (hidden, q)),
-        o_bias=bias({"self_attn.o_proj": hidden}, shape.o_bias),
+        o=Linear(
+            reader.take(f"{prefix}self_attn.o_proj.weight", (hidden, q)),
+            bias({"self_attn.o_proj": hidden}, shape.o_bias),
+        ),
         post_norm=reader.take(f"{prefix}post_attention_layernorm.weight", (hidden,)),
-        gate_up=fused(gate_up),
-        gate_up_bias=bias(gate_up, shape.mlp_bias),
-        down=reader.take(f"{prefix}mlp.down_proj.weight", (hidden, inner)),
-        down_bias=bias({"mlp.down_proj": hidden}, shape.mlp_bias),
+        gate_up=Linear(fused(gate_up), bias(gate_up, shape.mlp_bias)),
+        down=Linear(
+            reader.take(f"{prefix}mlp.down_proj.weight", (hidden, inner)),
+            bias({"mlp.down_proj": hidden}, shape.mlp_bias),
+        ),
     )

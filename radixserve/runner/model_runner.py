@@ -20,6 +20,7 @@ from radixserve.models.base import ModelInfo
 from radixserve.models.registry import load_model
 from radixserve.models.weights import find_checkpoint
 from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample
 from radixserve.schedule import RowOutput, Schedule, StepOutput
@@ -48,6 +49,8 @@ class ModelRunner:
         self.folder = find_checkpoint(model_path)
         device = torch.device("cpu" if config.device == "auto" else config.device)
         self._device = device
+        if device.type == "cpu":
+            keep_freed_memory()
         self._model = load_model(self.folder, config.dtype, device)
         self.info: ModelInfo = self._model.info
         longest = self.info.max_positions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixserve.cache import CachedSequence, Lookup, Probe
+from radixserve.cache import CacheProbe, CacheSequence, Holder, Lookup
 from radixserve.int_buffer import IntBuffer
 from radixserve.output import Metrics, Usage
 from radixserve.request import Request
@@ -19,7 +19,9 @@ class Job:
         "followers",
         "follows",
         "follows_until",
+        "holder",
         "lookup",
+        "noted_need",
         "num_prompt_done",
         "num_reused",
         "order_key",
@@ -32,16 +34,25 @@ class Job:
         "tokens",
     )
 
-    def __init__(self, request: Request, arrival: int, probe: Probe, now: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        arrival: int,
+        probe: CacheProbe,
+        now: float,
+        holder: Holder | None = None,
+    ) -> None:
         self.request = request
         self.arrival = arrival  # 0, 1, 2 ...
         self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
         self.probe = probe  # of `tokens`, while waiting
-        self.sequence: CachedSequence | None = None
+        self.holder = holder  # who its sequences belong to, as long as that is open
+        self.sequence: CacheSequence | None = None
         self.follows: Job | None = None  # the running job whose tokens this one waits for
         self.follows_until = 0  # how many of them
         self.followers: list[Job] = []  # the other way round, while this one runs
         self.order_key: tuple[int, ...] = ()  # the queue's own
+        self.noted_need: int | None = None  # new pages, as the waiting room knows it
         self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
         self.passed_on_entry = 0  # where that count stood when it began to wait
         self.lookup: Lookup | None = None  # at the first admission
@@ -74,7 +85,7 @@ class Job:
         """Only its last token is still to be computed."""
         return self.sequence is not None and self.committed == len(self.tokens) - 1
 
-    def admit(self, sequence: CachedSequence, lookup: Lookup, now: float) -> None:
+    def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
         cached = min(sequence.cached_len, self.num_prompt)
         if self.lookup is None:
             self.lookup, self.admitted_at, self.num_reused = lookup, now, cached

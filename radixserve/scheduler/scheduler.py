@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from radixserve.cache import RadixCache
+from radixserve.cache import PrefixCache
 from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
+from radixserve.scheduler.holders import Holders
 from radixserve.scheduler.job import Job
 from radixserve.scheduler.leaders import Leaders, free_followers
 from radixserve.scheduler.plan import StepPlan
@@ -49,7 +50,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: RadixCache,
+        cache: PrefixCache,
         *,
         policy: str = "lpm",
         chunk_size: int = 512,
@@ -64,13 +65,17 @@ class Scheduler:
         self._jobs: dict[str, Job] = {}
         self._waiting = WaitingRoom(cache, policy, max_overtake)
         self._running: dict[int, Job] = {}  # by arrival
+        self._holders = Holders(cache)
         self._num_arrived = 0
         self._counters = Counters()
 
     # -- what comes from outside --------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. InvalidRequest if its id is in use or it could never fit."""
+        """Queue a request. InvalidRequest if its id is in use or it could never fit.
+
+        A holder that it names and that is not open is opened, with the cache's own lease.
+        """
         if request.request_id in self._jobs:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         capacity = self._cache.num_pages * self._cache.page_size
@@ -80,8 +85,9 @@ class Scheduler:
                 f"{len(request.token_ids) + 1} and the cache's {capacity} tokens, "
                 f"got {request.max_len}"
             )
+        holder = self._holders.get(request.holder) if request.holder else None
         probe = self._cache.probe(request.token_ids, request.params.namespace)
-        job = Job(request, self._num_arrived, probe, self._clock())
+        job = Job(request, self._num_arrived, probe, self._clock(), holder)
         self._num_arrived += 1
         self._jobs[request.request_id] = job
         self._waiting.add(job, is_returning=False)
@@ -105,6 +111,21 @@ class Scheduler:
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
         return [self._end(job, "error", error) for job in list(self._jobs.values())]
+
+    def open_holder(self, name: str, lease_s: float | None = None) -> None:
+        """Open a holder, or do nothing where one of that name is open; see the cache's own.
+
+        It is remembered until `close_holder`: close what you name.
+        """
+        self._holders.open(name, lease_s)
+
+    def close_holder(self, name: str) -> None:
+        """What only closed holders reach is dropped first from now on; an unknown name is fine.
+
+        Its requests go on. One that was not started yet belongs to nobody then, even if the name
+        is opened again.
+        """
+        self._holders.close(name)
 
     @property
     def has_work(self) -> bool:
@@ -243,9 +264,9 @@ class Scheduler:
         if self._running and waiting.least_need > room and waiting.barrier == math.inf:
             return  # nobody has room: the queue need not be walked
         leaders = Leaders(self._running.values() if self._cache.reuses else ())
-        least_need = math.inf
         for job in waiting.candidates():
             if self._cache.reuses and leaders.is_following(job):
+                waiting.note_follows(job)
                 continue
             if self._fits(job, room) and self._start(job, plan):
                 leaders.add(job)
@@ -253,10 +274,8 @@ class Scheduler:
                     return
                 outstanding += self._pages_ahead(job)
                 room = self._cache.num_available - outstanding
-            else:
-                least_need = min(least_need, waiting.need(job))
-        if waiting.barrier == math.inf:  # all were seen
-            waiting.least_need = least_need
+            if self._running and waiting.least_need > room:
+                return  # nor has anybody behind it
 
     def _has_slots(self, plan: StepPlan) -> bool:
         return plan.budget > 0 and len(self._running) < self._max_running
@@ -282,7 +301,10 @@ class Scheduler:
         """Lock its cached prefix and plan its first chunk; False, and nothing held, if no room."""
         namespace = job.request.params.namespace
         lookup = self._cache.lookup(job.tokens.view(), namespace)
-        sequence = self._cache.acquire(job.tokens.view(), namespace)
+        holder = job.holder if job.holder is not None and job.holder.is_open else None
+        sequence = self._cache.acquire(
+            job.tokens.view(), namespace, holder=holder, priority=job.request.params.priority
+        )
         wanted = min(plan.budget, len(job.tokens) - sequence.cached_len)
         job.sequence = sequence
         count = max(1, self._fitting(job, wanted))

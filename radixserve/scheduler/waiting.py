@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedDict, SortedList
 
-from radixserve.cache import Probe, RadixCache
+from radixserve.cache import CacheProbe, PrefixCache
 from radixserve.scheduler.job import Job
 from radixserve.scheduler.policy import make_queue
 
@@ -19,15 +19,15 @@ from radixserve.scheduler.policy import make_queue
 class WaitingRoom:
     """Owns the order and the displacement bound; `Scheduler` decides who starts."""
 
-    def __init__(self, cache: RadixCache, policy: str, max_overtake: int) -> None:
+    def __init__(self, cache: PrefixCache, policy: str, max_overtake: int) -> None:
         self._cache = cache
         self._max_overtake = max_overtake
         self._queue = make_queue(policy)
         self._by_arrival: SortedDict = SortedDict()
         self._returned: SortedDict = SortedDict()  # those of them that ran before
-        self._by_probe: dict[Probe, Job] = {}
+        self._by_probe: dict[CacheProbe, Job] = {}
         self._admitted: SortedList = SortedList()  # arrivals, as far as they still count
-        self.least_need: float = math.inf  # nobody but followers needs fewer new pages than this
+        self._needs: SortedList = SortedList()  # (pages, arrival) of those that follow nobody
 
     def __len__(self) -> int:
         return len(self._by_arrival)
@@ -40,7 +40,7 @@ class WaitingRoom:
         job.passed_on_entry = self._num_later(job)
         self._by_probe[job.probe] = job
         self._queue.add(job)
-        self.note_need(job)
+        self._note_need(job)
 
     def remove(self, job: Job) -> None:
         """O(log n)."""
@@ -50,6 +50,7 @@ class WaitingRoom:
         del self._by_probe[job.probe]
         job.probe.close()
         self._queue.remove(job)
+        self._forget_need(job)
 
     def refresh(self) -> None:
         """Move the jobs whose match has changed. O(those jobs)."""
@@ -57,7 +58,7 @@ class WaitingRoom:
             job = self._by_probe.get(probe)
             if job is not None:
                 self._queue.update(job)
-                self.note_need(job)
+                self._note_need(job)
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -66,14 +67,33 @@ class WaitingRoom:
         size = self._cache.page_size
         return -(-(len(job.tokens) + 1) // size) - job.probe.cached_len // size
 
-    def note_need(self, job: Job) -> None:
-        if job.follows is None:
-            self.least_need = min(self.least_need, self.need(job))
+    @property
+    def least_need(self) -> float:
+        """Nobody but followers needs fewer new pages than this. O(1)."""
+        return self._needs[0][0] if self._needs else math.inf
+
+    def note_follows(self, job: Job) -> None:
+        """It waits for somebody's tokens: what it will need is open. O(log n)."""
+        self._forget_need(job)
 
     def note_freed(self, jobs: Iterable[Job]) -> None:
         """These follow nobody any more."""
         for job in jobs:
-            self.note_need(job)
+            self._note_need(job)
+
+    def _note_need(self, job: Job) -> None:
+        if job.follows is not None:
+            return
+        need = self.need(job)
+        if need != job.noted_need:
+            self._forget_need(job)
+            job.noted_need = need
+            self._needs.add((need, job.arrival))
+
+    def _forget_need(self, job: Job) -> None:
+        if job.noted_need is not None:
+            self._needs.remove((job.noted_need, job.arrival))
+            job.noted_need = None
 
     # -- the displacement bound ---------------------------------------------------------------
 

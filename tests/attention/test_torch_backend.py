@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from radixserve.attention import segments as cutting
 from radixserve.attention import torch as torch_backend
 from radixserve.attention.base import AttentionBackend
-from radixserve.attention.torch import TorchBackend, cut_segments, pack_segments
+from radixserve.attention.segments import cut_segments, pack_segments
+from radixserve.attention.shared_pages import find_shared
+from radixserve.attention.torch import TorchBackend
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import Row
@@ -60,6 +63,65 @@ class Case:
             outs.append((scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(0, 1))
             first += new
         return torch.cat(outs), kv
+
+
+class SharedCase(Case):
+    """Rows whose leading pages are the same ones: `groups` says which rows share how many."""
+
+    def __init__(self, lengths, page_size, groups, **shape):
+        super().__init__(lengths, page_size, **shape)
+        for rows, count in groups:
+            for row in rows[1:]:
+                self.rows[row].page_ids[:count] = self.rows[rows[0]].page_ids[:count]
+        self.batch = build_forward_batch(self.rows, page_size, CPU)
+
+
+SHARED = {
+    "decodes": ([(64, 1), (70, 1), (99, 1)], [((0, 1, 2), 32)]),
+    "decodes right behind": ([(64, 1), (64, 1), (64, 1)], [((0, 1, 2), 32)]),
+    "chunks": ([(64, 5), (64, 9), (70, 3), (64, 40)], [((0, 1, 2, 3), 32)]),
+    "a long chunk among them": ([(64, 150), (66, 1), (64, 2)], [((0, 1, 2), 32)]),
+    "two groups and strangers": (
+        [(64, 1), (0, 20), (80, 7), (30, 1), (64, 3), (90, 1), (0, 1)],
+        [((0, 4), 32), ((2, 5), 40)],
+    ),
+    "different depths": ([(64, 1), (80, 1), (80, 1)], [((0, 1, 2), 20), ((1, 2), 40)]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_pages(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
+    lengths, groups = SHARED[name]
+    case = SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=32, dtype=dtype)
+    found = find_shared(case.batch.host, 2, 1)
+    assert sorted(row for run in found for row in run.rows) == sorted(
+        {row for rows, _ in groups for row in rows}
+    )
+    out, kv = run(case)
+    expected, expected_kv = case.expected(1)
+    tolerance = 2e-6 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=10 * tolerance)
+    assert torch.equal(kv, expected_kv)
+    monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1 << 30)
+    torch.testing.assert_close(run(case)[0], out, atol=tolerance, rtol=10 * tolerance)
+
+
+def test_pages_with_new_tokens_are_never_shared() -> None:
+    case = SharedCase([(63, 1), (63, 2)], 2, [((0, 1), 31)], heads=4, kv_heads=2, dim=8)
+    (found,) = find_shared(case.batch.host, 2, 1)
+    assert found.num_pages == 31  # the page that holds position 63 is each row's own
+
+
+def test_sharing_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
+    lengths, groups = SHARED["decodes"]
+    case = SharedCase(lengths, 2, groups, heads=4, kv_heads=2, dim=8)
+    backend = TorchBackend(case.kv.clone(), 4, shares=False)
+    backend.plan(case.batch)
+    out = backend.run(case.q, case.k, case.v, 1)
+    torch.testing.assert_close(out.double(), case.expected(1)[0], atol=2e-6, rtol=1e-5)
 
 
 def run(
@@ -132,7 +194,7 @@ def test_random_batches(seed: int) -> None:
 
 def test_many_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "GATHER_BYTES", 1)
-    monkeypatch.setattr(torch_backend, "MASK_ELEMENTS", 1)
+    monkeypatch.setattr(cutting, "MASK_ELEMENTS", 1)
     case = Case(LENGTHS["everything"], 2, 4, 2, 16)
     torch.testing.assert_close(run(case)[0].double(), case.expected(1)[0], atol=2e-6, rtol=1e-5)
 
@@ -156,14 +218,15 @@ def test_pages_of_others_are_not_read() -> None:
 def test_padding_is_bounded() -> None:
     generator = np.random.default_rng(1)
     lengths = [(int(n), 1) for n in generator.integers(0, 4000, 200)]
-    segments = cut_segments(Case(lengths, 16, 2, 1, 8).batch.host)
-    groups = pack_segments(segments, max_tokens=1 << 30)
+    host = Case(lengths, 16, 2, 1, 8).batch.host
+    segments = cut_segments(host, 16, np.zeros(200, np.int64))
+    groups = pack_segments(segments, max_tokens=1 << 30, max_queries=63)
     assert sorted(np.concatenate(groups).tolist()) == list(range(200))
     assert len(groups) < 20
     for group in groups:
         real = int(segments.kv_len[group].sum())
         padded = len(group) * int(segments.kv_len[group].max())
-        assert padded - real <= max(torch_backend.FREE_WASTE, torch_backend.WASTE_SHARE * real)
+        assert padded - real <= max(cutting.FREE_WASTE, cutting.WASTE_SHARE * real)
 
 
 def test_refuses_what_it_cannot_do() -> None:

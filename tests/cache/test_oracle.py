@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from radixserve.cache import CachedSequence
+from radixserve.cache.policies import EVICTION_POLICIES
+from radixserve.cache.retention import RadixHolder
+from tests.cache.hash_world import LateWorld
 from tests.cache.world import Prefix, World, random_step
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40).map(tuple)
@@ -26,19 +29,31 @@ class CacheMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 16]),
         pages=st.integers(3, 40),
         reuse=st.sampled_from([True, True, True, False]),
+        eviction=st.sampled_from(EVICTION_POLICIES),
+        make=st.sampled_from([World, LateWorld]),
     )
-    def start(self, page_size: int, pages: int, reuse: bool) -> None:
-        self.world = World(pages, page_size, reuse=reuse)
+    def start(
+        self, page_size: int, pages: int, reuse: bool, eviction: str, make: type[World]
+    ) -> None:
+        self.world = make(pages, page_size, reuse=reuse, eviction=eviction)
 
     def pick(self, data: st.DataObject) -> CachedSequence:
         assume(self.world.open)
         seq: CachedSequence = data.draw(st.sampled_from(self.world.open))
         return seq
 
-    @rule(tokens=TOKENS, namespace=NAMESPACES, allow_full=st.booleans())
-    def acquire(self, tokens: Prefix, namespace: str, allow_full: bool) -> None:
+    def pick_holder(self, data: st.DataObject) -> RadixHolder | None:
+        return data.draw(st.sampled_from([None, *self.world.holders]))
+
+    @rule(data=st.data(), tokens=TOKENS, namespace=NAMESPACES, allow_full=st.booleans())
+    def acquire(
+        self, data: st.DataObject, tokens: Prefix, namespace: str, allow_full: bool
+    ) -> None:
         assume(len(self.world.open) < 10)
-        self.world.acquire(tokens, namespace, allow_full=allow_full)
+        holder, priority = self.pick_holder(data), data.draw(st.integers(-2, 2))
+        self.world.acquire(
+            tokens, namespace, allow_full=allow_full, holder=holder, priority=priority
+        )
 
     @rule(data=st.data(), tail=TOKENS, namespace=NAMESPACES)
     def acquire_known_head(self, data: st.DataObject, tail: Prefix, namespace: str) -> None:
@@ -46,7 +61,21 @@ class CacheMachine(RuleBasedStateMachine):
         seq = self.pick(data)
         head = tuple(seq.tokens.tolist())
         cut = data.draw(st.integers(0, len(head)))
-        self.world.acquire(head[:cut] + tail, namespace)
+        self.world.acquire(head[:cut] + tail, namespace, holder=self.pick_holder(data))
+
+    @rule(lease_s=st.sampled_from([0.0, 1.0, 10.0, 1e9]))
+    def open_holder(self, lease_s: float) -> None:
+        assume(len(self.world.holders) < 8)
+        self.world.open_holder(lease_s)
+
+    @rule(data=st.data())
+    def close_holder(self, data: st.DataObject) -> None:
+        assume(self.world.holders)
+        data.draw(st.sampled_from(self.world.holders)).close()
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
 
     @rule(data=st.data(), tokens=TOKENS)
     def extend(self, data: st.DataObject, tokens: Prefix) -> None:
@@ -103,7 +132,14 @@ TestCacheMachine.settings = settings(
 def run_world(seed: int, steps: int) -> None:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 3, 4, 16, 64])
-    world = World(rng.choice([4, 8, 20, 60]), page_size, reuse=rng.random() < 0.9)
+    make = rng.choice([World, LateWorld])
+    world = make(
+        rng.choice([4, 8, 20, 60]),
+        page_size,
+        reuse=rng.random() < 0.9,
+        eviction=rng.choice(EVICTION_POLICIES),
+    )
+    world.has_holders = rng.random() < 0.6
     for _ in range(steps):
         random_step(world, rng, 3 * page_size + 4)
         world.check()

@@ -11,23 +11,54 @@ from collections.abc import Iterator
 from typing import Any
 
 from radixserve.cache import CachedSequence, OutOfPages, Probe, RadixCache
+from radixserve.cache.retention import RadixHolder as Holder
 
 Prefix = tuple[int, ...]
 
 
 class World:
-    def __init__(self, num_pages: int, page_size: int, *, reuse: bool = True) -> None:
-        self.cache = RadixCache(num_pages, page_size, reuse=reuse)
+    def __init__(
+        self, num_pages: int, page_size: int, *, reuse: bool = True, eviction: str = "lru"
+    ) -> None:
+        self.now = 0.0
+        self.has_holders = True  # what random programs ask
+        self.cache = self.make_cache(num_pages, page_size, reuse=reuse, eviction=eviction)
         self.page_size = page_size
+        self.holders: list[Holder] = []  # open and closed ones
+        self.owner: dict[int, Holder | None] = {}  # id(sequence) -> its holder
+        self.ends: dict[tuple[str, Prefix], list[Holder | None]] = {}  # where sequences let go
         self.cells: dict[tuple[int, int], Prefix] = {}  # (page, slot) -> the prefix it stands for
         self.open: list[CachedSequence] = []
         self.spaces: dict[int, str] = {}  # id(sequence) -> namespace; "" of a reset one is kept
         self.probes: list[tuple[Probe, Prefix, str]] = []
         self.stale: set[int] = set()  # sequences that were open at a reset of their namespace
 
+    def make_cache(
+        self, num_pages: int, page_size: int, *, reuse: bool, eviction: str
+    ) -> RadixCache:
+        return RadixCache(
+            num_pages,
+            page_size,
+            eviction,
+            reuse=reuse,
+            max_lease_share=0.4,
+            clock=lambda: self.now,
+        )
+
     # -- what a user does ---------------------------------------------------------------------
 
-    def acquire(self, tokens: Prefix, namespace: str = "", *, allow_full: bool = False) -> None:
+    def open_holder(self, lease_s: float) -> None:
+        self.holders.append(self.cache.open_holder(f"h{len(self.holders)}", lease_s=lease_s))
+
+    def acquire(
+        self,
+        tokens: Prefix,
+        namespace: str = "",
+        *,
+        allow_full: bool = False,
+        holder: Holder | None = None,
+        priority: int = 0,
+    ) -> None:
         before = self.cache.dump()
         found = self.cache.lookup(tokens, namespace, allow_full=allow_full)
         probe = self.cache.probe(_array(tokens), namespace)
@@ -40,9 +71,12 @@ class World:
         if not allow_full and self.cache.reuses:
             assert probe.cached_len == true
         self.probes.append((probe, tokens, namespace))
-        seq = self.cache.acquire(tokens, namespace, allow_full=allow_full)
+        seq = self.cache.acquire(
+            tokens, namespace, allow_full=allow_full, holder=holder, priority=priority
+        )
         assert seq.cached_len == seq.length == found.cached_len
         assert tuple(seq.tokens) == tokens[: seq.cached_len]
+        self.owner[id(seq)] = holder
         self._add(seq, namespace)
 
     def extend(self, seq: CachedSequence, tokens: Prefix) -> bool:
@@ -76,6 +110,7 @@ class World:
         assert tuple(twin.tokens) == tuple(seq.tokens[: seq.committed_len])
         if id(seq) in self.stale:
             self.stale.add(id(twin))
+        self.owner[id(twin)] = self.owner[id(seq)]
         self._add(twin, self.spaces[id(seq)])
 
     def truncate(self, seq: CachedSequence, length: int) -> None:
@@ -89,6 +124,9 @@ class World:
         self.verify(seq)
 
     def release(self, seq: CachedSequence) -> None:
+        if id(seq) not in self.stale:
+            end = self.spaces[id(seq)], tuple(seq.tokens[: seq.committed_len].tolist())
+            self.ends.setdefault(end, []).append(self.owner[id(seq)])
         seq.release()
         self.open.remove(seq)
         self.stale.discard(id(seq))
@@ -97,7 +135,9 @@ class World:
         free = self.cache.stats()["pages_free"]
         could = (self.cache.num_available - free) * self.page_size
         rounded = -(-num_tokens // self.page_size) * self.page_size
+        kept = {name: self.cached_prefixes(name) for name in ("", "b")}
         freed = self.cache.evict(num_tokens)
+        self.check_order_of_loss(kept)
         assert freed == min(rounded, could)
         assert freed == (self.cache.stats()["pages_free"] - free) * self.page_size
         for seq in self.open:
@@ -108,6 +148,7 @@ class World:
         for seq in self.open:
             if namespace is None or self.spaces[id(seq)] == namespace:
                 self.stale.add(id(seq))
+        self.ends = {e: h for e, h in self.ends.items() if namespace not in (None, e[0])}
 
     # -- what the device would do -------------------------------------------------------------
 
@@ -162,6 +203,27 @@ class World:
             longest = max(longest, agreed)
         return longest
 
+    def cached_prefixes(self, namespace: str) -> set[Prefix]:
+        paths = self.paths(namespace)
+        return {tokens[:end] for tokens, _ in paths for end in range(1, len(tokens) + 1)}
+
+    def check_order_of_loss(self, before: dict[str, set[Prefix]]) -> None:
+        """What somebody may come back to goes only when nothing is left that nobody will.
+
+        To the page: the head of one may live on in a sibling's page alone.
+        """
+        if not self.holders:
+            return
+        for name, prefixes in before.items():
+            lost = prefixes - self.cached_prefixes(name)
+            wanted = {
+                end[1][: len(end[1]) - len(end[1]) % self.page_size]
+                for end, holders in self.ends.items()
+                if end[0] == name and any(h is None or h.is_open for h in holders)
+            }
+            if any(end[: len(prefix)] == prefix for prefix in lost for end in wanted):
+                assert self.cache.stats()["pages_closed"] == 0
+
     def shared_cells(self) -> set[tuple[int, int]]:
         spaces = self.cache.dump()["namespaces"]
         return {cell for name in spaces for _, cells in self.paths(name) for cell in cells}
@@ -171,6 +233,7 @@ class World:
         stats = self.cache.stats()
         parts = stats["pages_free"] + stats["pages_tree"] + stats["pages_private"]
         assert parts == stats["pages_total"]
+        assert stats["holders"] == sum(holder.is_open for holder in self.holders)
         self.check_probes()
 
     def check_probes(self) -> None:
@@ -195,7 +258,7 @@ class World:
             probe.close()
         self.probes.clear()
         tree = self.cache._store.tree
-        assert not tree.watching
+        assert not len(tree.watches)
         stack = [space.root for space in tree.spaces.values()]
         while stack:
             node = stack.pop()
@@ -225,13 +288,22 @@ def _array(tokens: Prefix) -> Any:
 def random_step(world: World, rng: random.Random, max_len: int) -> None:
     """One random thing that a user of the cache may do."""
     action = rng.choices(
-        ["acquire", "extend", "commit", "fork", "truncate", "release", "evict", "reset"],
-        [8, 10, 10, 3, 3, 5, 2, 0.2],
+        ["acquire", "extend", "commit", "fork", "truncate", "release", "evict", "reset", "holder"],
+        [8, 10, 10, 3, 3, 5, 2, 0.2, 2],
     )[0]
     seq = rng.choice(world.open) if world.open else None
+    world.now += rng.choice([0.0, 0.5, 3.0])
     if action == "acquire" and len(world.open) < 12:
         tokens = random_tokens(world, rng, max_len)
-        world.acquire(tokens, rng.choice(["", "", "b"]), allow_full=rng.random() < 0.2)
+        world.acquire(
+            tokens,
+            rng.choice(["", "", "b"]),
+            allow_full=rng.random() < 0.2,
+            holder=rng.choice([None, *world.holders[-6:]]),
+            priority=rng.choice([-1, 0, 0, 2]),
+        )
+    elif action == "holder":
+        random_holder_step(world, rng)
     elif action == "evict":
         world.evict(rng.randrange(2 * world.page_size + 8))
     elif action == "reset":
@@ -248,6 +320,14 @@ def random_step(world: World, rng: random.Random, max_len: int) -> None:
         world.truncate(seq, rng.randint(0, seq.length))
     else:
         world.release(seq)
+
+
+def random_holder_step(world: World, rng: random.Random) -> None:
+    """Open or close a holder; most worlds have none."""
+    if world.has_holders and rng.random() < 0.5:
+        world.open_holder(rng.choice([0.0, 2.0, 20.0, 1e9]))
+    elif world.holders:
+        rng.choice(world.holders).close()
 
 
 def random_tokens(world: World, rng: random.Random, max_len: int) -> Prefix:

@@ -2,7 +2,7 @@
 
 Greedy output of random-weight checkpoints equals transformers' `generate` token for token over 40
 mixed requests that share prefixes at odd lengths, with chunk sizes 1, 7 and 64, page sizes 1, 2, 16
-and 64, and pools so small that requests are evicted and preempted.
+and 64, the radix and the hash cache, and pools so small that requests are evicted and preempted.
 """
 
 from __future__ import annotations
@@ -202,14 +202,33 @@ def test_every_combination(
     run(expected, is_tight=is_tight, chunk_size=chunk_size, page_size=page_size, cache=cache)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "dfs-weight"])
-def test_other_policies(
-    policy: str,
+@pytest.mark.parametrize(
+    ("page_size", "chunk_size", "is_tight"),
+    [(1, 7, False), (2, 64, True), (16, 7, True), (16, 64, False), (64, 64, True)],
+)
+def test_the_hash_cache(
+    page_size: int,
+    chunk_size: int,
+    is_tight: bool,
     references: dict[Case, Reference],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     expected = reference(FULL, references, tmp_path_factory)
-    run(expected, is_tight=True, chunk_size=16, page_size=2, schedule_policy=policy)
+    settings: dict[str, Any] = {"page_size": page_size, "chunk_size": chunk_size}
+    run(expected, is_tight=is_tight, cache="hash", **settings)
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash"])
+@pytest.mark.parametrize("policy", ["fcfs", "dfs-weight"])
+def test_other_policies(
+    policy: str,
+    cache: str,
+    references: dict[Case, Reference],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    expected = reference(FULL, references, tmp_path_factory)
+    settings: dict[str, Any] = {"page_size": 2, "cache": cache, "schedule_policy": policy}
+    run(expected, is_tight=True, chunk_size=16, **settings)
 
 
 @pytest.mark.long
@@ -226,7 +245,7 @@ def test_every_family_in_every_combination(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     expected = reference(Case(family, seed), references, tmp_path_factory)
-    for cache in ("radix", "off"):
+    for cache in ("radix", "hash", "off"):
         for is_tight in (False, True):
             settings: dict[str, Any] = {"page_size": page_size, "cache": cache}
             run(expected, is_tight=is_tight, chunk_size=chunk_size, **settings)

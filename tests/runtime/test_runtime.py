@@ -401,7 +401,9 @@ class TestBadInput:
         for bad, says in (
             ({"page_sise": 4}, "unknown.*page_sise.*allowed.*page_size"),
             ({"page_size": 0}, "page_size"),
-            ({"cache": "ram"}, "radix, off"),
+            ({"cache": "ram"}, "radix, hash, off"),
+            ({"eviction": "random"}, "lru, arc, lfu, fifo, slru, priority"),
+            ({"cache": "hash", "eviction": "arc"}, 'must be "lru" with cache="hash"'),
             ({"num_pages": 5, "kv_cache_memory": 1000}, "not both"),
             ({"kv_cache_memory": "lots"}, "512MB"),
             ({"max_seq_len": 100_000}, "512"),
@@ -410,6 +412,23 @@ class TestBadInput:
         ):
             with pytest.raises(InvalidRequest, match=says):
                 Runtime(str(folder), **bad)
+
+    def test_the_hash_cache_reuses_whole_blocks_and_can_be_looked_into(self, folder: Path) -> None:
+        with Runtime(str(folder), num_pages=64, page_size=16, cache="hash") as rt:
+            prompt = [5 + i % 40 for i in range(40)]
+            first = rt.generate(prompt, GREEDY)
+            second = rt.generate(prompt, GREEDY)
+            assert second.token_ids == first.token_ids
+            assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 32)
+            assert second.miss is not None
+            assert second.miss.reason == rt.lookup(prompt).reason == "full"
+            assert rt.cache_stats()["nodes"] == 2  # the third block is not full
+            (block,) = rt.cache_tree()["namespaces"][""]["children"]
+            assert block["tokens"] == prompt[:16]
+            assert block["children"][0]["tokens"] == prompt[16:32]
+            rt.check()
+            rt.flush_cache()
+            assert rt.lookup(prompt) == (0, "never_seen", 0, None, None)
 
     def test_the_cache_size_limits_prompts(self, folder: Path) -> None:
         with Runtime(str(folder), num_pages=20) as rt:
@@ -517,25 +536,31 @@ class TestNothingHangs:
     ) -> None:
         with Runtime(str(folder), num_pages=500) as rt:
             expected = rt.generate("hello", GREEDY).token_ids
-            forward = rt._worker._engine._runner._model.forward  # type: ignore[attr-defined]
+            model = rt._worker._engine._runner._model  # type: ignore[attr-defined]
+            forward = model.forward
+            submitted = threading.Event()
 
             def breaking(batch: Any, backend: Any) -> Any:
+                assert submitted.wait(20)  # so that some step holds both, however slow the machine
                 logits = forward(batch, backend)
                 if len(logits) == 2:
                     logits[1] = float("nan")
                 return logits
 
-            model = rt._worker._engine._runner._model  # type: ignore[attr-defined]
             monkeypatch.setattr(model, "forward", breaking)
-            outs = asyncio.run(self.both(rt))
+            outs = asyncio.run(self.both(rt, submitted))
             assert outs[0].token_ids == expected
             assert isinstance(outs[1], EngineDead)
             rt.check()
             assert rt.cache_stats()["pages_private"] == 0
 
     @staticmethod
-    async def both(rt: Runtime) -> list[Any]:
-        calls = [rt.agenerate(prompt, GREEDY) for prompt in ("hello", "world")]
+    async def both(rt: Runtime, submitted: threading.Event) -> list[Any]:
+        calls = [
+            asyncio.ensure_future(rt.agenerate(prompt, GREEDY)) for prompt in ("hello", "world")
+        ]
+        await asyncio.sleep(0)  # each has run up to its first answer
+        submitted.set()
         return list(await asyncio.gather(*calls, return_exceptions=True))
 
     def test_a_dead_engine_tells_every_caller(

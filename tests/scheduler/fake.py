@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from radixserve.cache import RadixCache
+from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
@@ -94,11 +94,14 @@ class Driver:
     max_running: int = 8
     max_overtake: int = 8
     reuse: bool = True
+    kind: str = "radix"  # of the cache, or "hash"
+    eviction: str = "lru"
+    now: float = 0.0  # seconds on the cache's clock
     finished: dict[str, Finish] = field(default_factory=dict)
     schedules: list[Schedule] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.cache = RadixCache(self.num_pages, self.page_size, reuse=self.reuse)
+        self.cache = self.make_cache()
         self.scheduler = Scheduler(
             self.cache,
             policy=self.policy,
@@ -110,8 +113,25 @@ class Driver:
         self.prompts: dict[str, list[int]] = {}
         self.admitted: list[str] = []
 
+    def make_cache(self) -> PrefixCache:
+        if self.kind == "hash":
+            return HashBlockCache(self.num_pages, self.page_size)
+        return RadixCache(
+            self.num_pages,
+            self.page_size,
+            self.eviction,
+            reuse=self.reuse,
+            clock=lambda: self.now,
+        )
+
     def add(
-        self, name: str, tokens: list[int], *, max_len: int | None = None, **params: int
+        self,
+        name: str,
+        tokens: list[int],
+        *,
+        max_len: int | None = None,
+        holder: str = "",
+        **params: int,
     ) -> None:
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
         capacity = self.num_pages * self.page_size
@@ -122,6 +142,7 @@ class Driver:
             seed=0,
             end_ids=frozenset() if sampling.ignore_eos else frozenset({EOS}),
             max_len=capacity if max_len is None else max_len,
+            holder=holder,
         )
         self.scheduler.add(request)
         self.prompts[name] = tokens

@@ -8,10 +8,13 @@ from collections import Counter
 
 import pytest
 
+from radixserve.cache.policies import EVICTION_POLICIES
 from tests.scheduler.fake import Driver, random_prompt
 
+HOLDERS = ["chat", "agent", "tenant"]
 
-def storm(seed: int, steps: int) -> Counter[str]:
+
+def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
     """Random requests and interruptions; `check()` after every step; returns what happened."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 16, 64])
@@ -24,6 +27,8 @@ def storm(seed: int, steps: int) -> Counter[str]:
         max_running=rng.choice([1, 3, 8]),
         max_overtake=rng.choice([0, 2, 8]),
         reuse=rng.random() < 0.85,
+        kind=kind,
+        eviction=rng.choice(EVICTION_POLICIES),
     )
     names: list[str] = []
     for _ in range(steps):
@@ -34,6 +39,9 @@ def storm(seed: int, steps: int) -> Counter[str]:
             driver.abort(rng.choice(names[-20:]))
         if rng.random() < 0.03:
             driver.cache.evict(rng.randrange(30))
+        if rng.random() < 0.1:
+            change_holders(driver, rng)
+        driver.now += rng.choice([0.0, 0.3, 5.0])
         if rng.random() < 0.01:
             driver.cache.reset(rng.choice([None, "", "b"]))
         driver.step()
@@ -61,22 +69,33 @@ def add_random(driver: Driver, rng: random.Random, name: str) -> None:
         priority=rng.choice([0, 0, 0, 1]),
         namespace=rng.choice(["", "", "b"]),  # type: ignore[arg-type]
         ignore_eos=rng.random() < 0.5,
+        holder=rng.choice(["", "", *HOLDERS]),
     )
 
 
+def change_holders(driver: Driver, rng: random.Random) -> None:
+    name = rng.choice(HOLDERS)
+    if rng.random() < 0.5:
+        driver.scheduler.open_holder(name, lease_s=rng.choice([0.0, 2.0, 100.0]))
+    else:
+        driver.scheduler.close_holder(name)
+
+
+@pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("block", range(5))
-def test_five_thousand_steps(block: int) -> None:
+def test_five_thousand_steps(block: int, kind: str) -> None:
     """Together over 5,000 steps with every kind of interruption, audited after each."""
     seen: Counter[str] = Counter()
     for seed in range(block * 10, block * 10 + 10):
-        seen += storm(seed, 120)
+        seen += storm(seed, 120, kind)
     assert seen["steps"] >= 1_000
-    for kind in ("aborted", "preemptions", "evicted", "recomputed_tokens", "reused_tokens"):
-        assert seen[kind] > 0, f"the storm had no {kind}"
+    for event in ("aborted", "preemptions", "evicted", "recomputed_tokens", "reused_tokens"):
+        assert seen[event] > 0, f"the storm had no {event}"
 
 
-def test_one_run_of_five_thousand_steps() -> None:
-    seen = storm(4, 5_000)
+@pytest.mark.parametrize("kind", ["radix", "hash"])
+def test_one_run_of_five_thousand_steps(kind: str) -> None:
+    seen = storm(4, 5_000, kind)
     assert seen["steps"] >= 5_000
     assert seen["preemptions"] > 10
     assert seen["aborted"] > 10
@@ -91,4 +110,4 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_many_storms() -> None:
     """RADIXSERVE_FUZZ_SEEDS sets how many (default 5,000)."""
     for seed in range(1_000, 1_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "5000"))):
-        storm(seed, 200)
+        storm(seed, 200, "hash" if seed % 3 == 0 else "radix")

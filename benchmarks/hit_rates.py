@@ -1,0 +1,150 @@
+"""Hit rates of the shared traces by cache size and policy: tables, pictures, and all of it as JSON.
+
+    python benchmarks/hit_rates.py --traces DIR [--out docs] [--only NAMES] [--limit N]
+
+Writes hit-rates.json, img/hit-rates-NAME.png for every trace, and the tables in cache.md between
+its markers. Then the first requests of each trace go through the scheduler. Caches that this
+version does not have are skipped with a line. Everything but the seconds is deterministic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hit_rates_page import block, orders_block, with_block
+
+from radixserve import __version__
+from radixserve.errors import InvalidRequest
+from radixserve.replay import CacheSpec, Serving, Study, read_trace, study_trace
+from radixserve.replay.document import study_document
+from radixserve.replay.kv_bytes import DEFAULT_KV_BYTES
+from radixserve.replay.pictures import draw
+
+K, M = 10**3, 10**6
+SIZES = {  # from where little fits to where nearly all does
+    "mooncake_conversation": (M // 4, M, 4 * M, 8 * M, 32 * M),
+    "agentic_code": (M, 2 * M, 4 * M, 8 * M, 16 * M),
+    "tau_airline": (16 * K, 24 * K, 32 * K, 48 * K, 400 * K),
+    "bbh_fewshot": (8 * K, 16 * K, 32 * K, 128 * K, M),
+}
+CACHES: tuple[dict[str, Any], ...] = (
+    {"policy": "lru"},
+    {"policy": "lru", "use_holders": True},
+    {"policy": "arc"},
+    {"policy": "arc", "use_holders": True},
+    {"policy": "slru"},
+    {"policy": "lfu"},
+    {"policy": "fifo"},
+    {"policy": "lru", "page_size": 16},
+    {"policy": "lru", "page_size": 256},
+    {"index": "hash", "page_size": 16},
+    {"index": "hash", "page_size": 256},
+)
+# The lines that a picture has room for.
+DRAWN = {("lru", 1), ("lru+holders", 1), ("arc", 1), ("lfu", 1), ("hash", 16), ("hash", 256)}
+NUM_SCHEDULED = 1_000  # requests of each trace
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR")
+    parser.add_argument("--only", default=",".join(SIZES), metavar="NAMES")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    args = parser.parse_args()
+    (args.out / "img").mkdir(parents=True, exist_ok=True)
+    for name in args.only.split(","):
+        path = args.traces / f"{name}.jsonl.gz"
+        if name not in SIZES or not path.exists():
+            say(f"{name}: skipped, there is no {path}")
+            continue
+        start = time.perf_counter()
+        study = measure(name, path, args.limit)
+        orders = measure_orders(name, path, args.limit)
+        seconds = time.perf_counter() - start
+        say(f"{name}: {seconds:,.0f} s")
+        save(study, orders, name, seconds, args.out)
+    return 0
+
+
+def measure(name: str, path: Path, limit: int | None) -> Study:
+    trace = read_trace(path, limit=limit)
+    say(f"{name}: {len(trace):,} requests, {trace.prompt_tokens:,} prompt tokens")
+    specs = [CacheSpec(size, **cache) for cache in known_caches() for size in SIZES[name]]
+    return study_trace(trace, specs, watch=watch)
+
+
+def measure_orders(name: str, path: Path, limit: int | None) -> Study:
+    """The first requests through the scheduler: room for a part of them, and for all."""
+    trace = read_trace(path, limit=min(NUM_SCHEDULED, limit or NUM_SCHEDULED))
+    small, large = SIZES[name][1], SIZES[name][-1]
+    specs = [CacheSpec(small), CacheSpec(large), CacheSpec(large, page_size=16, index="hash")]
+    return study_trace(trace, specs, [Serving(order="lpm"), Serving(order="fcfs")], watch=watch)
+
+
+def known_caches() -> list[dict[str, Any]]:
+    """Those that this version has."""
+    known = []
+    for cache in CACHES:
+        try:
+            CacheSpec(M, **cache)
+        except InvalidRequest as error:
+            say(f"{cache}: skipped, {error}")
+        else:
+            known.append(cache)
+    return known
+
+
+def save(study: Study, orders: Study, name: str, seconds: float, out: Path) -> None:
+    """Put one trace's results in place of its older ones."""
+    results, page = out / "hit-rates.json", out / "cache.md"
+    document = json.loads(results.read_text()) if results.exists() else {"traces": {}}
+    document["setting"] = {
+        "radixserve": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+    document["traces"][name] = {
+        **study_document(study, DEFAULT_KV_BYTES),
+        "scheduled": study_document(orders, DEFAULT_KV_BYTES)["scheduled"],
+        "scheduled_requests": len(orders.trace),
+        "seconds": round(seconds, 1),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    document["traces"] = {
+        one: document["traces"][one] for one in SIZES if one in document["traces"]
+    }
+    results.write_text(json.dumps(document, indent=1) + "\n")
+    few = [run for run in study.direct if (run.spec.label, run.spec.page_size) in DRAWN]
+    draw([replace(study, direct=few)], out / "img" / f"hit-rates-{name}.png")
+    if page.exists():
+        text = with_block(page.read_text(), name, block(study))
+        page.write_text(with_block(text, "orders", orders_block(document["traces"])))
+
+
+@contextlib.contextmanager
+def watch(title: str, total: int) -> Iterator[Callable[[], object]]:
+    """A line for each replay."""
+    start = time.perf_counter()
+    yield lambda: None
+    say(f"  {title}: {total:,} requests in {time.perf_counter() - start:.1f} s")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

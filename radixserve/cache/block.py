@@ -1,0 +1,42 @@
+"""`Block` and `Space`: the records of `HashBlockCache`. `BlockPool` alone changes them."""
+
+from __future__ import annotations
+
+
+class BlockWatcher:
+    """Somebody whose match ends at a block; compared by identity."""
+
+    __slots__ = ()
+
+
+class Space:
+    """One namespace's blocks by key. Dead after a reset: nobody new finds it."""
+
+    __slots__ = ("blocks", "is_dead", "name", "num_sequences", "root_key")
+
+    def __init__(self, name: str, root_key: bytes) -> None:
+        self.name = name
+        self.root_key = root_key  # where its chains of keys begin
+        self.is_dead = False
+        self.num_sequences = 0  # live ones
+        self.blocks: dict[bytes, Block] = {}
+
+
+class Block:
+    """A page of the cache: the K/V of `tokens` behind the chain of blocks that `parent` ends.
+
+    Who holds a block holds all of its parents. Its head alone may be filled: then its key is b"",
+    nobody can find it, and it is there because a fork has still to copy that head.
+    """
+
+    __slots__ = ("is_listed", "key", "page", "parent", "refs", "serial", "space", "tokens")
+
+    def __init__(self, space: Space, page: int, serial: int) -> None:
+        self.space = space
+        self.page = page
+        self.serial = serial  # its name: pages are used again
+        self.parent: Block | None = None
+        self.key = b""
+        self.tokens = b""  # int32 bytes of a whole block
+        self.is_listed = False  # in its space's table: others can find it
+        self.refs = 1  # sequences that use it or have still to copy from it

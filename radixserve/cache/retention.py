@@ -1,0 +1,335 @@
+"""Who will come back: holders, their claims on nodes, leases; an order above any policy.
+
+A sequence may belong to a holder (a chat, a branch, a tenant). Where its sequences end, an open
+holder is anchored; its claim covers the path up to the root. Nodes fall into classes, and the
+classes are monotone along a path (what is claimed, leased or public has all above it so, too):
+
+    closed    only closed holders reached it: dropped first
+    expired   the policy's turn had come, a lease kept it, and that lease has ended: dropped next
+    ordinary  the policy decides
+    leased    claimed by an open holder with a lease: last
+
+Each anchor has its own lease, from the last time that a sequence ended there. A lease ends after
+its time, and the first begun end while all leased nodes together fill more than a share of the
+pool; a path that is longer than that share gets none. Leased pages are evictable like all others,
+so they never keep anybody waiting.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sortedcontainers import SortedDict
+
+from radixserve.cache.eviction import EvictionOrder, Use
+from radixserve.cache.ghosts import Place
+from radixserve.cache.node import Claims, Node, path
+from radixserve.errors import InvalidRequest
+
+Lease = tuple[float, int]  # its end on the cache's clock, and a number that makes it unique
+
+
+class RadixHolder:
+    """A holder's anchors in one `RadixCache`, which made it with `open_holder`."""
+
+    __slots__ = ("_retention", "anchors", "is_open", "lease_s", "name")
+
+    def __init__(self, retention: Retention, name: str, lease_s: float) -> None:
+        self._retention = retention
+        self.name = name
+        self.lease_s = lease_s  # 0: none
+        self.is_open = True
+        self.anchors: dict[Node, Lease | None] = {}  # where its sequences ended
+
+    def __repr__(self) -> str:
+        state = "" if self.is_open else ", closed"
+        return f"RadixHolder({self.name!r}{state})"
+
+    def close(self) -> None:
+        """It will not come back: what only closed holders reach goes first. Twice does nothing.
+
+        O(nodes that nobody else claims).
+        """
+        if self.is_open:
+            self._retention.close(self)
+
+    def belongs_to(self, retention: Retention | None) -> bool:
+        return self._retention is retention
+
+
+class Retention(EvictionOrder):
+    """Holders above a policy. Owns every `Claims`; a cache without holders does not have it."""
+
+    def __init__(self, policy: EvictionOrder, max_leased: int, clock: Callable[[], float]) -> None:
+        self._policy = policy
+        self.first_mark = policy.first_mark
+        self.tracks_use = policy.tracks_use
+        self.tracks_loss = policy.tracks_loss
+        self._max_leased = max_leased  # pages
+        self._clock = clock
+        self._closed: OrderedDict[Node, None] = OrderedDict()
+        self._expired: OrderedDict[Node, None] = OrderedDict()
+        self._leased: OrderedDict[Node, None] = OrderedDict()  # whose turn has come in the policy
+        self._leases: SortedDict = SortedDict()  # Lease -> (holder, anchor), first to end first
+        self._begun: OrderedDict[Lease, None] = OrderedDict()  # the same, first begun first
+        self._num_leases = 0  # ever given
+        self.open_holders: set[RadixHolder] = set()
+        self.num_leased_pages = 0
+
+    # -- as an order of eviction --------------------------------------------------------------
+
+    def add(self, node: Node) -> None:
+        claims = node.claims
+        if claims is None or claims.is_public or claims.num_open:
+            self._policy.add(node)
+        else:
+            self._closed[node] = None
+
+    def discard(self, node: Node) -> None:
+        self._policy.discard(node)
+        self._expired.pop(node, None)
+        if node.claims is not None:
+            self._closed.pop(node, None)
+            self._leased.pop(node, None)
+
+    def victim(self) -> Node | None:
+        self._end_leases()
+        for node in self._closed:
+            return node
+        for node in self._expired:
+            return node
+        while (found := self._policy.victim()) is not None:
+            claims = found.claims
+            if claims is None or not claims.num_leased:
+                return found
+            self._policy.discard(found)
+            self._leased[found] = None
+        for node in self._leased:
+            return node
+        return None
+
+    def queues(self) -> list[Iterable[Node]]:
+        return [self._closed, self._expired, self._leased, *self._policy.queues()]
+
+    def used(self, node: Node, use: Use) -> None:
+        self._policy.used(node, use)
+
+    def resized(self, node: Node) -> None:
+        self._policy.resized(node)
+
+    def dropped(self, node: Node, place: Place, num_pages: int) -> None:
+        self._policy.dropped(node, place, num_pages)
+
+    # -- holders ------------------------------------------------------------------------------
+
+    def open(self, name: str, lease_s: float) -> RadixHolder:
+        holder = RadixHolder(self, name, lease_s)
+        self.open_holders.add(holder)
+        return holder
+
+    def claim(self, holder: RadixHolder, node: Node) -> None:
+        """A sequence of `holder`, anchored in `node`, is about to let go; its path is locked still.
+
+        The holder's anchors above move here, and a lease begins anew. O(depth).
+        """
+        if not holder.is_open or node.space.is_dead or node.parent is None:
+            return
+        if node in holder.anchors:
+            self._end_lease(holder, node)
+        else:
+            holder.anchors[node] = None
+            _claims(node).holders.add(holder)
+            self._raise(node, 1, 0)
+        at = node.parent
+        while at.parent is not None:
+            if holder in _claims(at).holders:
+                self._lift(holder, at)
+            at = at.parent
+        if holder.lease_s:
+            self._begin_lease(holder, node)
+
+    def close(self, holder: RadixHolder) -> None:
+        holder.is_open = False
+        self.open_holders.discard(holder)
+        for node in list(holder.anchors):
+            self._lift(holder, node)
+
+    def publish(self, node: Node) -> None:
+        """A sequence without a holder reached `node`, which is locked. O(nodes not public yet)."""
+        at = node
+        while at.parent is not None and at.claims is not None and not at.claims.is_public:
+            at.claims.is_public = True
+            self._tidy(at)
+            at = at.parent
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper` is the new head of the claimed node `lower`."""
+        below = _claims(lower)
+        above = upper.claims = Claims(is_public=below.is_public)
+        above.num_open = int(below.num_open > 0)
+        above.num_leased = int(below.num_leased > 0)
+
+    def buried(self, node: Node) -> None:
+        """`node` goes, its pages are out: its holders' anchors move to its parent.
+
+        O(holders anchored in `node`).
+        """
+        claims, parent = _claims(node), node.parent
+        assert parent is not None
+        for holder in list(claims.holders):
+            assert isinstance(holder, RadixHolder)
+            self._move_up(holder, node, parent)
+        if claims.num_open:  # children are left: a dead subtree is taken apart from above
+            self._lower(parent, 1, int(claims.num_leased > 0))
+        self._closed.pop(node, None)
+        self._expired.pop(node, None)
+        self._leased.pop(node, None)
+        node.claims = None
+
+    def count_pages(self, node: Node, pages: int) -> None:
+        """`node`, which is claimed, has that many pages more."""
+        if _claims(node).num_leased:
+            self.num_leased_pages += pages
+
+    def leases(self) -> list[dict[str, Any]]:
+        """The leases now, first to end first: holder, tokens from the root, seconds left."""
+        self._end_leases()
+        now = self._clock()
+        return [
+            {"holder": holder.name, "tokens": node.end, "seconds_left": deadline - now}
+            for (deadline, _), (holder, node) in self._leases.items()
+        ]
+
+    def check(self) -> None:
+        """AssertionError unless holders, anchors and leases agree with each other."""
+        leases = {}
+        for holder in self.open_holders:
+            assert holder.is_open, f"{holder!r} is among the open ones"
+            for node, lease in holder.anchors.items():
+                assert node.parent is not None, f"{holder!r} is anchored in a node that is gone"
+                assert holder in _claims(node).holders, f"{holder!r} is unknown to its anchor"
+                if lease is not None:
+                    leases[lease] = (holder, node)
+        assert leases == dict(self._leases), "leases and anchors disagree"
+        assert set(leases) == set(self._begun), "leases and their order of beginning disagree"
+        for node in self._closed:
+            claims = node.claims
+            assert claims is not None, f"node {node.serial} is public and counts as closed"
+            assert not claims.is_public, f"node {node.serial} is public and counts as closed"
+            assert not claims.num_open, f"node {node.serial} is claimed and counts as closed"
+
+    @property
+    def num_closed_pages(self) -> int:
+        """O(closed nodes)."""
+        return sum(len(node.pages) for node in self._closed)
+
+    # -- claims -------------------------------------------------------------------------------
+
+    def _lift(self, holder: RadixHolder, node: Node) -> None:
+        """Take an anchor away, with its lease."""
+        self._end_lease(holder, node)
+        del holder.anchors[node]
+        _claims(node).holders.discard(holder)
+        self._lower(node, 1, 0)
+
+    def _move_up(self, holder: RadixHolder, node: Node, parent: Node) -> None:
+        if parent.parent is None or holder in _claims(parent).holders:
+            self._lift(holder, node)
+            return
+        lease = holder.anchors[node]
+        holder.anchors[parent] = lease
+        _claims(parent).holders.add(holder)
+        self._raise(parent, 1, int(lease is not None))
+        if lease is not None:
+            self._leases[lease] = (holder, parent)
+        del holder.anchors[node]
+        _claims(node).holders.discard(holder)
+        self._lower(node, 1, int(lease is not None))
+
+    def _raise(self, node: Node, is_open: int, is_leased: int) -> None:
+        """Count a claim in `node` and, where it is the first of its kind there, above it."""
+        at = node
+        while at.parent is not None and (is_open or is_leased):
+            claims = _claims(at)
+            claims.num_open += is_open
+            claims.num_leased += is_leased
+            is_open = int(is_open and claims.num_open == 1)
+            is_leased = int(is_leased and claims.num_leased == 1)
+            if is_leased:
+                self.num_leased_pages += len(at.pages)
+            at = at.parent
+
+    def _lower(self, node: Node, is_open: int, is_leased: int) -> None:
+        """Undo one `_raise`; what changes its class moves, deepest first."""
+        at = node
+        while at.parent is not None and (is_open or is_leased):
+            claims = _claims(at)
+            claims.num_open -= is_open
+            claims.num_leased -= is_leased
+            is_open = int(is_open and not claims.num_open)
+            is_leased = int(is_leased and not claims.num_leased)
+            if is_leased:
+                self.num_leased_pages -= len(at.pages)
+                if at in self._leased:
+                    del self._leased[at]
+                    self._expired[at] = None
+            if is_open:
+                self._tidy(at)
+            at = at.parent
+
+    def _tidy(self, node: Node) -> None:
+        """`node` is claimed by nobody any more, or is public now."""
+        claims = _claims(node)
+        if claims.num_open:
+            return
+        if claims.is_public:
+            node.claims = None
+        elif not node.refs and not node.space.is_dead:
+            self._policy.discard(node)
+            self._expired.pop(node, None)
+            self._closed[node] = None
+
+    # -- leases -------------------------------------------------------------------------------
+
+    def _begin_lease(self, holder: RadixHolder, node: Node) -> None:
+        if sum(len(at.pages) for at in path(node)) > self._max_leased:
+            return  # more than all leases may hold: it would only end the others
+        self._num_leases += 1
+        lease = holder.anchors[node] = (self._clock() + holder.lease_s, self._num_leases)
+        self._leases[lease] = (holder, node)
+        self._begun[lease] = None
+        self._raise(node, 0, 1)
+        self._end_leases()
+
+    def _end_lease(self, holder: RadixHolder, node: Node) -> None:
+        lease = holder.anchors[node]
+        if lease is not None:
+            del self._leases[lease], self._begun[lease]
+            holder.anchors[node] = None
+            self._lower(node, 0, 1)
+
+    def _end_leases(self) -> None:
+        """Those whose time is over, and the first begun while all together hold too much."""
+        if not self._leases:
+            return
+        now = self._clock()
+        while self._leases and self._leases.peekitem(0)[0][0] <= now:
+            self._end_lease(*self._leases.peekitem(0)[1])
+        while self._begun and self.num_leased_pages > self._max_leased:
+            self._end_lease(*self._leases[next(iter(self._begun))])
+
+
+def _claims(node: Node) -> Claims:
+    """The node's, made when missing: then it is one that everybody may reach."""
+    if node.claims is None:
+        node.claims = Claims(is_public=True)
+    return node.claims
+
+
+def check_holder(holder: object, retention: Retention | None) -> RadixHolder:
+    """`holder` if that cache made it; else InvalidRequest."""
+    if not isinstance(holder, RadixHolder) or not holder.belongs_to(retention):
+        raise InvalidRequest("holder must come from this cache's open_holder")
+    return holder

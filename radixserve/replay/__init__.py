@@ -1,0 +1,30 @@
+"""Traces of requests through the real cache and the real scheduler, without a model; no torch."""
+
+from radixserve.replay.caches import CacheSpec, cross, parse_tokens
+from radixserve.replay.direct import DirectResult, replay_direct
+from radixserve.replay.oracle import clairvoyant_hits
+from radixserve.replay.paths import PathTable, build_paths
+from radixserve.replay.reader import read_trace
+from radixserve.replay.scheduled import replay_scheduled
+from radixserve.replay.serving import ScheduledResult, Serving
+from radixserve.replay.study import Study, study_trace
+from radixserve.replay.trace import Trace, TraceRequest
+
+__all__ = [
+    "CacheSpec",
+    "DirectResult",
+    "PathTable",
+    "ScheduledResult",
+    "Serving",
+    "Study",
+    "Trace",
+    "TraceRequest",
+    "build_paths",
+    "clairvoyant_hits",
+    "cross",
+    "parse_tokens",
+    "read_trace",
+    "replay_direct",
+    "replay_scheduled",
+    "study_trace",
+]

@@ -1,0 +1,154 @@
+"""`PathTable`: a whole trace as paths in one tree that never forgets.
+
+All sequences (a prompt and the part of its output that is kept) form one tree of token prefixes. It
+is cut into segments where sequences part, where one ends, and before the last token of a prompt,
+which is always computed and never reused. So all tokens of a segment are used by exactly the same
+requests, in the same way, and whatever is asked about the future or the past of tokens can be
+answered segment by segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.replay.trace import Ints, Trace, TraceRequest
+
+_BYTES = 4  # of a token: edges are int32 bytes, one memcmp compares two
+
+
+@dataclass(frozen=True, slots=True)
+class PathTable:
+    """Segments of the tree, and by request the segments that it goes through, root first."""
+
+    lengths: Ints  # [segments] tokens
+    starts: Ints  # [segments] position of the first token in its sequences
+    segments: NDArray[np.int32]  # the paths of all requests, one after another
+    bounds: Ints  # [requests + 1] where each request's path begins and ends in `segments`
+    num_usable: Ints  # [requests] leading segments that hold all but the prompt's last token
+    reusable: Ints  # [requests] leading prompt tokens that some earlier request had, not the last
+
+    def __len__(self) -> int:
+        return len(self.num_usable)
+
+    def path(self, request: int) -> NDArray[np.int32]:
+        """The segments of one request, a view. O(1)."""
+        return self.segments[self.bounds[request] : self.bounds[request + 1]]
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Different token prefixes in prompts and kept outputs: what has to be computed once."""
+        return int(self.lengths.sum())
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Prompt tokens that a cache without end would have reused."""
+        return int(self.reusable.sum())
+
+
+def build_paths(trace: Trace, requests: Iterable[TraceRequest] | None = None) -> PathTable:
+    """O(tokens of the trace) in comparisons of memory; holds the distinct tokens meanwhile.
+
+    `requests`: the trace's own, in order, when somebody wants to see them pass (a progress bar).
+    """
+    tree = _Tree()
+    ends, limits, reusable = [], [], []
+    for request in trace if requests is None else requests:
+        data = request.kept.tobytes()
+        limit = len(request.prompt) - 1
+        at, found = tree.insert(tree.root(request.namespace), data, 0, limit * _BYTES)
+        last, _ = tree.insert(at, data, limit * _BYTES, len(data))
+        ends.append(last)
+        limits.append(limit)
+        reusable.append(found // _BYTES)
+    return tree.table(ends, limits, reusable)
+
+
+class _Tree:
+    """Segments by number; 0 and other roots are empty. A split gives the upper part a new number,
+    so that the number of the segment in which a request ends stays right."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, int] = {}
+        self._parents: list[int] = []
+        self._starts: list[int] = []  # bytes
+        self._edges: list[bytes] = []
+        self._children: list[dict[bytes, int]] = []
+
+    def root(self, namespace: str) -> int:
+        if namespace not in self._roots:
+            self._roots[namespace] = self._add(-1, 0, b"")
+        return self._roots[namespace]
+
+    def insert(self, node: int, data: bytes, pos: int, stop: int) -> tuple[int, int]:
+        """Follow and extend the tree with data[pos:stop] below `node`.
+
+        Returns the segment that ends at `stop` now, and how far `data` was known.
+        """
+        while pos < stop:
+            child = self._children[node].get(data[pos : pos + _BYTES])
+            if child is None:
+                child = self._add(node, pos, data[pos:stop])
+                self._children[node][data[pos : pos + _BYTES]] = child
+                return child, pos
+            edge = self._edges[child]
+            if not data.startswith(edge, pos, stop):
+                child = self._split(child, _common(edge, data, pos, stop))
+                edge = self._edges[child]
+            node, pos = child, pos + len(edge)
+        return node, pos
+
+    def table(self, ends: list[int], limits: list[int], reusable: list[int]) -> PathTable:
+        """The paths to `ends`; the tree is given up."""
+        lengths = np.asarray([len(edge) // _BYTES for edge in self._edges], np.int64)
+        starts = np.asarray(self._starts, np.int64) // _BYTES
+        self._edges, self._children = [], []
+        paths = [self._path(end) for end in ends]
+        segments = np.concatenate([*paths, np.empty(0, np.int32)])
+        bounds = np.cumsum([0, *map(len, paths)])
+        usable = [
+            int(np.searchsorted(starts[path], limit))
+            for path, limit in zip(paths, limits, strict=True)
+        ]
+        return PathTable(
+            lengths, starts, segments, bounds, np.asarray(usable), np.asarray(reusable, np.int64)
+        )
+
+    def _path(self, node: int) -> NDArray[np.int32]:
+        path = []
+        parents = self._parents
+        while parents[node] >= 0:
+            path.append(node)
+            node = parents[node]
+        return np.asarray(path[::-1], np.int32)
+
+    def _add(self, parent: int, start: int, edge: bytes) -> int:
+        self._parents.append(parent)
+        self._starts.append(start)
+        self._edges.append(edge)
+        self._children.append({})
+        return len(self._edges) - 1
+
+    def _split(self, node: int, at: int) -> int:
+        """Cut a segment after `at` bytes; returns the upper part."""
+        edge, parent, start = self._edges[node], self._parents[node], self._starts[node]
+        upper = self._add(parent, start, edge[:at])
+        self._children[parent][edge[:_BYTES]] = upper
+        self._children[upper][edge[at : at + _BYTES]] = node
+        self._parents[node] = upper
+        self._starts[node] = start + at
+        self._edges[node] = edge[at:]
+        return upper
+
+
+def _common(edge: bytes, data: bytes, pos: int, stop: int) -> int:
+    """Bytes of whole tokens that `edge` and data[pos:stop] have in common, one token at least."""
+    count = min(len(edge), stop - pos) // _BYTES
+    left: NDArray[Any] = np.frombuffer(edge, np.int32, count)
+    differs = left != np.frombuffer(data, np.int32, count, pos)
+    first = int(differs.argmax())
+    return (first if differs[first] else count) * _BYTES

@@ -1,0 +1,105 @@
+"""Three pictures a trace: hit rate over cache size, reusable prefix lengths, reuse distances.
+
+Needs matplotlib, which comes with `pip install radixserve[plot]`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from radixserve.errors import InvalidRequest
+from radixserve.replay.study import Study
+from radixserve.replay.tables import format_tokens
+
+_SIZE = (5.2, 3.9)  # inches a picture
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """InvalidRequest without matplotlib, or for a name whose ending it does not know."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        raise InvalidRequest(
+            "pictures need matplotlib: pip install matplotlib, or radixserve[plot]"
+        ) from None
+    allowed = sorted(FigureCanvasAgg.get_supported_filetypes())
+    if os.path.splitext(path)[1].removeprefix(".").lower() not in allowed:
+        raise InvalidRequest(f"a picture's name must end in one of {', '.join(allowed)}")
+
+
+def draw(studies: Sequence[Study], path: str | os.PathLike[str]) -> None:
+    """A row of pictures for each study, into one file; its ending says which kind.
+
+    Raises what `check_picture` raises.
+    """
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3 * _SIZE[0], len(studies) * _SIZE[1]), layout="constrained")
+    rows = figure.subplots(len(studies), 3, squeeze=False)
+    for study, (rates, lengths, distances) in zip(studies, rows, strict=True):
+        draw_rates(study, rates)
+        draw_lengths(study, lengths)
+        draw_distances(study, distances)
+    figure.savefig(path, dpi=110)
+
+
+def draw_rates(study: Study, axes: Any) -> None:
+    """Hit rate over cache size, a line for each cache, below the clairvoyant bound."""
+    sizes = sorted(study.bounds)
+    low, high = sizes[0] / 1.5, sizes[-1] * 1.5
+    kinds: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for result in study.direct:
+        kind = result.spec.label, result.spec.page_size
+        kinds.setdefault(kind, []).append((result.spec.cache_tokens, 100 * result.hit_rate))
+    pages = {page_size for _, page_size in kinds}
+    for (label, page_size), points in kinds.items():
+        name = label if pages == {1} else f"{label}, page {page_size}"
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+    curve, rates = study.bound_curve(max(1.0, low), high)
+    axes.plot(curve, 100 * rates, color="black", linewidth=1, label="clairvoyant bound")
+    ideal = 100 * study.ideal_rate
+    axes.axhline(ideal, color="grey", linewidth=0.8, linestyle=":", label="without end")
+    _name(axes, f"{study.trace.name}: hit rate", "cache size, tokens", "% of prompt tokens")
+    axes.set_xlim(max(1.0, low), high)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+    _log_tokens(axes)
+
+
+def draw_lengths(study: Study, axes: Any) -> None:
+    """Which share of the requests could reuse at most so much of its prompt."""
+    shares = study.reusable_shares()
+    axes.plot(100 * shares, np.linspace(0, 100, len(shares)), color="tab:blue")
+    title = "reusable part of a prompt, cache without end"
+    _name(axes, title, "% of the prompt", "% of the requests, at most so much")
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 100)
+
+
+def draw_distances(study: Study, axes: Any) -> None:
+    """Which share of the reused tokens comes back within so many distinct tokens."""
+    tokens = study.reuse.tokens
+    reached = 100 * np.cumsum(tokens) / max(1.0, float(tokens.sum()))
+    axes.plot(study.reuse.edges[1:], reached, color="tab:blue")
+    title = "reuse distance: distinct tokens touched in between"
+    _name(axes, title, "tokens", "% of the reused tokens, at most so far")
+    axes.set_ylim(0, 100)
+    _log_tokens(axes)
+
+
+def _name(axes: Any, title: str, across: str, up: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(across, fontsize=8)
+    axes.set_ylabel(up, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _log_tokens(axes: Any) -> None:
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: format_tokens(value))

@@ -1,0 +1,100 @@
+"""`Trace`: requests in order of arrival, their tokens made when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.arrays import IntArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class TokenSource(Protocol):
+    """Makes a request's tokens. `HashTokens` and `PackedTokens` are the two."""
+
+    def tokens(self, index: int) -> tuple[IntArray, IntArray]:
+        """Prompt and output of the request that was read as number `index`, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: what was asked, and what was answered then."""
+
+    index: int  # in the trace, by arrival
+    time: float  # seconds since the first request
+    session: str | None  # requests of one conversation, task or user
+    namespace: str
+    prompt: IntArray  # [n] int32, n >= 1
+    output: IntArray  # [m] int32, m >= 0
+
+    @property
+    def kept(self) -> IntArray:
+        """The tokens whose K/V a server has computed at its end: all but the last one drawn."""
+        if len(self.output) < 2:
+            return self.prompt
+        return np.concatenate((self.prompt, self.output[:-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Columns by request in order of arrival. Holds no expanded prompts: see `TokenSource`."""
+
+    name: str
+    source: TokenSource
+    order: Ints  # the source's number of each request
+    times: Floats  # seconds since the first request
+    sessions: Sequence[str | None]
+    namespaces: Sequence[str]
+    num_prompt: Ints  # tokens
+    num_output: Ints  # tokens
+    has_times: bool = True  # False: nothing said when, all arrive at once
+    sessions_inferred: bool = False  # from which request continues which, not from the file
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return (self.request(index) for index in range(len(self)))
+
+    def request(self, index: int) -> TraceRequest:
+        """O(its tokens)."""
+        prompt, output = self.source.tokens(int(self.order[index]))
+        return TraceRequest(
+            index,
+            float(self.times[index]),
+            self.sessions[index],
+            self.namespaces[index],
+            prompt,
+            output,
+        )
+
+    @property
+    def num_kept(self) -> Ints:
+        """Tokens of each request whose K/V is computed by its end: see `TraceRequest.kept`."""
+        return self.num_prompt + np.maximum(self.num_output - 1, 0)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return int(self.num_prompt.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest request keeps: less room than this and it is not served."""
+        return int(self.num_kept.max())
+
+    @property
+    def num_sessions(self) -> int:
+        return len({session for session in self.sessions if session is not None})
+
+    def last_of_session(self) -> set[int]:
+        """Indices of the requests after which their session does not come back."""
+        last = {session: at for at, session in enumerate(self.sessions) if session is not None}
+        return set(last.values())

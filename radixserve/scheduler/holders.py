@@ -1,0 +1,41 @@
+"""`Holders`: the open holders of a cache by name."""
+
+from __future__ import annotations
+
+from radixserve.cache import Holder, PrefixCache
+from radixserve.checks import check_str
+from radixserve.errors import InvalidRequest
+
+
+class Holders:
+    """Keeps what was opened until it is closed; a closed name is forgotten."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._open: dict[str, Holder] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, name: str, lease_s: float | None = None) -> Holder:
+        """The open holder of that name, made when there is none.
+
+        `lease_s` (seconds; None: the cache's default) counts when it is made. Raises InvalidRequest
+        for an empty name or a lease that the cache refuses.
+        """
+        if not check_str("holder", name):
+            raise InvalidRequest("a holder's name must not be empty")
+        holder = self._open.get(name)
+        if holder is None:
+            holder = self._open[name] = self._cache.open_holder(name, lease_s=lease_s)
+        return holder
+
+    def get(self, name: str) -> Holder:
+        """The holder that a request names: the open one, or a new one."""
+        return self._open.get(name) or self.open(name)
+
+    def close(self, name: str) -> None:
+        """An unknown name does nothing."""
+        holder = self._open.pop(name, None)
+        if holder is not None:
+            holder.close()

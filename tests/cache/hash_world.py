@@ -1,0 +1,93 @@
+"""The worlds of `world` for `HashBlockCache`, and for those who make their copies late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixserve.cache import HashBlockCache
+from tests.cache.world import Prefix, World
+
+
+class LateWorld(World):
+    """Page heads are copied just before their sequence commits, as late as can be.
+
+    Until then whatever anybody does must leave the source as it was.
+    """
+
+    is_waiting = False
+
+    def copy_heads(self, seq: Any) -> None:
+        if not self.is_waiting:
+            super().copy_heads(seq)
+
+    def commit(self, seq: Any, length: int) -> None:
+        self.copy_heads(seq)
+        super().commit(seq, length)
+
+    def extend(self, seq: Any, tokens: Prefix) -> bool:
+        self.is_waiting = True
+        has_room = super().extend(seq, tokens)
+        self.is_waiting = False
+        return has_room
+
+    def truncate(self, seq: Any, length: int) -> None:
+        self.is_waiting = True
+        super().truncate(seq, length)
+        self.is_waiting = False
+
+    def write(self, seq: Any, start: int) -> None:
+        super().write(seq, start)
+        for other in self.open:
+            self.verify(other)
+
+    def check(self) -> None:
+        super().check()
+        for seq in self.open:
+            self.verify(seq)
+
+    def _add(self, seq: Any, namespace: str) -> None:
+        self.is_waiting = True
+        super()._add(seq, namespace)
+        self.is_waiting = False
+
+
+class HashWorld(World):
+    """Only whole blocks are found; eviction is LRU and reuse is on, whatever the program asks."""
+
+    hash_name = "sha256"
+
+    def make_cache(self, num_pages: int, page_size: int, **_: Any) -> Any:
+        return HashBlockCache(num_pages, page_size, hash_name=self.hash_name)
+
+    def longest_cached(self, tokens: Prefix, namespace: str) -> int:
+        return self.whole(super().longest_cached(tokens, namespace))
+
+    def commit(self, seq: Any, length: int) -> None:
+        seq.commit(length)
+        self.verify(seq)
+        if id(seq) not in self.stale:
+            cached = self.longest_cached(tuple(seq.tokens[:length]), self.spaces[id(seq)])
+            assert cached == self.whole(length), "published blocks are not found"
+
+    def drain(self) -> None:
+        for seq in list(self.open):
+            self.release(seq)
+        self.check()
+        for probe, _, _ in self.probes:
+            probe.close()
+        self.probes.clear()
+        pool = self.cache._pool  # type: ignore[attr-defined]
+        assert not len(pool.watches), "a closed probe is still watching"
+        assert not pool.watches.take_changed()
+        self.cache.reset()
+        self.check()
+        stats = self.cache.stats()
+        assert stats["pages_free"] == stats["pages_total"]
+        assert stats["namespaces"] == stats["nodes"] == len(pool.evicted) == 0
+
+    def whole(self, length: int) -> int:
+        return length - length % self.page_size
+
+
+class LateHashWorld(LateWorld, HashWorld):
+    pass

@@ -1,0 +1,790 @@
+"""What every prefix cache promises, whatever is inside: one set of tests for all of them.
+
+`grain` is what tells them apart here: prefixes are found in multiples of so many tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixserve.cache import CacheSequence, HashBlockCache, OutOfPages, PrefixCache, RadixCache
+from radixserve.errors import InvalidRequest
+from tests.cache.hash_world import HashWorld, LateHashWorld
+from tests.cache.world import World, random_step
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One implementation at one page size."""
+
+    name: str
+    page_size: int
+    grain: int
+    make: Callable[[int], Any]  # number of pages -> PrefixCache
+
+    def for_tokens(self, num_tokens: int) -> PrefixCache:
+        cache: PrefixCache = self.make(-(-num_tokens // self.page_size))
+        return cache
+
+    def found(self, length: int) -> int:
+        """What is found of a cached prefix of that length."""
+        return length - length % self.grain
+
+
+def radix(size: int) -> Kind:
+    return Kind(f"radix-{size}", size, 1, lambda pages: RadixCache(pages, size))
+
+
+def hashed(size: int, hash_name: str) -> Kind:
+    def make(pages: int) -> HashBlockCache:
+        return HashBlockCache(pages, size, hash_name=hash_name)
+
+    return Kind(f"{hash_name}-{size}", size, size, make)
+
+
+SIZES = (1, 2, 16)
+HASHES = ["sha256", *(["xxh3"] if importlib.util.find_spec("xxhash") else [])]
+KINDS = [radix(p) for p in SIZES] + [hashed(p, name) for name in HASHES for p in SIZES]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+def put(cache: PrefixCache, tokens: list[int], namespace: str = "") -> CacheSequence:
+    """A sequence with all of `tokens` committed, still held."""
+    seq = cache.acquire(tokens, namespace)
+    seq.extend(tokens[seq.cached_len :])
+    seq.commit(len(tokens))
+    cache.check()
+    return seq
+
+
+def picture(cache: PrefixCache) -> tuple[dict[str, Any], dict[str, Any]]:
+    return cache.dump(), cache.stats()
+
+
+class TestReuse:
+    @pytest.mark.parametrize("shared", [0, 1, 2, 15, 16, 17, 32, 63, 64, 99])
+    def test_the_longest_cached_prefix_is_found(self, kind: Kind, shared: int) -> None:
+        cache = kind.for_tokens(1000)
+        first = list(range(1000, 1100))
+        put(cache, first).release()
+        second = first[:shared] + list(range(2000, 2030))
+        expected = kind.found(shared)
+        probe = cache.probe(np.asarray(second, np.int32))
+        assert cache.lookup(second).cached_len == probe.cached_len == expected
+        probe.close()
+        seq = cache.acquire(second)
+        assert seq.cached_len == seq.length == seq.committed_len == expected
+        assert seq.tokens.tolist() == second[:expected]
+        assert len(seq.pages) == -(-expected // cache.page_size)
+        assert not seq.is_released
+        assert not seq.is_stale
+        cache.check()
+
+    def test_at_least_the_last_token_is_left_unless_all_may_be_reused(self, kind: Kind) -> None:
+        cache = kind.for_tokens(1000)
+        tokens = list(range(48))
+        put(cache, tokens).release()
+        assert cache.lookup(tokens).cached_len == kind.found(47)
+        assert cache.acquire(tokens).cached_len == kind.found(47)
+        assert cache.lookup(tokens, allow_full=True).cached_len == 48
+        assert cache.acquire(tokens, allow_full=True).cached_len == 48
+
+    def test_looking_changes_nothing(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        put(cache, list(range(60))).release()
+        put(cache, list(range(100, 140)), "b").release()
+        before = picture(cache)
+        for tokens in ([], [5], list(range(60)), [*range(40), 7], list(range(100, 140))):
+            cache.lookup(tokens)
+            cache.lookup(tokens, "c", allow_full=True)
+            cache.probe(np.asarray(tokens, np.int32), "d").close()
+        cache.changed_probes()
+        assert picture(cache) == before
+
+    def test_whole_shared_pages_are_the_same_pages(self, kind: Kind) -> None:
+        cache = kind.for_tokens(400)
+        first = put(cache, list(range(70)))
+        seq = cache.acquire([*range(67), 999, 998])
+        whole = kind.found(67) // cache.page_size
+        assert seq.pages[:whole].tolist() == first.pages[:whole].tolist()
+        own = seq.pages[whole:].tolist()
+        assert not set(own) & set(first.pages.tolist())
+        assert [copy[1] for copy in seq.copies] == own
+        cache.check()
+
+    def test_a_conversation_reuses_what_was_said(self, kind: Kind) -> None:
+        cache = kind.for_tokens(2000)
+        history: list[int] = []
+        for turn in range(12):
+            prompt = history + [turn * 100 + i for i in range(13)]
+            seq = cache.acquire(prompt)
+            assert seq.cached_len == kind.found(len(history))
+            answer = [turn * 100 + 50 + i for i in range(7)]
+            seq.extend(prompt[seq.cached_len :] + answer)
+            seq.commit(seq.length)
+            seq.release()
+            cache.check()
+            history = prompt + answer
+        assert cache.stats()["pages_private"] == 0
+
+    def test_any_sequence_of_ints_is_a_prompt(self, kind: Kind) -> None:
+        cache = kind.for_tokens(100)
+        tokens = list(range(33))
+        put(cache, tokens).release()
+        assert cache.lookup(tuple(tokens)).cached_len == kind.found(32)
+        assert cache.lookup(np.asarray(tokens, np.int64)).cached_len == kind.found(32)
+        twice = np.repeat(np.asarray(tokens, np.int32), 2)[::2]  # not contiguous
+        assert cache.lookup(twice).cached_len == kind.found(32)
+
+    def test_extreme_token_ids(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        tokens = [2**31 - 1, -(2**31), 0, -1] * 20
+        put(cache, tokens).release()
+        assert cache.lookup(tokens).cached_len == kind.found(79)
+
+    def test_what_is_wrong_is_refused_and_changes_nothing(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        put(cache, list(range(40))).release()
+        before = picture(cache)
+        bad_tokens: list[Any] = [[1.5, 2.0], [[1], [2]], ["a"], [2**31], [1, None]]
+        calls: list[Callable[[], object]] = [
+            *(lambda bad=bad: cache.acquire(bad) for bad in bad_tokens),
+            *(lambda bad=bad: cache.lookup(bad) for bad in bad_tokens),
+            lambda: cache.acquire([1], 5),  # type: ignore[arg-type]
+            lambda: cache.acquire([1], priority="high"),  # type: ignore[arg-type]
+            lambda: cache.acquire([1], holder="me"),  # type: ignore[arg-type]
+            lambda: cache.evict(-1),
+            lambda: cache.evict(1.5),  # type: ignore[arg-type]
+            lambda: cache.reset(3),  # type: ignore[arg-type]
+            lambda: cache.dump(-1),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidRequest):
+                call()
+        assert picture(cache) == before
+        cache.check()
+
+    def test_empty_and_one_token_prompts(self, kind: Kind) -> None:
+        cache = kind.for_tokens(100)
+        for tokens in ([], [5]):
+            assert cache.lookup(tokens).cached_len == 0
+            seq = cache.acquire(tokens)
+            assert seq.length == 0
+            assert seq.pages.tolist() == seq.tokens.tolist() == []
+            seq.commit(0)
+            seq.fork().release()
+            seq.truncate(0)
+            seq.release()
+        cache.check()
+        assert cache.stats()["pages_free"] == cache.num_pages
+
+
+class TestCommit:
+    def test_the_second_to_publish_gives_its_pages_back(self, kind: Kind) -> None:
+        cache = kind.for_tokens(400)
+        tokens = list(range(128))
+        one, two = cache.acquire(tokens), cache.acquire(tokens)
+        one.extend(tokens)
+        two.extend(tokens)
+        one.commit(128)
+        two.commit(128)
+        assert two.pages.tolist() == one.pages.tolist()
+        stats = cache.stats()
+        assert stats["pages_tree"] == 128 // cache.page_size
+        assert stats["pages_private"] == 0
+        assert stats["duplicate_tokens"] == 128
+        cache.check()
+
+    def test_two_sequences_token_by_token(self, kind: Kind) -> None:
+        cache = kind.for_tokens(400)
+        tokens = list(range(100))
+        one, two = cache.acquire(tokens), cache.acquire(tokens)
+        for at, token in enumerate(tokens):
+            for seq in (one, two):
+                seq.extend([token])
+                seq.commit(at + 1)
+                cache.check()
+        one.release()
+        two.release()
+        cache.check()
+        assert cache.lookup([*tokens, 0]).cached_len == kind.found(100)
+        assert cache.stats()["pages_tree"] == -(-kind.found(100) // cache.page_size)
+
+    def test_only_what_is_committed_is_found(self, kind: Kind) -> None:
+        cache = kind.for_tokens(400)
+        tokens = list(range(50))
+        seq = cache.acquire(tokens)
+        seq.extend(tokens)
+        for length in (0, 1, 20, 20, 33, 50):
+            seq.commit(length)
+            assert seq.committed_len == length
+            assert cache.lookup([*tokens, 0]).cached_len == kind.found(length)
+        cache.check()
+
+    def test_the_length_must_have_room_and_not_go_back(self, kind: Kind) -> None:
+        cache = kind.for_tokens(100)
+        seq = put(cache, list(range(20)))
+        before = picture(cache)
+        for length in (19, 21):
+            with pytest.raises(InvalidRequest, match="between 20"):
+                seq.commit(length)
+        for bad in (-1, 2.5, "a", None, True):
+            with pytest.raises(InvalidRequest, match="length must be"):
+                seq.commit(bad)  # type: ignore[arg-type]
+        assert picture(cache) == before
+
+    def test_views_keep_the_state_in_which_they_were_taken(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        seq = put(cache, list(range(20)))
+        tokens, pages = seq.tokens, seq.pages
+        seq.extend(list(range(20, 60)))
+        seq.commit(60)
+        assert tokens.tolist() == list(range(20))
+        assert len(pages) == -(-20 // cache.page_size)
+        assert seq.tokens.tolist() == list(range(60))
+
+    def test_pages_wanted(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        seq = put(cache, list(range(20)))
+        for count in (0, 1, 12, 13, 50):
+            wanted = seq.pages_wanted(count)
+            assert wanted == -(-(20 + count) // cache.page_size) - len(seq.pages)
+        before = len(seq.pages)
+        wanted = seq.pages_wanted(30)
+        seq.extend([7] * 30)
+        assert len(seq.pages) - before == wanted
+
+
+class TestForkAndTruncate:
+    @pytest.mark.parametrize("length", [0, 1, 32, 75])
+    def test_a_fork_shares_all_but_a_head(self, kind: Kind, length: int) -> None:
+        cache = kind.for_tokens(400)
+        seq = put(cache, list(range(length)))
+        seq.extend([1, 2, 3])  # not committed: not the fork's
+        twin = seq.fork()
+        cache.check()
+        whole, extra = divmod(length, cache.page_size)
+        assert twin.length == twin.committed_len == twin.cached_len == length
+        assert twin.tokens.tolist() == list(range(length))
+        assert twin.pages[:whole].tolist() == seq.pages[:whole].tolist()
+        assert [(dst, n) for _, dst, n in twin.copies] == (
+            [(int(twin.pages[whole]), extra)] if extra else []
+        )
+        assert twin.num_private == (1 if extra else 0)
+        seq.truncate(length)
+        for one, token in ((seq, 500), (twin, 600)):
+            tokens = [token + i for i in range(20)]
+            one.extend(tokens)
+            one.commit(length + 20)
+            cache.check()
+        for token in (500, 600):
+            tokens = [*range(length), *[token + i for i in range(20)], 0]
+            assert cache.lookup(tokens).cached_len == kind.found(length + 20)
+
+    def test_forks_of_forks_that_all_go_the_same_way(self, kind: Kind) -> None:
+        cache = kind.for_tokens(900)
+        all_of_them = [put(cache, list(range(37)))]
+        for _ in range(6):
+            all_of_them.append(all_of_them[-1].fork())
+            cache.check()
+        for seq in all_of_them:
+            seq.extend(list(range(37, 80)))
+            seq.commit(80)
+            cache.check()
+        whole = kind.found(80) // cache.page_size
+        assert len({tuple(seq.pages[:whole].tolist()) for seq in all_of_them}) == 1
+        for seq in all_of_them:
+            seq.release()
+            cache.check()
+        assert cache.stats()["pages_private"] == 0
+
+    def test_a_fork_outlives_what_it_was_forked_from(self, kind: Kind) -> None:
+        """Its copy is still to be made: the source must stay, whoever lets go of it."""
+        cache = kind.for_tokens(64)
+        seq = put(cache, list(range(21)))
+        twin = seq.fork()
+        sources = [source for source, _, _ in twin.copies]
+        seq.release()
+        other = cache.acquire([9] * 64)
+        other.extend([9] * (cache.num_available * cache.page_size))
+        cache.check()
+        assert not set(other.pages.tolist()) & set(sources)
+        assert twin.tokens.tolist() == list(range(21))
+        other.release()
+        twin.commit(21)
+        twin.release()
+        cache.check()
+        assert cache.stats()["pages_locked"] == 0
+
+    @pytest.mark.parametrize("length", [0, 1, 16, 30, 64, 74, 75])
+    def test_truncate_rolls_back_and_the_rest_stays_cached(self, kind: Kind, length: int) -> None:
+        cache = kind.for_tokens(600)
+        tokens = list(range(75))
+        seq = put(cache, tokens)
+        seq.extend([1, 2, 3])
+        seq.truncate(length)
+        assert seq.length == seq.committed_len == length
+        assert len(seq.pages) == -(-length // cache.page_size)
+        assert seq.cached_len <= length
+        cache.check()
+        tail = [500 + i for i in range(20)]
+        seq.extend(tail)
+        seq.commit(length + 20)
+        cache.check()
+        assert cache.lookup([*tokens, 0]).cached_len == kind.found(75)
+        assert cache.lookup([*tokens[:length], *tail, 0]).cached_len == kind.found(length + 20)
+
+    def test_a_cut_shortens_or_drops_a_pending_copy(self, kind: Kind) -> None:
+        cache = kind.for_tokens(400)
+        seq = put(cache, list(range(42)))
+        for length in (42, 41, 37, 33, 32):
+            twin = seq.fork()
+            twin.extend([7] * 10)
+            twin.truncate(length)
+            extra = length % cache.page_size
+            assert [n for _, _, n in twin.copies] == ([extra] if extra else [])
+            cache.check()
+            twin.release()
+
+    def test_a_cut_behind_a_pending_copy_leaves_it_whole(self, kind: Kind) -> None:
+        cache = kind.for_tokens(400)
+        seq = put(cache, list(range(41)))
+        twin = seq.fork()
+        copies = list(twin.copies)
+        twin.extend([7] * 40)
+        twin.truncate(65)  # in a page behind the one that the copy fills
+        assert twin.copies == copies
+        cache.check()
+
+    def test_bad_lengths_are_refused(self, kind: Kind) -> None:
+        cache = kind.for_tokens(100)
+        seq = put(cache, list(range(20)))
+        before = picture(cache)
+        for length in (21, -1, 1.5, None):
+            with pytest.raises(InvalidRequest):
+                seq.truncate(length)  # type: ignore[arg-type]
+        assert picture(cache) == before
+
+    def test_a_released_sequence_says_so(self, kind: Kind) -> None:
+        cache = kind.for_tokens(100)
+        seq = put(cache, list(range(20)))
+        seq.release()
+        after = picture(cache)
+        seq.release()
+        assert seq.is_released
+        uses: list[Callable[[], object]] = [
+            lambda: seq.extend([1]),
+            lambda: seq.commit(20),
+            lambda: seq.truncate(3),
+            seq.fork,
+        ]
+        for use in uses:
+            with pytest.raises(InvalidRequest, match="released"):
+                use()
+        assert picture(cache) == after
+        cache.check()
+
+
+class TestEviction:
+    def test_never_more_than_asked_rounded_up_to_a_page(self, kind: Kind) -> None:
+        cache = kind.for_tokens(1024)
+        put(cache, list(range(1000))).release()
+        for asked in (0, 1, 5, 64, 100):
+            before = cache.stats()
+            pages = -(-asked // cache.page_size)
+            assert cache.evict(asked) == pages * cache.page_size
+            after = cache.stats()
+            assert after["pages_free"] == before["pages_free"] + pages
+            cache.check()
+        assert cache.evict(10**6) < 10**6
+        assert cache.stats()["pages_free"] == cache.num_pages
+        assert cache.evict(1) == 0
+
+    def test_the_tail_goes_before_the_head(self, kind: Kind) -> None:
+        cache = kind.for_tokens(640)
+        put(cache, list(range(640))).release()
+        cache.evict(128)
+        assert cache.lookup(list(range(641))).cached_len == 512
+
+    def test_least_recently_used_goes_first(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        for first in (1, 2, 3):
+            put(cache, [first] * 48).release()
+        cache.acquire([1] * 48, allow_full=True).release()  # used again
+        cache.lookup([2] * 48)  # not a use
+        cache.probe(np.asarray([2] * 48, np.int32)).close()
+        cache.evict(48)
+        found = [cache.lookup([first] * 49).cached_len for first in (1, 2, 3)]
+        assert found == [48, 0, 48]
+
+    def test_what_is_held_stays(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        seq = put(cache, list(range(64)))
+        put(cache, list(range(128))).release()
+        cache.evict(10**6)
+        assert cache.lookup([*range(64), 0]).cached_len == 64
+        assert seq.length == 64
+        assert cache.stats()["pages_locked"] == 64 // cache.page_size
+        cache.check()
+
+    def test_parents_outlive_their_children(self, kind: Kind) -> None:
+        cache = kind.for_tokens(1000)
+        for branch in range(5):
+            put(cache, [*range(48), *[100 + branch] * 17]).release()
+        for _ in range(5):
+            cache.evict(1)
+            cache.check()
+        assert cache.lookup([*range(48), 0]).cached_len == 48
+
+    def test_all_that_is_available_can_be_had_and_no_page_more(self, kind: Kind) -> None:
+        cache = kind.for_tokens(256)
+        put(cache, [7] * 100).release()
+        held = put(cache, list(range(96)))
+        seq = cache.acquire([9])
+        room = cache.num_available * cache.page_size
+        before = picture(cache)
+        with pytest.raises(OutOfPages, match="evictable"):
+            seq.extend([1] * (room + 1))
+        assert picture(cache) == before
+        seq.extend([1] * room)
+        assert cache.num_available == cache.stats()["pages_free"] == 0
+        assert held.tokens.tolist() == list(range(96))
+        cache.check()
+
+    def test_fork_and_truncate_without_room_change_nothing(self, kind: Kind) -> None:
+        cache = kind.for_tokens(64)
+        seq = put(cache, list(range(37)))
+        other = cache.acquire([9])
+        other.extend([9] * (cache.num_available * cache.page_size))
+        cache.check()
+        before = picture(cache)
+        if cache.page_size > 1:
+            for call in (seq.fork, lambda: seq.truncate(5)):
+                with pytest.raises(OutOfPages):
+                    call()
+                if cache.page_size == 2:  # 37 ends inside a page, and 5 does
+                    assert picture(cache) == before
+                cache.check()
+                assert seq.length == seq.committed_len == 37
+        other.release()
+        seq.fork().release()
+        seq.truncate(5)
+        cache.check()
+
+
+class TestReset:
+    @pytest.mark.parametrize("namespace", [None, ""])
+    def test_reset_forgets_and_frees(self, kind: Kind, namespace: str | None) -> None:
+        cache = kind.for_tokens(512)
+        put(cache, list(range(100))).release()
+        cache.reset(namespace)
+        cache.check()
+        assert cache.lookup(list(range(100))) == (0, "never_seen", 0, None, None)
+        assert cache.stats()["pages_free"] == cache.num_pages
+        assert cache.evict(10) == 0
+        put(cache, list(range(512))).release()  # all of it can be used again
+        cache.check()
+
+    def test_what_is_in_use_goes_on_undisturbed(self, kind: Kind) -> None:
+        cache = kind.for_tokens(512)
+        tokens = list(range(100))
+        seq, other = put(cache, tokens), put(cache, tokens)
+        cache.reset()
+        assert seq.is_stale
+        cache.check()
+        new = put(cache, tokens)
+        assert new.cached_len == 0
+        assert not new.is_stale
+        assert not set(new.pages.tolist()) & set(seq.pages.tolist())
+        twin = seq.fork()
+        assert twin.is_stale
+        for one in (seq, twin):
+            one.extend(list(range(100, 140)))
+            one.commit(140)
+            cache.check()
+        other.truncate(37)
+        cache.check()
+        assert cache.lookup(list(range(141))).cached_len == kind.found(100)  # by the new one
+        for one in (seq, other, twin):
+            one.release()
+            cache.check()
+        stats = cache.stats()
+        held = kind.found(100) if kind.grain > 1 else 100
+        assert stats["pages_tree"] == -(-held // cache.page_size)
+        new.release()
+        cache.reset()
+        cache.check()
+        assert cache.stats()["pages_free"] == cache.num_pages
+
+    def test_only_the_named_namespace(self, kind: Kind) -> None:
+        cache = kind.for_tokens(256)
+        held = put(cache, list(range(48)), "a")
+        put(cache, list(range(48)), "b").release()
+        cache.reset("a")
+        cache.reset("unknown")
+        assert held.is_stale
+        assert cache.lookup(list(range(49)), "a").cached_len == 0
+        assert cache.lookup(list(range(49)), "b").cached_len == 48
+        cache.check()
+
+
+class TestNamespaces:
+    def test_equal_tokens_in_two_namespaces_share_nothing(self, kind: Kind) -> None:
+        cache = kind.for_tokens(512)
+        tokens = list(range(48))
+        sequences = [put(cache, tokens, name) for name in ("", "a", "b", "\ud800")]
+        pages = [page for seq in sequences for page in seq.pages.tolist()]
+        assert len(set(pages)) == len(pages)
+        assert cache.stats()["namespaces"] == 4
+        for seq in sequences:
+            seq.release()
+        cache.evict(10**6)
+        cache.check()
+        assert cache.stats()["namespaces"] == 0
+
+
+class TestReasons:
+    def test_each_one(self, kind: Kind) -> None:
+        cache = kind.for_tokens(512)
+        assert cache.lookup(list(range(49))).reason == "never_seen"
+        put(cache, list(range(64))).release()
+        assert cache.lookup(list(range(65))) == (64, "full", 64, None, None)
+        assert cache.lookup([*range(64), *[7] * 20]).reason == "never_seen"
+        assert cache.lookup(list(range(49)), "other").reason == "namespace"
+        assert cache.lookup([9] * 40).reason == "never_seen"
+        cache.evict(32)
+        found = cache.lookup(list(range(65)))
+        assert (found.cached_len, found.reason) == (32, "evicted")
+        cache.evict(10**6)
+        assert cache.lookup(list(range(65))).reason == "evicted"
+        put(cache, list(range(64))).release()
+        assert cache.lookup(list(range(65))).reason == "full"
+
+
+class TestHolders:
+    def test_open_use_and_close(self, kind: Kind) -> None:
+        cache = kind.for_tokens(256)
+        holder = cache.open_holder("chat 1", lease_s=2.5)
+        other = cache.open_holder("chat 2")
+        assert (holder.name, holder.is_open) == ("chat 1", True)
+        assert cache.stats()["holders"] == 2
+        for priority in (0, 5, -1):
+            seq = cache.acquire(list(range(40)), holder=holder, priority=priority)
+            seq.extend(list(range(seq.cached_len, 40)))
+            seq.commit(40)
+            seq.release()
+            cache.check()
+        for _ in range(2):
+            holder.close()
+            assert not holder.is_open
+            assert cache.stats()["holders"] == 1
+        cache.acquire(list(range(40)), holder=holder).release()  # closed: like none
+        other.close()
+        cache.check()
+        cache.evict(10**6)
+        assert cache.stats()["pages_free"] == cache.num_pages
+
+    def test_what_is_wrong_is_refused(self, kind: Kind) -> None:
+        cache = kind.for_tokens(256)
+        for name, lease in ((5, None), ("a", -1.0), ("a", float("nan")), ("a", "long")):
+            with pytest.raises(InvalidRequest):
+                cache.open_holder(name, lease_s=lease)  # type: ignore[arg-type]
+        foreign = kind.for_tokens(256).open_holder("a")
+        with pytest.raises(InvalidRequest, match="open_holder"):
+            cache.acquire([1, 2, 3], holder=foreign)
+        assert cache.stats()["sequences"] == cache.stats()["holders"] == 0
+
+
+class TestProbes:
+    def test_only_those_concerned_are_refreshed(self, kind: Kind) -> None:
+        cache = kind.for_tokens(2048)
+        put(cache, list(range(64))).release()
+        heads = {"deep": list(range(64)), "cold": [900 + i for i in range(64)]}
+        probes = {
+            name: cache.probe(np.asarray([*head, *[5] * 32, 0], np.int32))
+            for name, head in heads.items()
+        }
+        assert [probe.cached_len for probe in probes.values()] == [64, 0]
+        cache.changed_probes()
+        put(cache, [700 + i for i in range(64)]).release()  # elsewhere
+        assert cache.changed_probes() == []
+        put(cache, [*heads["cold"], *[6] * 32]).release()
+        assert cache.changed_probes() == [probes["cold"]]
+        assert probes["cold"].cached_len == 64
+        seq = put(cache, [*heads["deep"], *[5] * 32])
+        assert cache.changed_probes() == [probes["deep"]]
+        assert (probes["deep"].cached_len, probes["deep"].locked_len) == (96, 96)
+        seq.release()
+        assert (probes["deep"].cached_len, probes["deep"].locked_len) == (96, 0)
+        cache.reset()
+        assert set(cache.changed_probes()) == set(probes.values())
+        assert [probe.cached_len for probe in probes.values()] == [0, 0]
+        for probe in probes.values():
+            probe.close()
+        put(cache, heads["deep"]).release()
+        assert cache.changed_probes() == []
+
+    def test_a_path_names_what_is_shared(self, kind: Kind) -> None:
+        cache = kind.for_tokens(512)
+        for tail in (1, 2):
+            put(cache, [*range(32), *[tail] * 32]).release()
+        ends = [[*range(32), *[1] * 33], [*range(32), *[2] * 33], [*range(32), 3], [4, 4]]
+        probes = [cache.probe(np.asarray(tokens, np.int32)) for tokens in ends]
+        one, two, head, none = (probe.path() for probe in probes)
+        assert none == ()
+        assert one[: len(head)] == two[: len(head)] == head
+        assert one != two
+        for probe in probes:
+            probe.close()
+
+
+class TestKnowing:
+    def test_the_counters_and_the_law_of_pages(self, kind: Kind) -> None:
+        cache = kind.for_tokens(512)
+        assert (cache.num_pages, cache.page_size) == (-(-512 // kind.page_size), kind.page_size)
+        assert cache.reuses
+        put(cache, list(range(100))).release()
+        seq = put(cache, [*range(50), *[7] * 30])
+        seq.extend([8] * 5)
+        stats = cache.stats()
+        parts = stats["pages_free"] + stats["pages_tree"] + stats["pages_private"]
+        assert parts == stats["pages_total"] == cache.num_pages
+        assert stats["pages_free"] + stats["pages_tree"] - stats["pages_locked"] == (
+            cache.num_available
+        )
+        assert (stats["sequences"], stats["namespaces"]) == (1, 1)
+        assert stats["num_acquired"] == 2
+        assert stats["acquired_tokens"] == 180
+        assert stats["matched_tokens"] == kind.found(50)
+        assert stats["committed_tokens"] == 180 - kind.found(50)
+        cache.reset("nobody")
+        assert cache.stats()["num_resets"] == 1
+
+    def test_all_report_the_same_keys(self, kind: Kind) -> None:
+        reference = RadixCache(40)
+        cache = kind.make(40)
+        assert set(cache.stats()) == set(reference.stats())
+        for one in (cache, reference):
+            put(one, list(range(20))).release()
+        shapes = [set(one.dump()["namespaces"][""]) for one in (cache, reference)]
+        assert shapes[0] == shapes[1]
+
+    def test_the_picture_is_cut_at_max_nodes(self, kind: Kind) -> None:
+        cache = kind.for_tokens(512)
+        for first in range(10):
+            put(cache, [first] * 16).release()
+        assert not cache.dump()["truncated"]
+        assert cache.dump()["page_size"] == kind.page_size
+        for count in (0, 4):
+            cut = cache.dump(max_nodes=count)
+            assert cut["truncated"]
+            assert count_nodes(cut) == count
+        (top, *_) = cache.dump()["namespaces"][""]["children"]
+        assert top["tokens"] == [0] * top["num_tokens"]
+        assert (top["start"], top["refs"], top["holders"]) == (0, 0, 0)
+
+    def test_settings_are_checked(self, kind: Kind) -> None:
+        for bad in (0, -1, 2.5, True, None, 2**31):
+            with pytest.raises(InvalidRequest, match="num_pages"):
+                kind.make(bad)  # type: ignore[arg-type]
+
+
+def count_nodes(dump: dict[str, Any]) -> int:
+    count, stack = 0, list(dump["namespaces"].values())
+    while stack:
+        children = stack.pop()["children"]
+        count += len(children)
+        stack.extend(children)
+    return count
+
+
+# -- random programs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [World, HashWorld, LateHashWorld])
+@pytest.mark.parametrize("block", range(2))
+def test_random_programs_under_the_page_oracle(world: type[World], block: int) -> None:
+    for seed in range(block * 50, block * 50 + 50):
+        run_world(world, seed, 100)
+
+
+def run_world(make: type[World], seed: int, steps: int) -> None:
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 3, 4, 16])
+    world = make(rng.choice([4, 8, 20, 60]), page_size)
+    for _ in range(steps):
+        random_step(world, rng, 3 * page_size + 4)
+        world.check()
+    world.drain()
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize("hash_name", HASHES)
+def test_blocks_find_what_the_tree_finds_floored_to_blocks(size: int, hash_name: str) -> None:
+    for seed in range(8):
+        run_both(
+            seed, 250, RadixCache(20_000, 1), HashBlockCache(20_000, size, hash_name=hash_name)
+        )
+
+
+def run_both(seed: int, steps: int, *caches: PrefixCache) -> None:
+    """The same program for all of them, without eviction; the first one is the reference."""
+    rng = random.Random(seed)
+    known: list[list[int]] = [[]]
+    open_ones: list[tuple[list[int], list[CacheSequence]]] = []
+    for _ in range(steps):
+        if len(open_ones) < 8 and rng.random() < 0.5:
+            head = rng.choice(known[-40:])
+            tokens = head[: rng.randint(0, len(head))] + [rng.randrange(3) for _ in range(30)]
+            namespace = rng.choice(["", "", "b"])
+            full = rng.random() < 0.3
+            found = [c.lookup(tokens, namespace, allow_full=full).cached_len for c in caches]
+            seqs = [c.acquire(tokens, namespace, allow_full=full) for c in caches]
+            assert [seq.cached_len for seq in seqs] == found
+            for cache, length in zip(caches[1:], found[1:], strict=True):
+                assert length == found[0] - found[0] % cache.page_size
+            for seq in seqs:
+                seq.extend(tokens[seq.cached_len :])
+            open_ones.append((tokens, seqs))
+            known.append(tokens)
+        elif open_ones:
+            tokens, seqs = open_ones[rng.randrange(len(open_ones))]
+            action = rng.random()
+            if action < 0.5:
+                least = max(seq.committed_len for seq in seqs)
+                length = rng.randint(least, seqs[0].length)
+                for seq in seqs:
+                    seq.commit(length)
+            elif action < 0.75:
+                more = [rng.randrange(3) for _ in range(rng.randrange(20))]
+                tokens += more
+                for seq in seqs:
+                    seq.extend(more)
+            else:
+                open_ones.remove((tokens, seqs))
+                for seq in seqs:
+                    seq.release()
+    for cache in caches:
+        assert cache.stats()["evicted_tokens"] == 0
+        cache.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [HashWorld, LateHashWorld])
+def test_many_random_programs(world: type[World]) -> None:
+    """RADIXSERVE_FUZZ_SEEDS sets how many (default 10,000)."""
+    for seed in range(1_000, 1_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "10000"))):
+        run_world(world, seed, 150)

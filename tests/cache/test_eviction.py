@@ -1,0 +1,208 @@
+"""What each policy drops first, that victims are leaves, and that the cost does not grow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from radixserve.cache import RadixCache
+from radixserve.cache.eviction import EvictionOrder
+from radixserve.cache.node import Node
+from radixserve.cache.policies import ARC, EVICTION_POLICIES
+from radixserve.errors import InvalidRequest
+
+
+def serve(cache: RadixCache, tokens: Sequence[int], **options: int) -> int:
+    """One request from beginning to end; the tokens that it found."""
+    seq = cache.acquire(tokens, priority=options.get("priority", 0))
+    seq.extend(tokens[seq.cached_len :])
+    seq.commit(len(tokens))
+    found = seq.cached_len
+    seq.release()
+    return found
+
+
+def block(name: int, size: int = 10) -> list[int]:
+    return [name * 1000 + i for i in range(size)]
+
+
+def is_cached(cache: RadixCache, tokens: list[int]) -> bool:
+    return cache.lookup(tokens, allow_full=True).cached_len == len(tokens)
+
+
+def survivors(cache: RadixCache, names: Sequence[int], size: int = 10) -> list[int]:
+    return [name for name in names if is_cached(cache, block(name, size))]
+
+
+class TestWhoGoes:
+    def test_lru_drops_what_was_used_longest_ago(self) -> None:
+        cache = RadixCache(60, eviction="lru")
+        for name in (1, 2, 3, 4, 1):
+            serve(cache, block(name))
+        cache.evict(20)
+        assert survivors(cache, (1, 2, 3, 4)) == [1, 4]
+
+    def test_fifo_drops_what_came_first_however_often_it_was_used(self) -> None:
+        cache = RadixCache(60, eviction="fifo")
+        for name in (1, 2, 3, 4, 1, 1):
+            serve(cache, block(name))
+        cache.evict(20)
+        assert survivors(cache, (1, 2, 3, 4)) == [3, 4]
+
+    def test_fifo_keeps_a_head_for_as_long_as_its_youngest_tail(self) -> None:
+        cache = RadixCache(60, eviction="fifo")
+        serve(cache, block(1) + block(2))
+        serve(cache, block(3))
+        serve(cache, block(1) + block(4))
+        cache.evict(20)
+        assert is_cached(cache, block(1) + block(4))
+        assert survivors(cache, (1, 3)) == [1]
+
+    def test_lfu_drops_what_was_reused_least(self) -> None:
+        cache = RadixCache(60, eviction="lfu")
+        for name in (1, 1, 1, 2, 2, 3, 4):
+            serve(cache, block(name))
+        cache.evict(20)
+        assert survivors(cache, (1, 2, 3, 4)) == [1, 2]
+
+    def test_a_shared_head_is_used_more_than_the_tail_below_it(self) -> None:
+        cache = RadixCache(100, eviction="lfu")
+        serve(cache, block(1) + block(2))
+        serve(cache, block(1) + block(3))
+        serve(cache, block(4))
+        cache.evict(30)
+        assert survivors(cache, (1, 4)) == [1]
+
+    @pytest.mark.parametrize("eviction", ["slru", "arc"])
+    def test_a_scan_does_not_wash_out_what_was_seen_twice(self, eviction: str) -> None:
+        cache = RadixCache(100, eviction=eviction)
+        for name in (1, 2, 1, 2):
+            serve(cache, block(name))
+        for name in range(10, 60):  # fifty strangers, five times the pool
+            serve(cache, block(name))
+        assert survivors(cache, (1, 2)) == [1, 2]
+
+    def test_slru_lets_the_protected_ones_go_back(self) -> None:
+        cache = RadixCache(110, eviction="slru")
+        for name in range(10):
+            serve(cache, block(name))
+            serve(cache, block(name))  # all of them seen twice, more than 80 % of the pool
+        cache.evict(30)
+        assert survivors(cache, range(10)) == [3, 4, 5, 6, 7, 8, 9]
+
+    def test_priority_drops_the_unimportant_first(self) -> None:
+        cache = RadixCache(60, eviction="priority")
+        for name, priority in ((1, 5), (2, -1), (3, 0), (4, 2)):
+            serve(cache, block(name), priority=priority)
+        cache.evict(20)
+        assert survivors(cache, (1, 2, 3, 4)) == [1, 4]
+
+    def test_the_most_important_reader_of_a_head_counts(self) -> None:
+        cache = RadixCache(100, eviction="priority")
+        serve(cache, block(1) + block(2), priority=3)
+        serve(cache, block(1) + block(3), priority=-3)
+        serve(cache, block(4), priority=1)
+        cache.evict(20)
+        assert is_cached(cache, block(1) + block(2))
+        assert survivors(cache, (1, 4)) == [1]
+
+    def test_unknown_policies_are_refused_by_name(self) -> None:
+        with pytest.raises(InvalidRequest, match=r"eviction must be.*lru"):
+            RadixCache(10, eviction="random")
+        with pytest.raises(InvalidRequest, match="priority must be"):
+            RadixCache(10).acquire([1], priority=2**40)
+
+
+class TestARC:
+    def test_coming_back_for_recent_things_gives_recency_more_room(self) -> None:
+        cache = RadixCache(100, eviction="arc")
+        order = cache._store.tree.order
+        assert isinstance(order, ARC)
+        for name in range(5):
+            serve(cache, block(name))
+            serve(cache, block(name))  # seen twice
+        for name in range(10, 22):
+            serve(cache, block(name))  # seen once; the first ones are gone again
+        assert order._share == 0
+        for name in range(10, 14):
+            serve(cache, block(name))
+        assert order._share > 0
+
+    def test_it_adapts_where_lru_fails_and_where_lfu_fails(self) -> None:
+        def hits(eviction: str, names: list[int]) -> int:
+            cache = RadixCache(300, eviction=eviction)
+            return sum(serve(cache, block(name)) for name in names)
+
+        rng = random.Random(1)
+        loop = [n for _ in range(40) for n in (*range(20), *(rng.randrange(100, 900),) * 1)]
+        scans = [n for i in range(60) for n in (*range(10), *range(100 + 40 * i, 140 + 40 * i))]
+        assert hits("arc", scans) > hits("lru", scans)
+        drift = [n for i in range(100) for n in range(i, i + 10)]
+        assert hits("arc", drift) > 0.9 * hits("lru", drift)
+        assert hits("arc", drift) > hits("lfu", drift)
+        assert hits("arc", loop) >= 0.9 * hits("lru", loop)
+
+    def test_what_it_remembers_is_bounded(self) -> None:
+        cache = RadixCache(50, eviction="arc")
+        order = cache._store.tree.order
+        assert isinstance(order, ARC)
+        for name in range(500):
+            serve(cache, block(name))
+            if name % 3 == 0:
+                serve(cache, block(name))
+        for lost in (order._lost_once, order._lost_again):
+            assert lost.num_pages <= 50
+            assert lost.num_pages == sum(lost._pages.values())
+            assert set(lost._tails.values()) <= set(lost._pages)
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_evictions_take_leaves_and_never_more_than_asked(eviction: str, page_size: int) -> None:
+    rng = random.Random(page_size)
+    cache = RadixCache(400 // page_size, page_size, eviction)
+    known: list[list[int]] = [[]]
+    for _ in range(300):
+        head = rng.choice(known)
+        tokens = head[: rng.randint(0, len(head))] + [rng.randrange(50) for _ in range(30)]
+        known = [*known[-20:], tokens[:150]]
+        serve(cache, known[-1], priority=rng.randint(-2, 2))
+        cache.check()
+        if rng.random() < 0.2:
+            asked = rng.randrange(40)
+            rounded = -(-asked // page_size) * page_size
+            could = cache.num_available - cache.stats()["pages_free"]
+            assert cache.evict(asked) == min(rounded, could * page_size)
+            cache.check()
+
+
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
+    eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in nodes asked for, discarded or added, not in seconds."""
+    calls: dict[int, int] = {}
+    for leaves in (100, 5_000):
+        cache = RadixCache(leaves * 4, eviction=eviction)
+        for row in np.arange(leaves * 4, dtype=np.int32).reshape(leaves, 4):
+            serve(cache, row.tolist())
+        order = cache._store.tree.order
+        count = [0]
+
+        def counted(name: str, order: EvictionOrder = order, count: list[int] = count) -> None:
+            plain = getattr(order, name)
+
+            def call(*args: Node) -> object:
+                count[0] += 1
+                return plain(*args)
+
+            monkeypatch.setattr(order, name, call)
+
+        for name in ("add", "discard", "victim"):
+            counted(name)
+        cache.evict(40)
+        calls[leaves] = count[0]
+    assert calls[100] == calls[5_000]

@@ -1,0 +1,388 @@
+"""What `HashBlockCache` promises beside the contract: hashing once, and no trust in hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixserve.cache import HashBlockCache, HashSequence, OutOfPages, hash_cache
+from radixserve.cache.block_hash import BlockChain, make_digest
+from radixserve.errors import InvalidRequest
+from tests.cache.hash_world import LateHashWorld
+from tests.cache.world import random_step
+
+
+def put(cache: HashBlockCache, tokens: list[int], namespace: str = "") -> HashSequence:
+    """A sequence with all of `tokens` committed, still held."""
+    seq = cache.acquire(tokens, namespace)
+    seq.extend(tokens[seq.cached_len :])
+    seq.commit(len(tokens))
+    cache.check()
+    return seq
+
+
+def array(tokens: list[int]) -> Any:
+    return np.asarray(tokens, np.int32)
+
+
+class TestKeys:
+    def test_a_key_stands_for_all_up_to_its_blocks_end(self) -> None:
+        digest = make_digest("sha256")
+        one, two = (BlockChain(digest, b"root", array(t).tobytes(), 8) for t in ([1, 2], [1, 2]))
+        assert (
+            one.key(0) == two.key(0) == hashlib.sha256(b"root" + array([1, 2]).tobytes()).digest()
+        )
+        longer = BlockChain(digest, b"root", array([1, 2, 5, 6]).tobytes(), 8)
+        other = BlockChain(digest, b"root", array([3, 4, 5, 6]).tobytes(), 8)
+        assert longer.key(0) == one.key(0)
+        assert longer.key(1) != other.key(1), "the same block behind another one"
+        assert BlockChain(digest, b"other", array([1, 2]).tobytes(), 8).key(0) != one.key(0)
+
+    def test_names(self) -> None:
+        with pytest.raises(InvalidRequest, match=r"hash_name must be one of sha256, xxh3.*'md5'"):
+            HashBlockCache(10, hash_name="md5")
+        for bad in (0, -1, 1.5, None):
+            with pytest.raises(InvalidRequest, match="block_size"):
+                HashBlockCache(10, bad)  # type: ignore[arg-type]
+        assert HashBlockCache(10).page_size == 16
+
+    def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "xxhash", None)
+        with pytest.raises(InvalidRequest, match=r'xxhash.*"sha256" needs none'):
+            HashBlockCache(10, hash_name="xxh3")
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was hashed since the cache was made."""
+    seen: list[bytes] = []
+    digest = make_digest("sha256")
+
+    def counted(data: bytes) -> bytes:
+        seen.append(data)
+        return digest(data)
+
+    monkeypatch.setattr(hash_cache, "make_digest", lambda _: counted)
+    return seen
+
+
+class TestHashingOnce:
+    def test_a_request_hashes_each_block_once(self, hashed: list[bytes]) -> None:
+        cache = HashBlockCache(1000, 16)
+        tokens = list(range(330))
+        put(cache, tokens).release()
+        hashed.clear()
+        probe = cache.probe(array(tokens))
+        assert len(hashed) == 20
+        cache.lookup(tokens)
+        seq = cache.acquire(tokens)
+        cache.changed_probes()
+        probe.refresh()
+        assert len(hashed) == 20, "the chain of a waiting prompt was hashed again"
+        probe.close()
+        seq.extend(list(range(seq.cached_len, 400)))
+        for length in range(seq.cached_len, 401):
+            seq.commit(length)
+        assert len(hashed) == 25
+        seq.fork().release()
+        seq.truncate(100)
+        seq.release()
+        assert len(hashed) == 25
+
+    def test_a_miss_hashes_one_block(self, hashed: list[bytes]) -> None:
+        cache = HashBlockCache(1000, 16)
+        put(cache, [7] * 64).release()
+        hashed.clear()
+        assert cache.lookup(list(range(500))).cached_len == 0
+        assert len(hashed) == 1
+
+    def test_a_match_that_grew_hashes_only_what_is_new(self, hashed: list[bytes]) -> None:
+        cache = HashBlockCache(1000, 16)
+        tokens = list(range(330))
+        seq = cache.acquire(tokens)
+        seq.extend(tokens)
+        probe = cache.probe(array(tokens))
+        for length in (100, 330):
+            seq.commit(length)
+            hashed.clear()
+            assert cache.changed_probes() == [probe]
+            assert len(hashed) == length // 16 - probe_before(length) + (length < 330)
+        assert probe.cached_len == 320
+        probe.close()
+
+    def test_nothing_is_kept_of_a_prompt_that_nobody_holds(self) -> None:
+        cache = HashBlockCache(1000, 16)
+        probe = cache.probe(array(list(range(100))))
+        cache.lookup(list(range(100)))
+        cache.acquire(list(range(200, 300))).release()
+        assert len(cache._pool.chains) == 1
+        probe.close()
+        del probe
+        assert len(cache._pool.chains) == 0
+
+
+def probe_before(length: int) -> int:
+    """Blocks whose keys the probe knew already: those found, and the one that it waited for."""
+    return 1 if length == 100 else 7
+
+
+class TestWeakHashes:
+    """Keys of a few values: nearly every block meets another one under its key."""
+
+    @pytest.fixture(autouse=True)
+    def weak(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def digest(data: bytes) -> bytes:
+            return bytes([hashlib.sha256(data).digest()[0] % 5])
+
+        monkeypatch.setattr(hash_cache, "make_digest", lambda _: digest)
+
+    def test_equal_keys_never_give_the_wrong_blocks(self) -> None:
+        cache = HashBlockCache(400, 2)
+        for first in range(60):
+            put(cache, [first] * 7).release()
+        assert 0 < cache.stats()["nodes"] <= 5
+        for first in range(60):
+            found = cache.lookup([first] * 8)
+            assert found.cached_len in (0, 2, 4, 6)
+            seq = cache.acquire([first] * 8)
+            assert seq.tokens.tolist() == [first] * found.cached_len
+            seq.release()
+
+    def test_the_same_block_behind_another_one_is_another_block(self) -> None:
+        """A key and tokens that agree prove nothing when an earlier block differs."""
+        cache = HashBlockCache(400, 1)
+        first, second = twins_of_one_key(cache)
+        put(cache, [first, 7, 7]).release()
+        put(cache, [second, 7, 7]).release()
+        assert cache.lookup([first, 7, 7, 7, 0]).cached_len > 0
+        assert cache.lookup([second, 7, 7, 7, 0]).cached_len == 0
+        cache.check()
+
+    def test_random_programs(self) -> None:
+        lost = 0
+        for seed in range(40):
+            rng = random.Random(seed)
+            world = WeakWorld(rng.choice([4, 8, 20, 60]), rng.choice([1, 2, 4]))
+            for _ in range(100):
+                random_step(world, rng, 14)
+                world.check()
+            world.drain()
+            lost += world.num_lost
+        assert lost > 0, "no two blocks met under one key"
+
+
+def twins_of_one_key(cache: HashBlockCache) -> tuple[int, int]:
+    """Two tokens whose first blocks have the same key."""
+    seen: dict[bytes, int] = {}
+    for token in range(100):
+        key = cache._pool.chain("", array([token]).tobytes()).key(0)
+        if key in seen:
+            return seen[key], token
+        seen[key] = token
+    raise AssertionError("no two tokens have the same key")
+
+
+class WeakWorld(LateHashWorld):
+    """A block whose key is taken is not found; all else holds."""
+
+    num_lost = 0
+
+    def commit(self, seq: Any, length: int) -> None:
+        self.copy_heads(seq)
+        seq.commit(length)
+        self.verify(seq)
+        if id(seq) not in self.stale:
+            cached = self.longest_cached(tuple(seq.tokens[:length]), self.spaces[id(seq)])
+            assert cached <= self.whole(length)
+            self.num_lost += cached < self.whole(length)
+
+
+class TestSharedHeads:
+    """A page that is not full is one sequence's own, until a fork has to copy its head."""
+
+    def test_the_page_is_not_private_any_more(self) -> None:
+        cache = HashBlockCache(10, 16)
+        seq = put(cache, list(range(21)))
+        assert seq.num_private == 1
+        twin = seq.fork()
+        assert (seq.num_private, twin.num_private) == (0, 1)
+        assert twin.copies == [(int(seq.pages[1]), int(twin.pages[1]), 5)]
+        assert cache.stats()["nodes"] == 1  # and nobody finds it
+        seq.extend(list(range(21, 32)))  # behind the head that is still to be copied
+        seq.commit(32)
+        cache.check()
+        assert cache.stats()["nodes"] == 2
+        seq.release()
+        cache.evict(1000)
+        assert cache.stats()["nodes"] == 2, "the source of a copy was dropped"
+        twin.commit(21)
+        cache.evict(1000)
+        assert cache.stats()["nodes"] == 1
+        twin.release()
+        cache.check()
+
+    def test_a_fork_of_a_fork_copies_from_the_first_page(self) -> None:
+        cache = HashBlockCache(10, 16)
+        seq = put(cache, list(range(21)))
+        twin = seq.fork()
+        third = twin.fork()  # the twin's own page is still empty
+        assert third.copies[0][0] == twin.copies[0][0] == seq.pages[1]
+        for one in (seq, twin, third):
+            one.release()
+            cache.check()
+        assert cache.stats()["pages_free"] == 9
+
+    def test_rolling_back_into_a_shared_head_does_not_overwrite_it(self) -> None:
+        cache = HashBlockCache(10, 16)
+        seq = put(cache, list(range(21)))
+        twin = seq.fork()
+        seq.truncate(18)
+        assert seq.pages[1] not in (twin.copies[0][0], twin.pages[1])
+        assert seq.copies == [(twin.copies[0][0], int(seq.pages[1]), 2)]
+        cache.check()
+        twin.commit(21)
+        seq.commit(18)
+        cache.check()
+        page = int(twin.pages[1])
+        twin.truncate(17)  # nobody else reads it
+        assert twin.copies == []
+        assert int(twin.pages[1]) == page
+
+    def test_another_sequence_may_fill_the_block_first(self) -> None:
+        cache = HashBlockCache(10, 16)
+        seq = put(cache, list(range(21)))
+        twin = seq.fork()
+        for one in (twin, seq):
+            one.extend(list(range(21, 64)))
+            one.commit(64)
+        assert seq.pages.tolist() == twin.pages.tolist()
+        assert cache.stats()["duplicate_tokens"] == 48
+        assert cache.stats()["pages_tree"] == 4
+        cache.check()
+
+    def test_a_head_that_is_filled_after_a_reset_stays_unknown(self) -> None:
+        cache = HashBlockCache(10, 16)
+        seq = put(cache, list(range(21)))
+        twin = seq.fork()
+        cache.reset()
+        for one in (seq, twin):
+            one.extend(list(range(21, 40)))
+            one.commit(40)
+            cache.check()
+        assert cache.lookup(list(range(40))).cached_len == 0
+        seq.release()
+        twin.release()
+        cache.check()
+        assert cache.stats()["pages_free"] == 10
+
+    def test_no_room_for_a_head_changes_nothing(self) -> None:
+        cache = HashBlockCache(3, 16)
+        seq = put(cache, list(range(40)))
+        before = cache.dump(), cache.stats(), seq.pages.tolist()
+        for call in (seq.fork, lambda: seq.truncate(20)):
+            with pytest.raises(OutOfPages):
+                call()
+            assert (cache.dump(), cache.stats(), seq.pages.tolist()) == before
+        seq.truncate(33)
+        seq.truncate(16)
+        cache.check()
+
+
+class TestOrder:
+    def test_pages_that_hold_nothing_are_taken_before_cached_ones(self) -> None:
+        cache = HashBlockCache(10, 16)
+        put(cache, list(range(64))).release()
+        seq = cache.acquire([9])
+        seq.extend([9] * 96)
+        assert cache.lookup(list(range(65))).cached_len == 64
+        seq.extend([9])
+        assert cache.lookup(list(range(65))).cached_len == 48
+
+    def test_blocks_of_several_requests_go_in_the_order_of_their_release(self) -> None:
+        cache = HashBlockCache(12, 16)
+        for first in range(3):
+            put(cache, [first] * 48).release()
+        cache.acquire([0] * 33).release()  # its first two blocks are used again
+        left = []
+        for _ in range(9):
+            cache.evict(16)
+            left.append([cache.lookup([first] * 49).cached_len // 16 for first in range(3)])
+        assert left[:7] == [
+            [2, 3, 3], [2, 2, 3], [2, 1, 3], [2, 0, 3], [2, 0, 2], [2, 0, 1], [2, 0, 0],
+        ]  # fmt: skip
+        assert left[7:] == [[1, 0, 0], [0, 0, 0]]
+
+    def test_no_more_is_remembered_of_evicted_blocks_than_said(self) -> None:
+        cache = HashBlockCache(64, 1)
+        for first in range(200):
+            put(cache, [first] * 40).release()
+        assert len(cache._pool.evicted) == 4096
+        assert cache.lookup([190] * 41).reason == "evicted"
+        assert cache.lookup([3] * 41).reason == "never_seen"  # forgotten
+        cache.reset()
+        assert len(cache._pool.evicted) == 0
+
+    def test_a_reset_forgets_what_was_evicted_in_that_namespace_only(self) -> None:
+        cache = HashBlockCache(64, 4)
+        for name in ("a", "b"):
+            put(cache, list(range(40)), name).release()
+        cache.evict(1000)
+        assert cache.stats()["namespaces"] == 0
+        cache.reset("a")
+        assert cache.lookup(list(range(40)), "a").reason == "never_seen"
+        assert cache.lookup(list(range(40)), "b").reason == "evicted"
+
+
+def test_a_million_tokens_need_no_recursion() -> None:
+    cache = HashBlockCache(62_501, 16)
+    tokens = np.zeros(1_000_000, np.int32)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(120)
+    try:
+        seq = cache.acquire(tokens)
+        seq.extend(tokens)
+        seq.commit(len(tokens))
+        seq.release()
+        assert cache.lookup(tokens).cached_len == 999_984
+        cache.check()
+        cache.dump()
+        cache.evict(1_000_000)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert cache.stats()["pages_free"] == 62_501
+
+
+def drop(field: str) -> Callable[[HashBlockCache, HashSequence], object]:
+    return lambda cache, _: getattr(cache._pool, field).popitem()
+
+
+DAMAGE: dict[str, Callable[[HashBlockCache, HashSequence], object]] = {
+    "belongs to": lambda cache, _: cache._pool.free(cache._pool.pages.allocate(1) * 2),
+    "belong to nobody": lambda cache, _: cache._pool.pages.allocate(1),
+    "has 2 locks, not 1": lambda cache, seq: cache._pool.lock(seq._blocks[-1:]),
+    "blocks evictable": drop("unused"),
+    "wrong key": lambda _, seq: setattr(seq._blocks[0], "tokens", b"x" * 16),
+    "not where it says": lambda _, seq: setattr(seq._blocks[0], "is_listed", False),
+    "another page than": lambda _, seq: seq._pages.__setitem__(0, int(seq.pages[1])),
+    "not published all": lambda _, seq: setattr(seq, "_committed", 12),
+    "miscounts its sequences": lambda _, seq: setattr(seq._space, "num_sequences", 5),
+    "does not protect its copy": lambda _, seq: seq.copies.append((0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("says", DAMAGE)
+def test_the_audit_finds_what_is_wrong(says: str) -> None:
+    cache = HashBlockCache(30, 4)
+    put(cache, list(range(40))).release()
+    seq = put(cache, [5] * 18)
+    seq.extend([6])
+    cache.check()
+    DAMAGE[says](cache, seq)
+    with pytest.raises(AssertionError, match=says):
+        cache.check()

@@ -1,0 +1,41 @@
+"""`Linear` against torch's own, over odd shapes, both dtypes, with and without a bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from radixserve_kernels import linear
+from radixserve_kernels.linear import Linear
+
+SHAPES = [(1, 1, 1), (1, 64, 48), (2, 7, 5), (33, 129, 65), (64, 256, 300), (512, 24, 1000)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("rows", "inner", "outer"), SHAPES)
+def test_same_as_torch(
+    rows: int, inner: int, outer: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inner, generator=generator).to(dtype)
+    weight = torch.randn(outer, inner, generator=generator).to(dtype)
+    bias = torch.randn(outer, generator=generator).to(dtype) if has_bias else None
+    out = Linear(weight, bias)(x)
+    assert out.dtype == dtype
+    assert out.shape == (rows, outer)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance * inner**0.5)
+
+
+def test_without_onednn_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_pack", lambda _: None)
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    assert torch.equal(Linear(weight)(x), F.linear(x, weight))
+
+
+def test_other_dtypes_are_not_packed() -> None:
+    x, weight = torch.randn(3, 8).double(), torch.randn(5, 8).double()
+    assert torch.equal(Linear(weight)(x), F.linear(x, weight))

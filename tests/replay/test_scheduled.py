@@ -1,0 +1,201 @@
+"""Traces through the real scheduler: what is computed, who waits, how long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from radixserve.errors import InvalidRequest
+from radixserve.replay import (
+    CacheSpec,
+    Serving,
+    Trace,
+    build_paths,
+    replay_direct,
+    replay_scheduled,
+)
+from radixserve.replay.device import StepModel
+from radixserve.replay.ledger import ComputeLedger
+from radixserve.replay.scheduled import predecessors
+from radixserve.replay.serving import ScheduledResult
+from tests.replay.traces import make_trace, synthetic_trace
+
+PLAIN = StepModel(fixed_s=1.0, prefill_token_s=0.1, decode_row_s=0.01, kv_token_s=0.001)
+
+
+def serve(trace: Trace, spec: CacheSpec, **serving: object) -> ScheduledResult:
+    return replay_scheduled(trace, build_paths(trace), spec, Serving(**serving))  # type: ignore[arg-type]
+
+
+def burst(count: int = 60) -> Trace:
+    """Requests at once which share prefixes of every length; some are the same to the last token,
+    some draw the same outputs, some go on where another one ends."""
+    rng = np.random.default_rng(3)
+    shared = rng.integers(0, 500, 400).tolist()
+    turns = []
+    for at in range(count):
+        cut = int(rng.integers(1, 400))
+        prompt = shared[:cut] + rng.integers(0, 4, int(rng.integers(0, 6))).tolist()
+        turns.append((prompt, [at % 3, 7, at % 2, 8, 9][: int(rng.integers(0, 6))]))
+    turns += [turns[5], turns[5], ([*turns[7][0], *turns[7][1], 3], [1, 2])]
+    return make_trace(turns)
+
+
+@pytest.mark.parametrize("order", ["lpm", "fcfs", "dfs-weight"])
+@pytest.mark.parametrize("chunk_size", [64, 2048])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_burst_computes_every_prefix_once(order: str, chunk_size: int, page_size: int) -> None:
+    trace = burst()
+    spec = CacheSpec(64 * 500, page_size=page_size)
+    found = serve(trace, spec, order=order, chunk_size=chunk_size)
+    distinct = build_paths(trace).distinct_tokens
+    assert found.needed_tokens == distinct
+    assert found.repeated_tokens == 0
+    assert found.compute_ratio == 1.0
+    assert found.num_too_large == found.preemptions == 0
+    assert found.hit_tokens < found.prompt_tokens
+
+
+def test_a_small_cache_computes_again() -> None:
+    trace = synthetic_trace(120)
+    tight = serve(trace, CacheSpec(1500))
+    roomy = serve(trace, CacheSpec(10**5))
+    assert tight.compute_ratio > 1.2
+    assert tight.needed_tokens == roomy.needed_tokens == build_paths(trace).distinct_tokens
+    assert tight.computed_tokens > tight.needed_tokens
+    assert roomy.compute_ratio == 1.0
+    assert tight.hit_rate < roomy.hit_rate
+    assert tight.evicted_tokens > 0
+
+
+def test_blocks_compute_again_what_is_shared_below_a_block() -> None:
+    trace = burst()
+    found = serve(trace, CacheSpec(64 * 500, page_size=16, index="hash"))
+    assert found.compute_ratio > 1.0
+
+
+def test_far_apart_it_is_the_direct_replay() -> None:
+    trace = synthetic_trace(100)
+    slow = serve(trace, CacheSpec(1500), time_scale=1e5)
+    assert np.array_equal(slow.hits, replay_direct(trace, CacheSpec(1500)).hits)
+    assert slow.max_overtaken == 0
+
+
+def test_times_are_those_of_the_model() -> None:
+    """Alone: a step for the prompt, then a step for each token; the second one waits its turn."""
+    trace = make_trace([([1, 2, 3, 4], [5, 6, 7]), ([8, 9], [5])], times=[0.0, 0.5])
+    found = serve(trace, CacheSpec(100), step=PLAIN)
+    first = 1 + 4 * 0.1 + 4 * 0.001
+    second = 1 + 0.01 + 5 * 0.001 + 2 * 0.1 + 2 * 0.001  # a decode and the other's prefill
+    third = 1 + 0.01 + 6 * 0.001
+    assert found.ttft_s.tolist() == pytest.approx([first, first + second - 0.5])
+    assert found.span_s == pytest.approx(first + second + third)
+    assert found.steps == 3
+    assert found.computed_tokens == 4 + 2 + 2
+    assert found.ttft_at(50) == pytest.approx(found.mean_ttft_s)
+
+
+def test_nobody_asks_on_before_the_answer_is_there() -> None:
+    """The second turn is due long before the first one has ended; a stranger need not wait."""
+    first, second = ([1, 2, 3, 4], [5, 6, 7]), ([1, 2, 3, 4, 5, 6, 7, 8], [9, 9])
+    trace = make_trace([first, second, ([20, 21], [1, 1])], times=[0.0, 0.1, 0.2])
+    assert predecessors(trace, build_paths(trace)).tolist() == [-1, 0, -1]
+    found = serve(trace, CacheSpec(100), step=PLAIN)
+    alone = serve(make_trace([first]), CacheSpec(100), step=PLAIN)
+    assert found.hits.tolist() == [0, 6, 0]
+    assert found.max_overtaken == 0  # the stranger was sent before the second turn
+    last_step = 1 + 0.1 * 2 + 0.001 * 8  # of the prompt's last two tokens
+    assert found.ttft_s[1] == pytest.approx(last_step)
+    assert found.span_s > alone.span_s + last_step
+
+
+def test_who_goes_on_from_whom() -> None:
+    """Also where only the beginning of an output came back, or two drew nearly the same."""
+    prompt = [1, 2, 3]
+    turns = [
+        (prompt, [4, 5, 6, 7]),
+        (prompt, [4, 5, 8, 9]),
+        ([*prompt, 4, 5, 6, 7, 0], [1]),  # from the first
+        ([*prompt, 4, 5, 8, 0], [1]),  # from the second
+        ([*prompt, 4, 0, 0], [1]),  # from one of the two
+        ([*prompt, 6, 0], [1, 1]),  # from none
+        ([*prompt, 6, 0, 1, 1, 2], [1]),
+    ]
+    trace = make_trace(turns)
+    assert predecessors(trace, build_paths(trace)).tolist() == [-1, -1, 0, 1, 1, -1, 5]
+
+
+def test_longest_prefix_first_overtakes_and_fcfs_does_not() -> None:
+    """A warm prefix, then many strangers and, behind them, some that know it."""
+    warm = list(range(100, 300))
+    strangers = [([at] * 150, [1] * 5) for at in range(10)]
+    knowing = [([*warm, at], [1] * 5) for at in range(10)]
+    times = [0.0] + [20.0] * 20
+    trace = make_trace([(warm, [1]), *strangers, *knowing], times=times)
+    settings = {"step": PLAIN, "max_running": 2, "chunk_size": 200}
+    lpm = serve(trace, CacheSpec(10**5), order="lpm", **settings)
+    fcfs = serve(trace, CacheSpec(10**5), order="fcfs", **settings)
+    bounded = serve(trace, CacheSpec(10**5), order="lpm", max_overtake=3, **settings)
+    assert fcfs.max_overtaken == 0
+    assert lpm.max_overtaken == 10
+    assert 0 < bounded.max_overtaken <= 3
+    assert lpm.compute_ratio == fcfs.compute_ratio == 1.0
+
+
+def test_preemption_is_counted_and_everything_ends() -> None:
+    turns = [([at] * 30, list(range(60))) for at in range(6)]
+    found = serve(make_trace(turns), CacheSpec(150), max_running=6)
+    assert found.preemptions > 0
+    assert not np.isnan(found.ttft_s).any()
+    assert found.needed_tokens == 6 * 89
+
+
+def test_what_does_not_fit_is_passed_over() -> None:
+    trace = make_trace([([1, 2, 3], [4]), (list(range(50)), [1]), ([1, 2, 3], [4] * 50)])
+    found = serve(trace, CacheSpec(20))
+    assert found.num_too_large == 2
+    assert np.isnan(found.ttft_s).tolist() == [False, True, True]
+    nothing = serve(make_trace([(list(range(50)), [1])]), CacheSpec(20))
+    assert (nothing.compute_ratio, nothing.max_overtaken, nothing.span_s) == (1.0, 0, 0.0)
+    assert np.isnan(nothing.ttft_at(99))
+    assert np.isnan(nothing.mean_ttft_s)
+
+
+def test_sessions_are_holders() -> None:
+    """As in the direct replay: what is over goes before what comes back."""
+    chat, over, other = [1] * 10, [2] * 10, [3] * 10
+    turns = [(chat, ()), (over, ()), (other, ()), ([*chat, 5], ())]
+    sessions = ["chat", "over", "other", "chat"]
+    trace = make_trace(turns, times=[0, 10, 20, 30], sessions=sessions)
+    assert serve(trace, CacheSpec(25)).hits.tolist()[-1] == 5
+    assert serve(trace, CacheSpec(25, use_holders=True)).hits.tolist()[-1] == 10
+
+
+def test_two_runs_are_the_same() -> None:
+    trace = synthetic_trace(100)
+    one, two = (serve(trace, CacheSpec(2000), time_scale=0.01) for _ in range(2))
+    assert np.array_equal(one.ttft_s, two.ttft_s)
+    assert (one.steps, one.preemptions) == (two.steps, two.preemptions)
+
+
+def test_the_ledger_excuses_only_what_cannot_be_helped() -> None:
+    trace = make_trace([([1, 2, 3], [4, 5]), ([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 9], [7])])
+    ledger = ComputeLedger(trace, build_paths(trace))
+    ledger.note(0, 0, 3)
+    ledger.note(0, 3, 4)
+    assert (ledger.computed, ledger.needed, ledger.repeated) == (4, 4, 0)
+    ledger.note(1, 2, 3)  # its last token
+    ledger.note(1, 3, 4)  # drawn
+    assert (ledger.computed, ledger.needed, ledger.repeated) == (6, 4, 0)
+    ledger.note(1, 2, 4)  # after a preemption
+    assert (ledger.computed, ledger.needed, ledger.repeated) == (8, 4, 2)
+    ledger.note(2, 2, 5)
+    assert (ledger.computed, ledger.needed, ledger.repeated) == (11, 5, 4)
+    assert ledger.ratio == 9 / 5
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="lpm, fcfs, dfs-weight"):
+        Serving(order="random")
+    with pytest.raises(InvalidRequest, match="fixed_s"):
+        StepModel(fixed_s=-1.0)

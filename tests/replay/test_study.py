@@ -1,0 +1,152 @@
+"""What a study says of a trace: numbers, answers, documents, pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixserve.errors import InvalidRequest
+from radixserve.replay import CacheSpec, Serving, Study, build_paths, cross, study_trace
+from radixserve.replay.answers import best_fits, mean_gaps, next_gigabyte, page_losses
+from radixserve.replay.document import study_document
+from radixserve.replay.kv_bytes import GIB, kv_bytes_per_token
+from radixserve.replay.pictures import draw
+from radixserve.replay.study import default_sizes
+from radixserve.replay.tables import format_tokens
+from tests.replay.traces import make_trace, synthetic_trace
+
+SIZES = (1000, 4000, 16000)
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    specs = cross(SIZES, ["lru", "fifo"], [1, 16], ["radix", "hash"], use_holders=True)
+    return study_trace(synthetic_trace(150), specs, [Serving(order="fcfs")])
+
+
+def test_every_cache_is_between_nothing_and_the_bound(study: Study) -> None:
+    assert len(study.direct) == len(study.scheduled) == 3 * 2 * 5
+    for result in study.direct:
+        assert 0 < result.hit_rate <= study.bound_rate(result.spec.cache_tokens) + 1e-12
+    assert study.bound_rate(SIZES[0]) < study.bound_rate(SIZES[-1]) == study.ideal_rate
+
+
+def test_the_next_gigabyte_is_the_slope_between_two_sizes(study: Study) -> None:
+    gains = next_gigabyte(study, GIB // 1000)
+    assert len(gains) == 2 * (2 * 5 + 1)
+    hits = {r.spec: r.hit_tokens for r in study.direct}
+    first = gains[0]
+    assert (first.label, first.from_tokens, first.to_tokens) == ("lru", 1000, 4000)
+    assert first.gib == pytest.approx(3.0, rel=1e-4)
+    assert first.hit_tokens == hits[CacheSpec(4000)] - hits[CacheSpec(1000)]
+    assert first.tokens_per_gib == pytest.approx(first.hit_tokens / 3.0, rel=1e-4)
+
+
+def test_page_losses_are_against_page_size_1(study: Study) -> None:
+    losses = {(one.label, one.page_size, one.cache_tokens): one for one in page_losses(study)}
+    assert len(losses) == 3 * (4 + 2)
+    hits = {r.spec: r.hit_tokens for r in study.direct}
+    wanted = hits[CacheSpec(16000)] - hits[CacheSpec(16000, page_size=16, index="hash")]
+    assert losses["hash", 16, 16000].hit_tokens == wanted > 0
+    assert losses["lru", 16, 16000].hit_tokens == 0
+
+
+def test_the_best_is_the_one_with_most_hits(study: Study) -> None:
+    for fit, size in zip(best_fits(study), SIZES, strict=True):
+        rates = [r.hit_rate for r in study.direct if r.spec.cache_tokens == size]
+        assert fit.hit_rate == max(rates)
+        assert fit.gap == pytest.approx(study.bound_rate(size) - max(rates))
+    gaps = list(mean_gaps(study).values())
+    assert gaps == sorted(gaps)
+    assert len(gaps) == 10
+
+
+def test_lengths_and_curves(study: Study) -> None:
+    shares = study.reusable_shares()
+    assert (len(shares), shares[0]) == (101, 0.0)
+    assert (np.diff(shares) >= 0).all()
+    sizes, rates = study.bound_curve(500, 20000)
+    assert (np.diff(sizes) > 0).all()
+    assert (np.diff(rates) >= 0).all()
+    assert study.lru_rate(1e9) == pytest.approx(study.ideal_rate)
+
+
+def test_a_document_is_plain_json(study: Study) -> None:
+    document = json.loads(json.dumps(study_document(study, 1024), allow_nan=False))
+    assert document["requests"] == 150
+    assert len(document["runs"]) == len(document["scheduled"]) == 30
+    assert document["runs"][0]["label"] == "lru"
+    assert document["scheduled"][0]["order"] == "fcfs"
+    assert document["reuse_distance"]["reused_within"][-1] == pytest.approx(
+        document["reusable_tokens"]
+    )
+    assert set(document["answers"]) == {
+        "bytes_per_token",
+        "next_gigabyte",
+        "page_loss",
+        "best",
+        "mean_gap",
+    }
+
+
+def test_pictures(study: Study, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "hits.png"
+    draw([study, study], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InvalidRequest, match="png"):
+        draw([study], tmp_path / "hits.nonsense")
+
+
+def test_sizes_that_suit_a_trace() -> None:
+    trace = synthetic_trace(150)
+    sizes = default_sizes(build_paths(trace), trace)
+    assert len(sizes) == 5
+    assert sizes[0] >= trace.longest
+    assert sizes[-1] >= build_paths(trace).distinct_tokens
+    tiny = make_trace([([1], ())])
+    assert default_sizes(build_paths(tiny), tiny) == [1]
+
+
+def test_tokens_are_written_short() -> None:
+    assert [format_tokens(n) for n in (7, 250_000, 1.5e6, 2e9)] == ["7", "250k", "1.5M", "2G"]
+
+
+# -- bytes a token --------------------------------------------------------------------------------
+
+LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({**LLAMA, "hidden_size": 4096, "torch_dtype": "bfloat16"}, 131_072),
+        ({**LLAMA, "head_dim": 64, "dtype": "float32"}, 131_072),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float32"}, 73_728),
+        ({"text_config": {**LLAMA, "head_dim": 128}}, 131_072),
+        ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 70_272),
+    ],
+)
+def test_bytes_of_a_token(tmp_path: Path, config: dict[str, object], size: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert kv_bytes_per_token(tmp_path) == size
+    assert kv_bytes_per_token(tmp_path / "config.json") == size
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "JSON"),
+        ("[]", "object"),
+        ("{}", "num_hidden_layers"),
+        (json.dumps({**LLAMA, "hidden_size": 4096, "dtype": "int3"}), "dtype"),
+        (json.dumps({"num_hidden_layers": 2, "num_attention_heads": 0}), "num_attention_heads"),
+    ],
+)
+def test_a_config_that_does_not_say_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidRequest, match=words):
+        kv_bytes_per_token(tmp_path)
