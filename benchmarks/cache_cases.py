@@ -167,7 +167,7 @@ def evict_from(
         serve(tree, rows)
     for name, amount in amounts:
         samples: dict[str, list[float]] = {who: [] for who in trees}
-        calls = 50 if amount < length else 1
+        calls = 50 if amount < length else 5
         for _ in range(bench.sizes.repeats):  # some take whole leaves: enough grows for those
             fresh = bench.tokens(calls * (amount // length + 1), length, vocab=2**31 - 1)
             for who, tree in trees.items():

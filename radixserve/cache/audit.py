@@ -56,7 +56,7 @@ class _Owners:
 def _all_nodes(store: PageStore) -> list[Node]:
     """Every node but the roots: of living spaces, of dead ones, of those only sequences hold."""
     tops = [space.root for space in store.tree.spaces.values()]
-    tops += store.tree.graveyard()
+    tops += store.tree.graves
     for sequence in sequences(store):
         node = sequence._node
         while node.parent is not None:
@@ -84,13 +84,15 @@ def _check_node(store: PageStore, node: Node) -> None:
     assert node.start % size == 0, f"{name} starts inside a page"
     assert len(node.pages) == store.pages_for(node.num_tokens), f"{name} lacks or hoards pages"
     assert not node.children or node.end % size == 0, f"{name} has children and a partial page"
-    if parent.children.get(store.tree.key(node)) is node:
+    if parent.children.get(node.key) is node:
         assert node.start == parent.end, f"{name} does not begin where its parent ends"
     else:
         assert node.space.is_dead, f"{name} is not among its parent's children"
     for key, child in node.children.items():
         assert child.parent is node, f"{name} has a child with another parent"
-        assert key == store.tree.key(child), f"{name} has a child under a wrong key"
+        assert key == child.key, f"{name} has a child under a wrong key"
+        head = bytes(child.tokens[: size * TOKEN_BYTES])
+        assert key == head, f"{name} has a child under the key of another first page"
     check_heads(node)
     if not node.refs and not node.space.is_dead:
         is_short = node.num_tokens < size

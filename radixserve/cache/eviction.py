@@ -47,6 +47,14 @@ class EvictionOrder(ABC):
     def victim(self) -> Node | None:
         """The leaf to drop next; it stays here until it is discarded."""
 
+    def pop(self, num_pages: int) -> Node | None:
+        """Discard the victim and return it, if it has at most so many pages."""
+        node = self.victim()
+        if node is None or len(node.pages) > num_pages:
+            return None
+        self.discard(node)
+        return node
+
     @abstractmethod
     def queues(self) -> list[Iterable[Node]]:
         """What is here, each queue in its order, for audits."""
@@ -58,7 +66,8 @@ class EvictionOrder(ABC):
         """An unlocked node was cut short, by an eviction or a split."""
 
     def dropped(self, node: Node, place: Place, num_pages: int) -> None:  # noqa: B027
-        """Eviction takes the last `num_pages` of `node`; they begin at `place`."""
+        """Eviction takes the last `num_pages` of `node`; they begin at `place`. If that is all of
+        it, it was discarded before."""
 
 
 class LRU(EvictionOrder):
@@ -79,6 +88,14 @@ class LRU(EvictionOrder):
 
     def victim(self) -> Node | None:
         for node in self._nodes:
+            return node
+        return None
+
+    def pop(self, num_pages: int) -> Node | None:
+        for node in self._nodes:
+            if len(node.pages) > num_pages:
+                break
+            del self._nodes[node]
             return node
         return None
 

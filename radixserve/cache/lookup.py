@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
-from radixserve.arrays import IntArray
 from radixserve.cache.child_index import common_head
 from radixserve.cache.node import TOKEN_BYTES, Node, Space
 from radixserve.cache.radix_tree import Match, RadixTree
@@ -36,50 +35,32 @@ class Lookup(NamedTuple):
     found: int | None = None  # for diverged: the prompt's token there
 
 
-_UNKNOWN = Lookup(0, "never_seen", 0)
+NOTHING = Lookup(0, "never_seen", 0)
+_lookup: Callable[[tuple[int, str, int, None, None]], Lookup] = partial(tuple.__new__, Lookup)
 
 
-def explain(tree: RadixTree, space: Space, match: Match, data: bytes, limit: int) -> Lookup:
+def explain(tree: RadixTree, space: Space, match: Match, data: memoryview, limit: int) -> Lookup:
     """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
-    length = match.length
+    length, _, resume = match
     if length >= limit:
-        return Lookup(length, "full", length)
-    if _was_evicted(tree, match, data, limit):
-        return Lookup(length, "evicted", length)
-    if _is_elsewhere(tree, space, data, limit, length):
-        return Lookup(length, "namespace", length)
+        return _lookup((length, "full", length, None, None))
+    place = resume.end
+    if place > length:  # inside an edge, which may have been cut here and grown again
+        place = length - length % tree.page_size
+    page = data[place : min(limit, place + tree.page_size)].tobytes()
+    ghost = tree.ghosts.find((resume.serial, place, page[:TOKEN_BYTES]))
+    if ghost and common_head(ghost, page) > length - place:
+        return _lookup((length, "evicted", length, None, None))
+    has_others = len(tree.spaces) > 1 or space.name not in tree.spaces
+    if has_others and _is_elsewhere(tree, space, data, limit, length):
+        return _lookup((length, "namespace", length, None, None))
     expected = _next_token(match) if length else None
     if expected is None:
-        return Lookup(length, "never_seen", length)
-    found = int(np.frombuffer(data, np.int32, 1, length * TOKEN_BYTES)[0])
-    return Lookup(length, "diverged", length, expected, found)
+        return _lookup((length, "never_seen", length, None, None))
+    return Lookup(length, "diverged", length, expected, data[length])
 
 
-def explain_miss(
-    tree: RadixTree, space: Space, first_page: bytes, ids: IntArray, limit: int
-) -> Lookup:
-    """Why not even the first token is cached. `first_page`: at most a page of int32 bytes."""
-    ghost = tree.ghosts.find((space.root.serial, 0, first_page[:TOKEN_BYTES]))
-    if ghost and common_head(ghost, first_page):
-        return Lookup(0, "evicted", 0)
-    is_alone = len(tree.spaces) == 1 and space.name in tree.spaces
-    if tree.spaces and not is_alone and _is_elsewhere(tree, space, ids.tobytes(), limit, 0):
-        return Lookup(0, "namespace", 0)
-    return _UNKNOWN
-
-
-def _was_evicted(tree: RadixTree, match: Match, data: bytes, limit: int) -> bool:
-    """Whether a dropped branch would have matched further than `match` does."""
-    node, place = match.resume, match.resume.end
-    if place > match.length:  # inside an edge, which may have been cut here and grown again
-        place = match.length - match.length % tree.page_size
-    at = place * TOKEN_BYTES
-    page = data[at : min(limit * TOKEN_BYTES, at + tree.page_size * TOKEN_BYTES)]
-    ghost = tree.ghosts.find((node.serial, place, page[:TOKEN_BYTES]))
-    return common_head(ghost, page) > match.length - place
-
-
-def _is_elsewhere(tree: RadixTree, space: Space, data: bytes, limit: int, length: int) -> bool:
+def _is_elsewhere(tree: RadixTree, space: Space, data: memoryview, limit: int, length: int) -> bool:
     others = islice(tree.spaces.values(), _OTHER_SPACES)
     return any(
         tree.match(other, data, limit).length > length for other in others if other is not space

@@ -32,7 +32,9 @@ class Claims:
         self.holders: set[object] = set()  # open ones, anchored in this very node
 
 
-NOBODY: dict[bytes, set[Watcher]] = {}  # shared by all nodes that nobody watches; stays empty
+# Shared by all nodes that nobody watches, and by all leaves; they stay empty.
+NOBODY: dict[bytes, set[Watcher]] = {}
+NO_CHILDREN: dict[bytes, Node] = {}
 
 
 class Space:
@@ -45,7 +47,7 @@ class Space:
         self.is_dead = is_dead
         self.num_pages = 0  # in its nodes
         self.num_locked = 0  # in its locked nodes
-        self.root = Node(self, None, 0, bytearray(), array("i"), serial=name)
+        self.root = Node(self, None, 0, b"", bytearray(), array("i"), serial=name)
 
 
 class Node:
@@ -55,6 +57,7 @@ class Node:
         "children",
         "claims",
         "heads",
+        "key",
         "mark",
         "pages",
         "parent",
@@ -71,6 +74,7 @@ class Node:
         space: Space,
         parent: Node | None,
         start: int,
+        key: bytes,
         tokens: bytearray,
         pages: array[int],
         serial: int | str,
@@ -78,6 +82,7 @@ class Node:
         self.space = space
         self.parent = parent
         self.start = start
+        self.key = key  # the bytes of its first page, fewer if shorter: among the parent's children
         self.tokens = tokens
         self.pages = pages
         self.serial = serial  # names the node for the memory of evictions
@@ -85,7 +90,7 @@ class Node:
         self.refs = 0  # sequences that hold this very node + locked children
         self.mark = 0  # the eviction policy's own
         self.claims: Claims | None = None
-        self.children: dict[bytes, Node] = {}
+        self.children = NO_CHILDREN
         self.heads: dict[bytes, list[bytes] | SortedList] | None = None  # see child_index
 
     @property

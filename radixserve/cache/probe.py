@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from radixserve.arrays import IntArray
-from radixserve.cache.node import TOKEN_BYTES, Node, Space, Watcher
+from radixserve.cache.node import Node, Space, Watcher
 from radixserve.cache.radix_tree import Match, RadixTree
+from radixserve.cache.tokens import as_view
 
 
 class Probe(Watcher):
@@ -18,7 +19,7 @@ class Probe(Watcher):
 
     def __init__(self, tree: RadixTree, tokens: IntArray, namespace: str, *, reuse: bool) -> None:
         self._tree = tree
-        self._data = tokens[: max(0, len(tokens) - 1)].tobytes() if reuse else b""
+        self._data = as_view(tokens[: max(0, len(tokens) - 1) if reuse else 0].copy())
         self._namespace = namespace
         root = Space(namespace).root
         self._match = Match(0, root, root)
@@ -57,7 +58,7 @@ class Probe(Watcher):
             root = Space(self._namespace).root
             self._match = Match(0, root, root)
         else:
-            self._match = tree.match(space, self._data, len(self._data) // TOKEN_BYTES)
+            self._match = tree.match(space, self._data, len(self._data))
         self._unwatch()
         self._watched = self._places()
         for node, token in self._watched:
@@ -79,9 +80,10 @@ class Probe(Watcher):
         end). Two places where it ends in a child's first page: another child may share more of it.
         """
         match = self._match
-        at = match.length * TOKEN_BYTES
-        places = [(match.node, self._data[at : at + TOKEN_BYTES])]
+        places = [(match.node, self._token(match.length))]
         if match.resume is not match.node:
-            at = match.resume.end * TOKEN_BYTES
-            places.append((match.resume, self._data[at : at + TOKEN_BYTES]))
+            places.append((match.resume, self._token(match.resume.end)))
         return places
+
+    def _token(self, position: int) -> bytes:
+        return self._data[position : position + 1].tobytes()

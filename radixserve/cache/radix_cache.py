@@ -16,15 +16,15 @@ from typing import Any
 from radixserve.arrays import IntArray
 from radixserve.cache.audit import check_store, dump_spaces
 from radixserve.cache.interface import CacheProbe, Holder, PageCopy
-from radixserve.cache.lookup import Lookup, explain, explain_miss
-from radixserve.cache.node import TOKEN_BYTES, Node, Space
+from radixserve.cache.lookup import NOTHING, Lookup, explain
+from radixserve.cache.node import Node, Space
 from radixserve.cache.policies import EVICTION_POLICIES, make_order
 from radixserve.cache.probe import Probe
 from radixserve.cache.radix_tree import Match
 from radixserve.cache.retention import RadixHolder, Retention, check_holder
 from radixserve.cache.sequence import CachedSequence
 from radixserve.cache.store import PageStore
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.errors import OutOfPages
 
@@ -95,17 +95,16 @@ class RadixCache:
         space = tree.spaces.get(namespace) if self._reuse else None
         if space is None:
             space = Space(check_str("namespace", namespace))
-        if limit > 0:
-            first_page = ids[: min(limit, tree.page_size)].tobytes()
-            if tree.misses(space, first_page):
-                return explain_miss(tree, space, first_page, ids, limit)
-        data = ids.tobytes()
-        limit = max(0, limit)
+        size = tree.page_size
+        if limit >= size and tree.never_saw(space, ids[:size].tobytes()):
+            return NOTHING
+        data, limit = token_view(ids), max(0, limit)
         match = tree.match(space, data, limit)
         found = explain(tree, space, match, data, limit)
-        if self._can_copy_head(match):
+        extra = match[0] % size
+        if not extra or self._can_copy_head(match):
             return found
-        return found._replace(cached_len=match.length - match.length % self.page_size)
+        return found._replace(cached_len=match.length - extra)
 
     def probe(self, tokens: IntArray, namespace: str = "") -> Probe:
         """A look-up that stays: see `changed_probes`. It has to be closed."""
@@ -140,7 +139,7 @@ class RadixCache:
         `holder`: who it belongs to, from `open_holder`. `priority`: what it is worth to the
         "priority" eviction, high ones are kept longer.
         """
-        ids, store, tree = as_token_ids(tokens), self._store, self._store.tree
+        data, store, tree = token_view(tokens), self._store, self._store.tree
         owner = None if holder is None else check_holder(holder, tree.retention)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
@@ -148,8 +147,8 @@ class RadixCache:
         if space is None:
             check_str("namespace", namespace)
             space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
-        limit = len(ids) if allow_full else max(0, len(ids) - 1)
-        data, size, copy = ids.tobytes(), tree.page_size, None
+        limit = len(data) if allow_full else max(0, len(data) - 1)
+        size, copy = tree.page_size, None
         match = tree.match(space, data, limit)
         length, node, _ = match
         if length:
@@ -162,11 +161,11 @@ class RadixCache:
             node, length, copy = self._copy_head(match)
         counters = store.counters
         counters.num_acquired += 1
-        counters.acquired_tokens += len(ids)
+        counters.acquired_tokens += len(data)
         counters.matched_tokens += length
         if copy is not None:
             counters.copied_tokens += copy[2]
-        known = bytearray(data[: length * TOKEN_BYTES]) if length else bytearray()
+        known = bytearray(data[:length])
         return CachedSequence(store, node, known, shared, copy, length, owner, priority)
 
     def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
@@ -186,7 +185,7 @@ class RadixCache:
 
     def _can_copy_head(self, match: Match) -> bool:
         """Whether a page can be had for the copy, once the matched path is locked."""
-        if not match.length % self.page_size or self._store.pool.num_free:
+        if self._store.pool.num_free:
             return True
         kept, node = 0, match.node
         while node.parent is not None and not node.refs:

@@ -23,7 +23,7 @@ import numpy as np
 from radixserve.cache.child_index import add_key, closest_child, has_longer, remove_key
 from radixserve.cache.eviction import EvictionOrder
 from radixserve.cache.ghosts import GhostList
-from radixserve.cache.node import TOKEN_BYTES, Claims, Node, Space
+from radixserve.cache.node import NO_CHILDREN, TOKEN_BYTES, Claims, Node, Space
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.retention import Retention
 from radixserve.cache.watches import Watches
@@ -62,7 +62,7 @@ class RadixTree:
         self.num_evicted_tokens = 0
         self._pool = pool
         self._key_bytes = page_size * TOKEN_BYTES
-        self._graveyard: list[Node] = []  # subtrees of dead spaces still to be taken apart
+        self.graves: list[Node] = []  # subtrees of dead spaces still to be taken apart
         self._next_serial = 0
 
     def retain(self, retention: Retention) -> None:
@@ -79,39 +79,46 @@ class RadixTree:
             self.watches.touch_space(name)
         return found
 
-    def match(self, space: Space, data: bytes, limit: int) -> Match:
-        """Longest common prefix of the first `limit` tokens of `data` (int32 bytes) with anything
-        in `space`. Read-only.
+    def match(self, space: Space, data: memoryview, limit: int) -> Match:
+        """Longest common prefix of the first `limit` tokens of `data` (int32) with anything in
+        `space`. Read-only.
 
         O(tokens matched) in memcmp, plus O(log children) a node at page sizes above 1.
         """
-        node, pos, width, size = space.root, 0, self._key_bytes, limit * TOKEN_BYTES
-        while pos < size:
-            child = node.children.get(data[pos : min(pos + width, size)])
+        node, pos, width = space.root, 0, self.page_size
+        while pos < limit:
+            stop = pos + width
+            child = node.children.get(data[pos : stop if stop < limit else limit].tobytes())
             if child is None:
                 break
             edge = child.tokens
-            if not data.startswith(edge, pos, size):
-                if len(edge) > size - pos and edge.startswith(data[pos:size]):
+            stop = pos + len(edge) // TOKEN_BYTES
+            if stop > limit:
+                if edge.startswith(data[pos:limit]):
                     return _match((limit, child, child))
-                length = common_tokens(edge, data, pos, size)
-                return _match((pos // TOKEN_BYTES + length, child, child))
-            node, pos = child, pos + len(edge)
+                return _match((pos + common_tokens(edge, data, pos, limit), child, child))
+            if edge != data[pos:stop]:
+                return _match((pos + common_tokens(edge, data, pos, stop), child, child))
+            node, pos = child, stop
             if pos % width:
-                return _match((pos // TOKEN_BYTES, node, node))
-        length = pos // TOKEN_BYTES
-        if width > TOKEN_BYTES and pos < size:
-            head, agreed = closest_child(node, data[pos : min(pos + width, size)])
+                return _match((pos, node, node))
+        if width > 1 and pos < limit:
+            head, agreed = closest_child(node, data[pos : min(pos + width, limit)].tobytes())
             if head is not None:
-                return _match((length + agreed, head, node))
-        return _match((length, node, node))
+                return _match((pos + agreed, head, node))
+        return _match((pos, node, node))
 
-    def misses(self, space: Space, first_page: bytes) -> bool:
-        """Whether nothing in `space` begins like a prompt's first page (a shorter prompt whole)."""
-        root = space.root
-        if first_page in root.children:
-            return False
-        return self.page_size == 1 or closest_child(root, first_page)[0] is None
+    def never_saw(self, space: Space, first_page: bytes) -> bool:
+        """Whether nothing begins with the first token of that page, nor did anything that is
+        remembered. May say no where a closer look says yes. O(1)."""
+        spaces, root = self.spaces, space.root
+        return (
+            first_page not in root.children
+            and (self.page_size == 1 or closest_child(root, first_page)[0] is None)
+            and not self.ghosts.find((root.serial, 0, first_page[:TOKEN_BYTES]))
+            and len(spaces) == 1
+            and space.name in spaces
+        )
 
     # -- locks --------------------------------------------------------------------------------
 
@@ -142,9 +149,9 @@ class RadixTree:
             node.space.num_locked -= pages
             if node.space.is_dead:
                 self.num_dead += pages
-                self._graveyard.extend(node.children.values())
+                self.graves.extend(node.children.values())
                 self._remove(node)
-            elif len(node.tokens) < self._key_bytes and has_longer(parent, bytes(node.tokens)):
+            elif len(node.tokens) < self._key_bytes and has_longer(parent, node.key):
                 self._remove(node)  # a sibling holds all of this leaf, and more
             else:
                 self.order.add(node)
@@ -162,20 +169,23 @@ class RadixTree:
         self,
         parent: Node,
         start: int,
+        key: bytes,
         tokens: bytearray,
         pages: array[int],
         *,
         is_public: bool,
         takes_hold: bool,
     ) -> Node:
-        """A new leaf that owns `tokens` and `pages` from now on.
+        """A new leaf that owns `tokens` and `pages` from now on; `key` is its first page.
 
         `is_public`: not of a holder; the caller publishes the path once it is locked.
         `takes_hold`: one hold on `parent` becomes a hold on the leaf, which keeps `parent` locked;
         else the leaf is unlocked and the caller locks it before anything else.
         """
-        space, size, key = parent.space, len(pages), bytes(tokens[: self._key_bytes])
-        leaf = self._new_node(space, parent, start, tokens, pages)
+        space, size = parent.space, len(pages)
+        self._next_serial = serial = self._next_serial + 1
+        self.num_nodes += 1
+        leaf = Node(space, parent, start, key, tokens, pages, serial)
         leaf.mark = self.order.first_mark
         if not is_public:
             leaf.claims = Claims(is_public=False)
@@ -187,8 +197,11 @@ class RadixTree:
             space.num_locked += size
         elif space.is_dead:
             self.num_dead += size
-        assert key not in parent.children
-        parent.children[key] = leaf
+        children = parent.children
+        assert key not in children
+        if children is NO_CHILDREN:
+            children = parent.children = {}
+        children[key] = leaf
         if self.page_size > 1:
             add_key(parent, key)
         if parent.watchers:
@@ -205,10 +218,11 @@ class RadixTree:
         assert parent is not None
         assert 0 < at < node.num_tokens
         assert at % self.page_size == 0
-        upper = self._new_node(
-            node.space, parent, node.start, node.tokens[:cut], node.pages[:pages]
-        )
-        parent.children[self.key(node)] = upper  # the first page, and so the key, is the same
+        self._next_serial = serial = self._next_serial + 1
+        self.num_nodes += 1
+        head, first = node.tokens[:cut], node.pages[:pages]
+        upper = Node(node.space, parent, node.start, node.key, head, first, serial)
+        parent.children[node.key] = upper  # the first page, and so the key, is the same
         del node.tokens[:cut]
         del node.pages[:pages]
         node.start += at
@@ -229,8 +243,8 @@ class RadixTree:
     def extend(self, leaf: Node, tokens: bytearray, pages: array[int]) -> None:
         """Append to a locked leaf in place; its key follows when it was shorter than a page."""
         if len(leaf.tokens) < self._key_bytes and leaf.parent is not None:
-            old_key = bytes(leaf.tokens)
-            self._unlink(leaf.parent, old_key, leaf)
+            old_key = leaf.key
+            self._unlink(leaf.parent, leaf)
             leaf.tokens += tokens
             self._link(leaf.parent, leaf)
             self.watches.touch(leaf.parent, old_key[:TOKEN_BYTES])
@@ -273,9 +287,6 @@ class RadixTree:
         self.unlock(parent)
         return pages
 
-    def key(self, node: Node) -> bytes:
-        return bytes(node.tokens[: self._key_bytes])
-
     def _count_pages(self, node: Node, pages: int) -> None:
         space = node.space
         self.num_pages += pages
@@ -300,21 +311,54 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        freed, victim = 0, self.order.victim
+        freed, order = 0, self.order
+        pop, remember = order.pop, self.ghosts.remember
+        gone, num_nodes, num_bytes = None, 0, 0  # pages, nodes, bytes of tokens: counted at the end
         while freed < num_pages:
-            leaf = victim()
+            leaf = pop(num_pages - freed) or order.victim()
             if leaf is None:
                 break
-            size = len(leaf.pages)
-            if leaf.space.is_dead:  # counts as free already
+            parent, space, pages = leaf.parent, leaf.space, leaf.pages
+            size = len(pages)
+            if space.is_dead:  # counts as free already
                 self._remove(leaf)
                 continue
-            if size <= num_pages - freed:
-                self._evict_whole(leaf, size)
-            else:
-                size = num_pages - freed
-                self._evict_tail(leaf, size)
+            if size > num_pages - freed:
+                self._evict_tail(leaf, num_pages - freed)
+                freed = num_pages
+                break
+            # `_remove` for a leaf of a living space, and it is remembered. The hot path.
+            assert parent is not None
+            key = leaf.key
+            place = (parent.serial, leaf.start, key[:TOKEN_BYTES])
+            remember(place, key)
+            if order.tracks_loss:
+                order.dropped(leaf, place, size)
+            if leaf.watchers:
+                self.watches.touch(leaf)
+            leaf.pages = _NO_PAGES
+            if leaf.claims is not None and self.retention is not None:
+                self.retention.count_pages(leaf, -size)
+                self.retention.buried(leaf)
+            num_nodes += 1
+            num_bytes += len(leaf.tokens)
             freed += size
+            space.num_pages -= size
+            if gone is None:
+                gone = pages
+            else:
+                gone += pages
+            leaf.parent = None
+            del parent.children[key]
+            if parent.heads is not None:
+                remove_key(parent, key)
+            if not parent.children and parent.parent is None:
+                self.prune(space)
+        if gone is not None:
+            self.num_nodes -= num_nodes
+            self.num_pages -= len(gone)
+            self.num_evicted_tokens += num_bytes // TOKEN_BYTES
+            self._pool.free(gone)
         return freed
 
     def reset(self, name: str) -> None:
@@ -327,66 +371,34 @@ class RadixTree:
         self.num_dead += space.num_pages - space.num_locked
         self.watches.touch_space(name)
         if space.num_pages > space.num_locked:  # what is locked goes when it is let go
-            self._graveyard.append(space.root)
-
-    def graveyard(self) -> list[Node]:
-        """Roots of the dead subtrees not yet taken apart, for audits."""
-        return list(self._graveyard)
+            self.graves.append(space.root)
 
     def reap(self, num_pages: int) -> int:
         """Take dead subtrees apart until at least `num_pages` pages are free or none is left."""
         freed = 0
-        while freed < num_pages and self._graveyard:
-            node = self._graveyard.pop()
-            self._graveyard.extend(node.children.values())
+        while freed < num_pages and self.graves:
+            node = self.graves.pop()
+            self.graves.extend(node.children.values())
             if node.refs or node.parent is None:  # held, a root, or gone already
                 continue
             freed += len(node.pages)
             self._remove(node)
         return freed
 
-    def _evict_whole(self, leaf: Node, size: int) -> None:
-        """`_remove` for an unlocked leaf of a living space, which is remembered. The hot path."""
-        parent, space, key = leaf.parent, leaf.space, bytes(leaf.tokens[: self._key_bytes])
-        assert parent is not None
-        place = (parent.serial, leaf.start, key[:TOKEN_BYTES])
-        self.ghosts.remember(place, key)
-        order = self.order
-        if order.tracks_loss:
-            order.dropped(leaf, place, size)
-        order.discard(leaf)
-        self.num_evicted_tokens += len(leaf.tokens) // TOKEN_BYTES
-        self.num_nodes -= 1
-        self.num_pages -= size
-        space.num_pages -= size
-        del parent.children[key]
-        if parent.heads is not None:
-            remove_key(parent, key)
-        if leaf.watchers:
-            self.watches.touch(leaf)
-        self._pool.free(leaf.pages)
-        if leaf.claims is not None and self.retention is not None:
-            self.retention.count_pages(leaf, -size)
-            leaf.pages = _NO_PAGES
-            self.retention.buried(leaf)
-        leaf.pages = _NO_PAGES
-        leaf.parent = None
-        if parent.parent is None and not parent.children:
-            self.prune(space)
-
     def _evict_tail(self, leaf: Node, num_pages: int) -> None:
         """Free the last `num_pages` pages of a leaf that has more."""
-        keep = len(leaf.pages) - num_pages
+        tokens, pages = leaf.tokens, leaf.pages
+        keep = len(pages) - num_pages
         cut = keep * self._key_bytes
-        page = bytes(leaf.tokens[cut : cut + self._key_bytes])
+        page = bytes(tokens[cut : cut + self._key_bytes])
         place = (leaf.serial, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
-        self.num_evicted_tokens += (len(leaf.tokens) - cut) // TOKEN_BYTES
+        self.num_evicted_tokens += (len(tokens) - cut) // TOKEN_BYTES
         self.ghosts.remember(place, page)
         if self.order.tracks_loss:
             self.order.dropped(leaf, place, num_pages)
-        self._pool.free(leaf.pages[keep:])
-        del leaf.pages[keep:]
-        del leaf.tokens[cut:]
+        self._pool.free(pages[keep:])
+        del pages[keep:]
+        del tokens[cut:]
         self._count_pages(leaf, -num_pages)
         self.order.resized(leaf)
         if leaf.watchers:
@@ -402,7 +414,7 @@ class RadixTree:
         parent, pages = node.parent, node.pages
         assert parent is not None
         self._count_pages(node, -len(pages))
-        self._unlink(parent, self.key(node), node)
+        self._unlink(parent, node)
         if node.watchers:
             self.watches.touch(node)
         self.num_nodes -= 1
@@ -412,42 +424,40 @@ class RadixTree:
         if node.children:
             for child in node.children.values():
                 child.parent = child.space.root  # to be taken apart, unreachable from above
-            node.children = {}
+            node.children = NO_CHILDREN
             node.heads = None
         node.parent = None
         return pages
 
     # -- children -----------------------------------------------------------------------------
 
-    def _new_node(
-        self, space: Space, parent: Node, start: int, tokens: bytearray, pages: array[int]
-    ) -> Node:
-        self._next_serial += 1
-        self.num_nodes += 1
-        return Node(space, parent, start, tokens, pages, self._next_serial)
-
     def _link(self, parent: Node, child: Node) -> None:
-        key = bytes(child.tokens[: self._key_bytes])
+        key = child.key = bytes(child.tokens[: self._key_bytes])
         assert key not in parent.children
+        if parent.children is NO_CHILDREN:
+            parent.children = {}
         parent.children[key] = child
         if self.page_size > 1:
             add_key(parent, key)
 
-    def _unlink(self, parent: Node, key: bytes, child: Node) -> None:
-        if parent.children.get(key) is child:
-            del parent.children[key]
+    def _unlink(self, parent: Node, child: Node) -> None:
+        if parent.children.get(child.key) is child:
+            del parent.children[child.key]
             if parent.heads is not None:
-                remove_key(parent, key)
+                remove_key(parent, child.key)
 
 
 _NO_PAGES = array("i")  # of nodes that are gone; stays empty
 
 
-def common_tokens(edge: bytearray, data: bytes, pos: int, end: int, at: int = 0) -> int:
-    """Leading tokens that `edge` from byte `at` and `data` in bytes [pos, end) have in common."""
-    count = min(len(edge) - at, end - pos) // TOKEN_BYTES
+def common_tokens(
+    edge: bytearray, data: bytearray | memoryview, pos: int, end: int, at: int = 0
+) -> int:
+    """Leading tokens that `edge` from token `at` has in common with `data`, int32 in [pos, end)."""
+    count = min(len(edge) // TOKEN_BYTES - at, end - pos)
     if not count:
         return 0
-    differs = np.frombuffer(edge, np.int32, count, at) != np.frombuffer(data, np.int32, count, pos)
+    here = np.frombuffer(edge, np.int32, count, at * TOKEN_BYTES)
+    differs = here != np.frombuffer(data, np.int32, count, pos * TOKEN_BYTES)
     first = int(differs.argmax())
     return first if differs[first] else count

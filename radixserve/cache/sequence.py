@@ -22,7 +22,7 @@ from radixserve.cache.node import TOKEN_BYTES, Node
 from radixserve.cache.radix_tree import common_tokens
 from radixserve.cache.retention import RadixHolder
 from radixserve.cache.store import OpenSequence, PageStore
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.tokens import TokenIds, as_token_ids, as_view
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
@@ -129,8 +129,8 @@ class CachedSequence(OpenSequence):
         """
         if not self._is_open:
             self._check_open()
-        data, pages = as_token_ids(tokens).tobytes(), self._pages
-        length = (len(self._tokens) + len(data)) // TOKEN_BYTES
+        ids, pages = as_token_ids(tokens), self._pages
+        length = len(self._tokens) // TOKEN_BYTES + len(ids)
         wanted = -(-length // self._store.page_size) - len(pages)
         if wanted > 0:
             more = self._store.allocate(wanted)
@@ -139,9 +139,9 @@ class CachedSequence(OpenSequence):
             except BufferError:  # somebody still looks at a view of the shorter state
                 self._pages = pages + more
         try:
-            self._tokens += data
-        except BufferError:
-            self._tokens = self._tokens + data
+            self._tokens += as_view(ids)
+        except BufferError:  # the same, or the ids do not lie one behind the other
+            self._tokens = self._tokens + ids.tobytes()
 
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
@@ -272,27 +272,27 @@ class CachedSequence(OpenSequence):
         """Follow the tree from `pos` (a page boundary inside or at the end of `node`), taking over
         its pages, and add what it does not have."""
         size = self._store.page_size
-        data = self._data(pos, self._committed)
-        at, width = 0, size * TOKEN_BYTES
+        tokens, end = self._tokens, self._committed
         while True:
             offset = pos - node.start
-            rest = node.num_tokens - offset
+            rest = len(node.tokens) // TOKEN_BYTES - offset
             if rest:
-                agreed = common_tokens(node.tokens, data, at, len(data), offset * TOKEN_BYTES)
+                agreed = common_tokens(node.tokens, tokens, pos, end, offset)
                 whole = agreed - agreed % size
                 first = offset // size
                 self._switch(pos // size, node.pages[first : first + whole // size])
                 pos += whole
-                at += whole * TOKEN_BYTES
-                if pos + agreed - whole == self._committed:
+                if pos + agreed - whole == end:
                     self._settle(node)
                     return
                 if whole < rest:
                     self._branch(node, pos, is_prefix=agreed == rest)
                     return
-            child = node.children.get(data[at : at + width])
+            stop = pos + size
+            key = bytes(tokens[pos * TOKEN_BYTES : (stop if stop < end else end) * TOKEN_BYTES])
+            child = node.children.get(key)
             if child is None:
-                self._add_child(node, pos, data[at : at + width])
+                self._add_child(node, pos, key)
                 return
             node = child
 
@@ -308,10 +308,10 @@ class CachedSequence(OpenSequence):
             self._extend_leaf(node, pos)
             return
         upper = tree.split(node, pos - node.start)
+        key = self._data(pos, min(pos + self._store.page_size, self._committed))
         if is_prefix and is_free:  # what is left below is covered by our first page
-            size = self._store.page_size
-            self._drop_prefixes(upper, self._data(pos, min(pos + size, self._committed)))
-        self._attach(upper, pos)
+            self._drop_prefixes(upper, key)
+        self._attach(upper, pos, key)
 
     def _may_grow(self, leaf: Node) -> bool:
         """Whether what we append to `leaf` is reached by the same ones as the leaf."""
@@ -334,7 +334,7 @@ class CachedSequence(OpenSequence):
         if node is self._node and node.refs == 1 and is_leaf and self._may_grow(node):
             self._extend_leaf(node, pos)
         else:
-            self._attach(node, pos)
+            self._attach(node, pos, key)
 
     def _drop_prefixes(self, node: Node, key: bytes) -> None:
         """Remove unused leaves whose tokens are a proper head of `key`: they are covered now."""
@@ -367,14 +367,16 @@ class CachedSequence(OpenSequence):
         self._published = committed
         self._is_author = True
 
-    def _attach(self, parent: Node, pos: int) -> None:
-        """Add our tokens [pos, committed) as a leaf below `parent`, which is on our path."""
+    def _attach(self, parent: Node, pos: int, key: bytes) -> None:
+        """Add our tokens [pos, committed), first page `key`, as a leaf below `parent`, which is on
+        our path."""
         size, committed, tree = self._store.page_size, self._committed, self._store.tree
         last = -(-committed // size)
         is_anchor, is_public = parent is self._node, self._holder is None
         leaf = tree.attach(
             parent,
             pos,
+            key,
             self._tokens[pos * TOKEN_BYTES : committed * TOKEN_BYTES],
             self._pages[pos // size : last],
             is_public=is_public,
@@ -466,8 +468,10 @@ class CachedSequence(OpenSequence):
             node = self._store.tree.split(node, end - node.start)
         self._published = keep
         self._move_to(node)
-        if keep < self._committed and self._data(keep, self._committed) not in node.children:
-            self._attach(node, keep)  # our own page holds that head now: let others find it
+        if keep < self._committed:
+            key = self._data(keep, self._committed)
+            if key not in node.children:
+                self._attach(node, keep, key)  # our own page holds that head now: let it be found
 
     def _leave_the_rest(self) -> None:
         """Where others go on behind our end in the anchor, only our part of it is to be ours."""

@@ -65,23 +65,30 @@ class PageStore:
 
         `may_narrow`: when short, make sequences protect no more than they need.
         """
-        if count > self.pool.num_free:
-            self._make_room(count, may_narrow=may_narrow)
-        return self.pool.allocate(count)
+        pool = self.pool
+        missing = count - pool.num_free
+        if missing > 0:
+            tree = self.tree
+            if tree.num_pages - tree.num_locked < missing:
+                missing = self._spare(count, may_narrow=may_narrow)
+            if tree.graves:
+                missing -= tree.reap(missing)
+            tree.evict(missing)
+        return pool.allocate(count)
 
-    def _make_room(self, count: int, *, may_narrow: bool) -> None:
-        tree, num_free = self.tree, self.pool.num_free
-        if num_free + tree.num_evictable < count and may_narrow:
+    def _spare(self, count: int, *, may_narrow: bool) -> int:
+        """The pages still missing for `count` once nobody holds more than it needs; OutOfPages if
+        that many cannot be evicted."""
+        tree, pool = self.tree, self.pool
+        if may_narrow:
             for sequence in self.live:
                 sequence.narrow()
-            num_free = self.pool.num_free
-        if num_free + tree.num_evictable < count:
+        if self.num_available < count:
             raise OutOfPages(
-                f"{count} pages wanted: {num_free} free and "
-                f"{tree.num_evictable} evictable of {self.pool.num_pages}"
+                f"{count} pages wanted: {pool.num_free} free and "
+                f"{tree.num_evictable} evictable of {pool.num_pages}"
             )
-        missing = count - num_free
-        tree.evict(missing - tree.reap(missing))
+        return count - pool.num_free
 
     def unlock(self, node: Node) -> None:
         """A sequence lets go of its anchor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from radixserve.errors import InvalidRequest
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 _INT32 = np.dtype(np.int32)
+as_view: Callable[[Any], memoryview] = memoryview  # numpy arrays are buffers, says 3.12 only
 
 
 def as_token_ids(tokens: TokenIds) -> IntArray:
@@ -33,3 +34,12 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
     if ids.min() < -(2**31) or ids.max() >= 2**31:
         raise InvalidRequest("token ids must fit in int32")
     return ids.astype(np.int32)
+
+
+def token_view(tokens: TokenIds) -> memoryview:
+    """[n] int32, one behind the other in memory; not a copy where `tokens` are. Raises as above."""
+    if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
+        view = as_view(tokens)
+        if view.c_contiguous:
+            return view
+    return as_view(np.ascontiguousarray(as_token_ids(tokens)))
