@@ -6,7 +6,6 @@ The other policies are in `policies`, what is known of holders in `retention`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -47,14 +46,6 @@ class EvictionOrder(ABC):
     def victim(self) -> Node | None:
         """The leaf to drop next; it stays here until it is discarded."""
 
-    def pop(self, num_pages: int) -> Node | None:
-        """Discard the victim and return it, if it has at most so many pages."""
-        node = self.victim()
-        if node is None or len(node.pages) > num_pages:
-            return None
-        self.discard(node)
-        return node
-
     @abstractmethod
     def queues(self) -> list[Iterable[Node]]:
         """What is here, each queue in its order, for audits."""
@@ -66,38 +57,48 @@ class EvictionOrder(ABC):
         """An unlocked node was cut short, by an eviction or a split."""
 
     def dropped(self, node: Node, place: Place, num_pages: int) -> None:  # noqa: B027
-        """Eviction takes the last `num_pages` of `node`; they begin at `place`. If that is all of
-        it, it was discarded before."""
+        """Eviction takes the last `num_pages` of `node`; they begin at `place`."""
 
 
 class LRU(EvictionOrder):
-    """Least recently used first; every operation is O(1).
+    """Least recently used first; every operation is O(1), amortized.
 
     A path is added deepest first, so a parent is always younger than its children and the oldest
-    entry is always a leaf: no heap, no search.
+    entry is always a leaf: no heap, no search. Nodes lie under ascending ticks, which they bear as
+    their marks: neighbours in age are neighbours in memory.
     """
 
+    _MAX_STEPS = 1_000
+
     def __init__(self) -> None:
-        self._nodes: OrderedDict[Node, None] = OrderedDict()
+        self._nodes: dict[int, Node] = {}  # by tick, ascending
+        self._next = 1
+        self._oldest = 1  # no tick before it is in use
 
     def add(self, node: Node) -> None:
-        self._nodes[node] = None
+        tick = node.mark = self._next
+        self._next = tick + 1
+        self._nodes[tick] = node
 
     def discard(self, node: Node) -> None:
-        self._nodes.pop(node, None)
+        nodes, tick = self._nodes, node.mark
+        if nodes.get(tick) is node:  # a split copies marks
+            del nodes[tick]
+            if tick == self._oldest:
+                self._oldest = tick + 1
 
     def victim(self) -> Node | None:
-        for node in self._nodes:
-            return node
-        return None
-
-    def pop(self, num_pages: int) -> Node | None:
-        for node in self._nodes:
-            if len(node.pages) > num_pages:
-                break
-            del self._nodes[node]
-            return node
-        return None
+        nodes, tick = self._nodes, self._oldest
+        node = nodes.get(tick)
+        if node is None and nodes:
+            last = tick + self._MAX_STEPS
+            while node is None:
+                tick += 1
+                if tick == last:
+                    tick = next(iter(nodes))  # a long gap; walks over all that was deleted before
+                node = nodes.get(tick)
+            self._oldest = tick
+        return node
 
     def queues(self) -> list[Iterable[Node]]:
-        return [self._nodes]
+        return [self._nodes.values()]

@@ -311,11 +311,10 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        freed, order = 0, self.order
-        pop, remember = order.pop, self.ghosts.remember
+        freed, order, ghosts = 0, self.order, self.ghosts
         gone, num_nodes, num_bytes = None, 0, 0  # pages, nodes, bytes of tokens: counted at the end
         while freed < num_pages:
-            leaf = pop(num_pages - freed) or order.victim()
+            leaf = order.victim()
             if leaf is None:
                 break
             parent, space, pages = leaf.parent, leaf.space, leaf.pages
@@ -331,9 +330,10 @@ class RadixTree:
             assert parent is not None
             key = leaf.key
             place = (parent.serial, leaf.start, key[:TOKEN_BYTES])
-            remember(place, key)
+            ghosts.remember(place, key)
             if order.tracks_loss:
                 order.dropped(leaf, place, size)
+            order.discard(leaf)
             if leaf.watchers:
                 self.watches.touch(leaf)
             leaf.pages = _NO_PAGES

@@ -22,7 +22,7 @@ from radixserve.cache.node import TOKEN_BYTES, Node
 from radixserve.cache.radix_tree import common_tokens
 from radixserve.cache.retention import RadixHolder
 from radixserve.cache.store import OpenSequence, PageStore
-from radixserve.cache.tokens import TokenIds, as_token_ids, as_view
+from radixserve.cache.tokens import TokenIds, as_token_ids
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
@@ -129,8 +129,8 @@ class CachedSequence(OpenSequence):
         """
         if not self._is_open:
             self._check_open()
-        ids, pages = as_token_ids(tokens), self._pages
-        length = len(self._tokens) // TOKEN_BYTES + len(ids)
+        data, pages = as_token_ids(tokens).tobytes(), self._pages
+        length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = -(-length // self._store.page_size) - len(pages)
         if wanted > 0:
             more = self._store.allocate(wanted)
@@ -139,9 +139,9 @@ class CachedSequence(OpenSequence):
             except BufferError:  # somebody still looks at a view of the shorter state
                 self._pages = pages + more
         try:
-            self._tokens += as_view(ids)
-        except BufferError:  # the same, or the ids do not lie one behind the other
-            self._tokens = self._tokens + ids.tobytes()
+            self._tokens += data
+        except BufferError:
+            self._tokens = self._tokens + data
 
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
