@@ -46,6 +46,13 @@ class EvictionOrder(ABC):
     def victim(self) -> Node | None:
         """The leaf to drop next; it stays here until it is discarded."""
 
+    def pop(self, num_pages: int) -> Node | None:
+        """The victim; it is discarded if it has at most so many pages."""
+        node = self.victim()
+        if node is not None and len(node.pages) <= num_pages:
+            self.discard(node)
+        return node
+
     @abstractmethod
     def queues(self) -> list[Iterable[Node]]:
         """What is here, each queue in its order, for audits."""
@@ -57,7 +64,8 @@ class EvictionOrder(ABC):
         """An unlocked node was cut short, by an eviction or a split."""
 
     def dropped(self, node: Node, place: Place, num_pages: int) -> None:  # noqa: B027
-        """Eviction takes the last `num_pages` of `node`; they begin at `place`."""
+        """Eviction takes the last `num_pages` of `node`; they begin at `place`. It was discarded
+        before if that is all of it."""
 
 
 class LRU(EvictionOrder):
@@ -98,6 +106,13 @@ class LRU(EvictionOrder):
                     tick = next(iter(nodes))  # a long gap; walks over all that was deleted before
                 node = nodes.get(tick)
             self._oldest = tick
+        return node
+
+    def pop(self, num_pages: int) -> Node | None:
+        node = self._nodes.get(self._oldest) or self.victim()
+        if node is not None and len(node.pages) <= num_pages:
+            del self._nodes[self._oldest]
+            self._oldest += 1
         return node
 
     def queues(self) -> list[Iterable[Node]]:

@@ -314,7 +314,7 @@ class RadixTree:
         freed, order, ghosts = 0, self.order, self.ghosts
         gone, num_nodes, num_bytes = None, 0, 0  # pages, nodes, bytes of tokens: counted at the end
         while freed < num_pages:
-            leaf = order.victim()
+            leaf = order.pop(num_pages - freed)
             if leaf is None:
                 break
             parent, space, pages = leaf.parent, leaf.space, leaf.pages
@@ -333,7 +333,6 @@ class RadixTree:
             ghosts.remember(place, key)
             if order.tracks_loss:
                 order.dropped(leaf, place, size)
-            order.discard(leaf)
             if leaf.watchers:
                 self.watches.touch(leaf)
             leaf.pages = _NO_PAGES
