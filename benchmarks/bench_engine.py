@@ -2,7 +2,7 @@
 
     python benchmarks/bench_engine.py [--model tiny|small] [--dtype float32|bfloat16]
         [--workload W1,W2] [--arrival burst|sequential|both] [--threads N] [--repeats N]
-        [--only-engines radix,transformers] [--quick] [--json] [--save DIR]
+        [--only-engines radix,transformers] [--quick] [--profile] [--json] [--save DIR]
 
     W1 system prompt   W2 chat   W3 few-shot   W4 nothing shared   W5 branches
 
@@ -57,8 +57,8 @@ def run_case(
     workload = bench.workload(name, SEED)
     lanes = _open_lanes(bench, workload, burst=burst)
     samples: dict[str, list[Sample]] = {lane.name: [] for lane in lanes}
-    for _ in range(bench.repeats):
-        for lane in lanes:
+    for turn in range(bench.repeats):
+        for lane in lanes if turn % 2 == 0 else reversed(lanes):
             samples[lane.name].append(lane.run())
     for lane in lanes:
         lane.close()
@@ -106,7 +106,7 @@ def measure(bench: Bench, args: argparse.Namespace, show: Callable[[str], None])
         for arrival in args.arrival:
             case = run_case(bench, name, arrival, limits, settings)
             run.cases.append(case)
-            show(case.table())
+            show(case.table(profiles=args.profile))
     show("\n".join(run.skipped()))
     return run
 
@@ -121,6 +121,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="default: 3, quick: 1")
     parser.add_argument("--only-engines", default=",".join(NAMES), metavar="NAMES")
     parser.add_argument("--quick", action="store_true", help="W1 and W4, shrunk")
+    parser.add_argument("--profile", action="store_true", help="show where the steps' time went")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write engine-cpu-*.md and .json")
     args = parser.parse_args()

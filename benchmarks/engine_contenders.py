@@ -36,6 +36,10 @@ class Contender(Protocol):
     def reset(self) -> None:
         """Forget every prompt; never timed."""
 
+    def stats(self) -> dict[str, float]:
+        """Counters since it was opened that only grow; of engines that tell the seconds spent in
+        each part of their steps, also these: steps, schedule_s ..."""
+
     def close(self) -> None: ...
 
 

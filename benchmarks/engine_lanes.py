@@ -35,6 +35,7 @@ class Sample:
     num_prefilled: int
     peak_bytes: int | None  # most resident memory while it ran; None where it is not told
     outputs: list[list[int]]
+    steps: dict[str, float]  # how many and the seconds of their parts; see Contender.stats
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def measure(contender: Contender, workload: Workload, *, burst: bool) -> Sample:
     contender.reset()
     gc.collect()
     reset_peak()
+    before = contender.stats()
     cpu, wall = time.process_time(), time.perf_counter()
     answers = play(contender, workload, burst=burst)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -154,6 +156,7 @@ def measure(contender: Contender, workload: Workload, *, burst: bool) -> Sample:
         num_prefilled=contender.num_prefilled,
         peak_bytes=read_status("VmHWM"),
         outputs=[answer.token_ids for answer in answers],
+        steps={name: value - before[name] for name, value in contender.stats().items()},
     )
 
 

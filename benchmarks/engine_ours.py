@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from engine_contenders import Answer, Job, Unavailable
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
+from radixserve.commands.profile import PARTS
 
 BLOCK = 16  # tokens a page of the hash cache
 
@@ -41,6 +42,10 @@ class Ours:
     def reset(self) -> None:
         self._runtime.flush_cache()
         self.num_prefilled = 0
+
+    def stats(self) -> dict[str, float]:
+        told = self._runtime.cache_stats()
+        return {name: told[name] for name in ("steps", *(f"{part}_s" for part in PARTS))}
 
     def close(self) -> None:
         self._runtime.close()

@@ -126,6 +126,9 @@ class Generate:
     def reset(self) -> None:
         self.num_prefilled = 0
 
+    def stats(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         pass
 
@@ -208,6 +211,9 @@ class Continuous:
         )
         self._manager = self._stack.enter_context(opened)
         self.num_prefilled = 0
+
+    def stats(self) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         self._stack.close()

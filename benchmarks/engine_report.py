@@ -17,6 +17,8 @@ from engine_models import Shape
 from engine_published import Published, published
 from engine_workloads import Workload
 
+from radixserve.commands.profile import format_profile
+
 NOTES = (
     "Medians of the repeats. CPU s: of all threads of the process. first token: from the"
     " submission of each request. prefilled: prompt tokens computed, padding included. peak: most"
@@ -66,6 +68,7 @@ class Row:
     agreement: Agreement
     cpu_samples_s: list[float]
     wall_samples_s: list[float]
+    steps: dict[str, float]  # of the sample with the median CPU time
 
     def cells(self) -> tuple[str, ...]:
         return (
@@ -92,6 +95,7 @@ def make_row(
     cpu = [sample.cpu_s for sample in samples]
     wall = [sample.wall_s for sample in samples]
     peaks = [sample.peak_bytes for sample in samples if sample.peak_bytes is not None]
+    middle = sorted(samples, key=lambda sample: sample.cpu_s)[(len(samples) - 1) // 2]
     return Row(
         engine=engine,
         cpu_s=median(cpu),
@@ -105,6 +109,7 @@ def make_row(
         agreement=agreement,
         cpu_samples_s=cpu,
         wall_samples_s=wall,
+        steps=middle.steps,
     )
 
 
@@ -143,31 +148,46 @@ class Case:
             f" {floor.prefill_s:.2g}, decode {floor.decode_s:.2g})"
         )
 
-    def footer(self) -> str | None:
-        """The best published figure, and ours over it."""
-        if not self.elsewhere:
-            return None
-        best = self.elsewhere[0]
-        ours = [row for row in self.rows if row.engine == "radix"]
-        ratio = f"; radix is {ours[0].cpu_s / best.cpu_s:.2f} x that" if ours else ""
-        return f"best measured elsewhere: {best.engine}, {best.cpu_s:g} CPU s{ratio}"
+    def footers(self) -> list[str]:
+        """What the cache costs or saves, and the best published figure and ours over it."""
+        rows = {row.engine: row for row in self.rows}
+        lines = []
+        if "radix" in rows and "off" in rows:
+            on, off = rows["radix"].cpu_samples_s, rows["off"].cpu_samples_s
+            ratios = [a / b for a, b in zip(on, off, strict=True)]
+            low, middle, high = np.percentile(ratios, (25, 50, 75))
+            lines.append(
+                f"radix over off, {len(ratios)} pairs: median {middle:.3f},"
+                f" quartiles {low:.3f} to {high:.3f}"
+            )
+        if self.elsewhere:
+            best = self.elsewhere[0]
+            found = f"best measured elsewhere: {best.engine}, {best.cpu_s:g} CPU s"
+            if "radix" in rows:
+                found += f"; radix is {rows['radix'].cpu_s / best.cpu_s:.2f} x that"
+            lines.append(found)
+        return lines
 
-    def table(self) -> str:
+    def profile(self) -> list[str]:
+        """Where the steps' time went, of the engines that tell."""
+        told = [row for row in self.rows if row.steps]
+        return [f"{row.engine}: {format_profile(row.steps)}" for row in told]
+
+    def table(self, *, profiles: bool = False) -> str:
         rows = [HEAD, *(row.cells() for row in self.rows)]
         widths = [max(len(row[at]) for row in rows) for at in range(len(HEAD))]
         lines = [self.title()]
         for name, *cells in rows:
             rest = "  ".join(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))
             lines.append(f"   {name.ljust(widths[0])}  {rest}")
-        footer = self.footer()
-        return "\n".join([*lines, *([f"   {footer}"] if footer else []), ""])
+        below = [*self.footers(), *(self.profile() if profiles else [])]
+        return "\n".join([*lines, *(f"   {line}" for line in below), ""])
 
     def markdown(self) -> str:
         head, *body = ["| " + " | ".join(r) + " |" for r in [HEAD, *(r.cells() for r in self.rows)]]
         table = "\n".join([head, "|---|" + "---:|" * (len(HEAD) - 1), *body])
-        footer = self.footer()
         parts = [f"## {self.workload} {self.arrival}", self.title(), table]
-        return "\n\n".join([*parts, *([footer] if footer else [])])
+        return "\n\n".join([*parts, *self.footers(), *self.profile()])
 
 
 def elsewhere(settings: dict[str, Any], workload: str, arrival: str) -> list[Published]:

@@ -60,6 +60,8 @@ def test_a_quick_run(tmp_path: Path) -> None:
             }
             assert 0 < row["first_mean_s"] <= row["wall_s"]
             assert row["cpu_s"] > 0
+            assert bool(row["steps"]) == (row["engine"] in ("radix", "hash", "off"))
+        assert rows["radix"]["steps"]["steps"] > 0
 
 
 @pytest.mark.parametrize(
@@ -135,3 +137,21 @@ def test_published_figures_come_best_first() -> None:
         "vLLM CPU 0.32"
     ]
     assert published("small", "float32", "W1", "burst") == []
+
+
+def test_growth_runs() -> None:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    arguments = ["--waiting", "3,30", "--nodes", "50", "--requests", "500", "--steps", "2"]
+    result = subprocess.run(
+        [sys.executable, "benchmarks/engine_growth.py", "--json", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)["figures"]
+    assert [line.get("waiting") for line in figures[:2]] == [3, 30]
+    assert figures[2]["nodes"] == 50
+    assert all(line["step_ms"] > 0 for line in figures[:3])
+    assert figures[3]["served"] == 500

@@ -254,6 +254,9 @@ def test_generate_text_is_what_the_runtime_answers() -> None:
     assert (code, out) == (0, texts[0] + "\n")
     assert err.startswith("prompt ")
     assert "= reused 0 + computed" in err
+    code, out, err = run("generate", "--prompt", prompts[0], "--profile", *GREEDY)
+    assert (code, out) == (0, texts[0] + "\n")
+    assert "ms a step: schedule " in err
     code, out, _ = run("generate", "--prompt", prompts[0], "--stream", *GREEDY)
     assert (code, out) == (0, texts[0] + "\n")
     code, out, _ = run("generate", "--prompt", prompts[0], "--prompt", prompts[1], *GREEDY)

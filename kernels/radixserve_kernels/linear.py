@@ -17,8 +17,27 @@ _ONEDNN: Any = torch.backends.mkldnn  # its functions have no types
 PACK_ROWS = 64  # rows of a typical product, a hint for the layout
 
 
+def _find(name: str, overload: str) -> Any:
+    """An operation of torch.ops.mkldnn, resolved once; one that always fails where it is not."""
+    try:
+        return getattr(getattr(torch.ops.mkldnn, name), overload)
+    except AttributeError:
+        return _missing
+
+
+def _missing(*_: object) -> Any:
+    raise RuntimeError("this build of torch has no such oneDNN operation")
+
+
+_product = _find("_linear_pointwise", "default")
+_product_and_sum = _find("_linear_pointwise", "binary")
+
+
 class Linear:
-    """`x @ weight.T + bias`, x [M, K], weight [N, K], bias [N] or None; returns [M, N]."""
+    """`x @ weight.T + bias`, x [M, K], weight [N, K], bias [N] or None; returns [M, N].
+
+    With `plus` [M, N] that is added in the same pass, before the sum is rounded to the dtype.
+    """
 
     __slots__ = ("_bias", "_packed", "_plain")
 
@@ -27,13 +46,13 @@ class Linear:
         self._packed = _pack(weight)
         self._plain = weight if self._packed is None else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         if self._plain is not None:
-            return F.linear(x, self._plain, self._bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._packed, self._bias, "none", [], ""
-        )
-        return out
+            out = F.linear(x, self._plain, self._bias)
+            return out if plus is None else out.add_(plus)
+        if plus is not None:
+            return _product_and_sum(x, plus, self._packed, self._bias, "add")
+        return _product(x, self._packed, self._bias, "none", [], "")
 
 
 def _pack(weight: Tensor) -> Tensor | None:
@@ -45,7 +64,7 @@ def _pack(weight: Tensor) -> Tensor | None:
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
         probe = weight.new_ones((2, weight.shape[1]))
-        torch.ops.mkldnn._linear_pointwise(probe, packed, None, "none", [], "")
+        _product_and_sum(probe, _product(probe, packed, None, "none", [], ""), packed, None, "add")
     except (AttributeError, RuntimeError):  # another build of torch, or no kernel for this dtype
         return None
     return packed
@@ -59,8 +78,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and _HAS_ONEDNN:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-        return out
+        return _product(x, weight, None, "none", [], "")
     return F.linear(x, weight)
 
 
@@ -68,7 +86,7 @@ def _try_onednn() -> bool:
     if not _ONEDNN.is_available():
         return False
     try:
-        torch.ops.mkldnn._linear_pointwise(torch.ones(2, 2), torch.ones(2, 2), None, "none", [], "")
+        _product(torch.ones(2, 2), torch.ones(2, 2), None, "none", [], "")
     except (AttributeError, RuntimeError):
         return False
     return True

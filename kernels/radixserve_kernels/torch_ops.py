@@ -1,53 +1,57 @@
 """The device kernels' plain torch twins: what each computes, on any device.
 
-Knows tensors and nothing of radixserve: no requests, no pages beyond their slots. Each function
-follows the order of operations of transformers' models, so that float32 results agree closely.
+Knows tensors and nothing of radixserve: no requests, no pages beyond their slots. Written for few
+operations: a step of few rows is bound by what each of them costs to start.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, in float32, cast back before weight.
 
-    x [..., n]; weight broadcasts against it.
+    x [..., n]; weight broadcasts against it; eps [] float32.
     """
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).to(x.dtype).mul_(weight)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(residual + x), residual + x); all [T, n]."""
-    total = residual + x
-    return rms_norm(total, weight, eps), total
+def rotations(positions: Tensor, inv_freq: Tensor, scaling: float) -> Tensor:
+    """What `apply_rotary` multiplies pairs with at each position: [n, 1, D/2] complex64.
 
-
-def rotary_tables(
-    positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Tables for `apply_rotary`, each [T, 1, D]: cosines, and sines with the first half negated.
-
-    positions [T] integers; inv_freq [D/2] float32. Angles are taken in float32 whatever `dtype` is.
+    positions [n] integers; inv_freq [D/2] float32.
     """
-    angles = positions.float()[:, None, None] * inv_freq  # [T, 1, D/2]
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+    angles = positions.float()[:, None, None] * inv_freq
+    return torch.complex(angles.cos() * scaling, angles.sin() * scaling)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotate the halves of each head: x [T, H, D] with the tables of `rotary_tables`."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * signed_sin
+def apply_rotary(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate the pairs of each head, features 2i and 2i + 1: x [T, H, D], turns [T, 1, D/2].
+
+    In float32 and cast back. Models that pair feature i with i + D/2 get the same scores when the
+    rows of their q and k weights are put in the order of `pair_halves`.
+    """
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+
+
+def pair_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of each head reordered: 0, D/2, 1, D/2 + 1, ... weight [H * D] or [H * D, n]."""
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of the last axis: [T, 2n] -> [T, n]."""
+    """silu(first half) * second half of the last axis: [T, 2n] -> [T, n] without gaps."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -64,13 +68,48 @@ def copy_slots(kv: Tensor, source: Tensor, destination: Tensor) -> None:
     kv.index_copy_(2, destination, kv.index_select(2, source))
 
 
-def merge_attention(
-    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     """Attention over the union of two disjoint sets of keys, from that over each.
 
     out, other [n, H, D]; lse, other_lse [n, H] float32, the log of the sum of exponentiated scores.
     """
-    total = torch.logaddexp(lse, other_lse)
-    ours, theirs = (lse - total).exp()[..., None], (other_lse - total).exp()[..., None]
-    return (out.float() * ours + other.float() * theirs).to(out.dtype), total
+    share = torch.sigmoid(lse - other_lse)[..., None]  # of `out` in the sum over both sets
+    return torch.lerp(other.float(), out.float(), share).to(out.dtype)
+
+
+def attention_with_lse(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """query [B, H, N, D]; keys, values [B, H, L, D]; mask, added, broadcasts to [B, H, N, L].
+
+    With `is_causal`, for L = N and no mask, a query sees the keys up to its own place.
+    Returns [B, H, N, D] and the log-sum-exp of the scores, [B, H, N] float32.
+    """
+    if query.device.type == "cpu" and _flash_attention is not None:
+        out: tuple[Tensor, Tensor] = _flash_attention(
+            query, keys, values, is_causal=is_causal, attn_mask=mask, scale=scale
+        )
+        return out
+    if is_causal:
+        mask = query.new_full((query.shape[2], keys.shape[2]), -torch.inf).triu(1)
+    scores = (query * scale) @ keys.transpose(2, 3)
+    if mask is not None:
+        scores += mask
+    lse = scores.float().logsumexp(-1)
+    weights = (scores.float() - lse[..., None]).exp().to(query.dtype)
+    return weights @ values, lse
+
+
+def _find_flash_attention() -> Any:
+    """torch's fused attention for the CPU, which tells the log-sum-exp; None where it is not."""
+    packet = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    return None if packet is None else packet.default
+
+
+_flash_attention = _find_flash_attention()

@@ -6,7 +6,7 @@ Knows token slots and pages; nothing of requests, models or sampling.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -37,18 +37,43 @@ class ForwardBatch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64, page_id * page_size + offset of each new token
-    qo_indptr: Tensor  # [R + 1] int32
-    kv_indptr: Tensor  # [R + 1] int32
-    kv_indices: Tensor  # [total pages] int32
-    last_page_len: Tensor  # [R] int32, tokens in each row's last page after the step
-    seq_lens: Tensor  # [R] int32
-    logits_indices: Tensor  # [S] int64, the token after which each sampled row draws
+    logits_indices: Tensor  # [S] int64, ascending: the token after which each sampled row draws
     host: HostIndex
     page_size: int
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
+
+    # Made when they are asked for, by a backend that wants them on the device: once a plan.
+
+    @property
+    def qo_indptr(self) -> Tensor:
+        """[R + 1] int32."""
+        return self._on_device(self.host.qo_indptr)
+
+    @property
+    def kv_indptr(self) -> Tensor:
+        """[R + 1] int32."""
+        return self._on_device(self.host.kv_indptr)
+
+    @property
+    def kv_indices(self) -> Tensor:
+        """[total pages] int32."""
+        return self._on_device(self.host.kv_indices)
+
+    @property
+    def last_page_len(self) -> Tensor:
+        """[R] int32, tokens in each row's last page after the step."""
+        return self._on_device((self.host.seq_lens - 1) % self.page_size + 1)
+
+    @property
+    def seq_lens(self) -> Tensor:
+        """[R] int32."""
+        return self._on_device(self.host.seq_lens)
+
+    def _on_device(self, array: NDArray[np.signedinteger[Any]]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int32)).to(self.input_ids.device)
 
 
 class AttentionBackend(Protocol):
@@ -59,7 +84,7 @@ class AttentionBackend(Protocol):
     One thread; one plan at a time.
 
     Cost: `plan` is the only place for work that grows with the number of rows in Python or numpy;
-    `run` may take a number of tensor operations that does not grow with rows.
+    `run` may take a number of tensor operations that grows with the K and V read, not with rows.
     """
 
     name: str

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixserve.attention.base import HostIndex, IndexArray
 
@@ -43,23 +46,51 @@ def cut_segments(host: HostIndex, page_size: int, shared_pages: IndexArray) -> S
     )
 
 
-def pack_segments(segments: Segments, max_tokens: int, max_queries: int) -> list[IndexArray]:
-    """Segment numbers of each group, ascending; groups in order of their first segment.
+def pack_segments(
+    segments: Segments, numbers: IndexArray, max_tokens: int, max_queries: int
+) -> list[IndexArray]:
+    """The segments `numbers` in groups: those of each, ascending; in order of their first one.
 
     Segments of more than `max_queries` queries are alone. Others of one kind and of query lengths
     within a factor of two, longest first, fill a group until its padding would exceed FREE_WASTE
     tokens and WASTE_SHARE of the real ones.
     """
-    q_class = np.ceil(np.log2(segments.num_queries)).astype(np.int64)
-    kind = q_class * 2 + segments.is_fresh
-    order = np.lexsort((-segments.kv_len, kind))
+    if not len(numbers):
+        return []
+    num_queries, kv_len = segments.num_queries[numbers], segments.kv_len[numbers]
+    kind = np.ceil(np.log2(num_queries)).astype(np.int64) * 2 + segments.is_fresh[numbers]
+    size, tallest, real = len(numbers), int(kv_len.max()), int(kv_len.sum())
+    longest = int(num_queries.max())
+    if (
+        bool((kind == kind[0]).all())
+        and (size == 1 or longest <= max_queries)
+        and size * tallest - real <= max(FREE_WASTE, WASTE_SHARE * real)
+        and size * tallest <= max_tokens
+        and size * tallest * longest <= MASK_ELEMENTS
+    ):
+        return [numbers]
+    order = np.lexsort((-kv_len, kind))
+    groups = _fill_groups(kind, kv_len, num_queries, order, max_tokens, max_queries)
+    packed = [numbers[np.sort(group)] for group in groups]
+    return sorted(packed, key=lambda group: int(group[0]))
+
+
+def _fill_groups(
+    kind: IndexArray,
+    kv_len: IndexArray,
+    num_queries: IndexArray,
+    order: IndexArray,
+    max_tokens: int,
+    max_queries: int,
+) -> list[list[int]]:
+    """See `pack_segments`; segments are considered in `order`."""
     groups: list[list[int]] = []
     group_kind = tallest = real = q_len = 0
     for number, its_kind, length, queries in zip(
         order.tolist(),
         kind[order].tolist(),
-        segments.kv_len[order].tolist(),
-        segments.num_queries[order].tolist(),
+        kv_len[order].tolist(),
+        num_queries[order].tolist(),
         strict=True,
     ):
         size = len(groups[-1]) + 1 if groups else 1
@@ -77,7 +108,30 @@ def pack_segments(segments: Segments, max_tokens: int, max_queries: int) -> list
         groups[-1].append(number)
         real += length
         q_len = max(q_len, queries)
-    return sorted((np.sort(group) for group in groups), key=lambda group: int(group[0]))
+    return groups
+
+
+def find_runs(
+    host: HostIndex, segments: Segments, page_size: int
+) -> tuple[IndexArray, IndexArray, IndexArray]:
+    """Where contiguous runs of pages begin in kv_indices, and which of these places lie inside
+    each segment: (places, first, end), segment s has places[first[s] : end[s]] and one run more."""
+    places = np.flatnonzero(host.kv_indices[1:] - host.kv_indices[:-1] != 1) + 1
+    last_page = segments.first_page + -(-segments.kv_len // page_size)
+    first = places.searchsorted(segments.first_page, "right")
+    return places, first, np.maximum(places.searchsorted(last_page), first)
+
+
+def slots_of(
+    page_ids: NDArray[np.int32], bounds: Sequence[int], num_tokens: int, page_size: int
+) -> tuple[slice, ...]:
+    """Slots of the first `num_tokens` tokens on contiguous pages between each two `bounds`."""
+    slots = []
+    for first, end in itertools.pairwise(bounds):
+        slot = int(page_ids[first]) * page_size
+        slots.append(slice(slot, slot + min((end - first) * page_size, num_tokens)))
+        num_tokens -= (end - first) * page_size
+    return tuple(slots)
 
 
 def token_index(segments: Segments, members: IndexArray) -> IndexArray:

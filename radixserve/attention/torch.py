@@ -5,8 +5,9 @@
     shared   leading pages that several rows have in common: all their queries against the one
              copy of those keys, merged with each row's own part by log-sum-exp
     dense    a long chunk of one row: blocks of queries, a product for each K/V head
-    group    decodes and short chunks, padded to one batch of scaled_dot_product_attention: the
-             query heads of a K/V head become query positions, [B, Hkv, G * Lq, D] against
+    single   a decode whose pages lie in few runs: these are read where they are
+    group    other decodes and short chunks, padded to one batch of scaled_dot_product_attention:
+             the query heads of a K/V head become query positions, [B, Hkv, G * Lq, D] against
              [B, Hkv, Lk, D], so that K and V are never repeated
 
 Rows that start at position 0, or right behind what they share, read the step's own K and V.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,18 +28,22 @@ from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray, check
 from radixserve.attention.segments import (
     Segments,
     cut_segments,
+    find_runs,
     hidden_keys,
     is_real,
     pack_segments,
+    slots_of,
     token_index,
 )
 from radixserve.attention.shared_pages import SharedRun, find_shared
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.torch_ops import merge_attention, store_kv
+from radixserve_kernels.torch_ops import attention_with_lse, merge_attention, store_kv
 
 MAX_FOLDED = 63  # queries of a row in a group; longer chunks are dense
 GATHER_BYTES = 4 << 20  # K and V of a group, so that they stay in the processor's cache
 SHARE_BYTES = 1 << 20  # K and V that sharing must save a layer, to pay for the merge
+RUN_BYTES = 96 << 10  # K and V for which one more operation is cheaper than gathering them
+LONG_BYTES = 256 << 10  # K and V from which a row is better not part of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,19 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Single:
+    """One query against keys in a few runs of slots."""
+
+    token: slice  # among the batch's tokens
+    runs: tuple[slice, ...]
+
+
+Part = Group | Dense | Single
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    parts: tuple[Group | Dense, ...]
+    parts: tuple[Part, ...]
     shared: tuple[Dense, ...]
     slot_mapping: Tensor  # [T]
     out_index: Tensor | None  # [T] each token's place in the parts laid end to end; None: in order
@@ -109,27 +126,8 @@ class TorchBackend:
         self._plan: Plan | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
-        host = batch.host
-        runs: list[SharedRun] = []
-        if self._shares:
-            runs = find_shared(host, self.page_size, SHARE_BYTES // self._token_bytes)
-        shared_pages = np.zeros(len(host.start), np.int64)
-        for run in runs:
-            shared_pages[run.rows] = run.num_pages
-        segments = cut_segments(host, self.page_size, shared_pages)
-        parts: list[Group | Dense] = []
-        order = []
-        max_tokens = max(1, GATHER_BYTES // self._token_bytes)
-        for members in pack_segments(segments, max_tokens, MAX_FOLDED):
-            tokens = token_index(segments, members)  # [B, Lq]
-            parts.append(self._part(host, segments, members, tokens))
-            order.append(np.where(is_real(segments, members, tokens.shape[1]), tokens, -1).ravel())
-        self._plan = Plan(
-            parts=tuple(parts),
-            shared=tuple(self._shared(host, run) for run in runs),
-            slot_mapping=batch.slot_mapping,
-            out_index=self._out_index(np.concatenate(order)),
-        )
+        single = self._plan_single(batch) if batch.num_tokens == 1 else None
+        self._plan = single or self._plan_rows(batch)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
@@ -141,7 +139,9 @@ class TorchBackend:
         wants_lse = bool(plan.shared)
         outs, all_lse = [], []
         for part in plan.parts:
-            if isinstance(part, Dense):
+            if isinstance(part, Single):
+                out, lse = self._attend_single(part, q, layer, scale, wants_lse=wants_lse)
+            elif isinstance(part, Dense):
                 out, lse = self._attend_dense(part, q, k, v, layer, scale, wants_lse=wants_lse)
             else:
                 out, lse = self._attend_group(part, q, k, v, layer, scale, wants_lse=wants_lse)
@@ -166,14 +166,50 @@ class TorchBackend:
         scale: float,
     ) -> None:
         """Add what `part`'s queries see in their shared pages to `result`, in place."""
-        other, other_lse = self._attend_dense(part, *qkv, layer, scale, wants_lse=True)
-        assert other_lse is not None
+        other, other_lse = self._attend_shared(part, *qkv, layer, scale)
         own, own_lse = _take(result, part.tokens), _take(lse, part.tokens)
-        merged, _ = merge_attention(own, own_lse, other, other_lse)
+        merged = merge_attention(own, own_lse, other, other_lse)
         if isinstance(part.tokens, slice):
             result[part.tokens] = merged
         else:
             result.index_copy_(0, part.tokens, merged)
+
+    def _attend_shared(
+        self, part: Dense, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """[n, Hq, D] and [n, Hq]. All queries see all keys: few of them go in one operation."""
+        query = _take(q, part.tokens)
+        if len(query) > MAX_FOLDED:
+            out, lse = self._attend_dense(part, q, k, v, layer, scale, wants_lse=True)
+            assert lse is not None
+            return out, lse
+        keys, values = self._keys_values(part.keys, part.tokens, k, v, layer)
+        shape = (-1, self.num_kv_heads, self.head_dim)
+        return dense.attend_all(query, keys.reshape(shape), values.reshape(shape), scale)
+
+    def _attend_single(
+        self, part: Single, q: Tensor, layer: int, scale: float, *, wants_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """[1, Hq, D] and, if wanted, [1, Hq]."""
+        keys, values = self._slots[layer]
+        query = q[part.token].reshape(self.num_kv_heads, self.group_size, self.head_dim)
+        if len(part.runs) == 1:
+            run = part.runs[0]
+            k, v = keys[run].transpose(0, 1)[None], values[run].transpose(0, 1)[None]
+            out, lse = _attention(query[None], k, v, None, scale, wants_lse=wants_lse)
+            return self._flat(out, lse)
+        out, lse = _attend_runs(
+            query * scale,
+            [keys[run].permute(1, 2, 0) for run in part.runs],
+            [values[run].transpose(0, 1) for run in part.runs],
+            wants_lse=wants_lse,
+        )
+        return self._flat(out, lse)
+
+    def _flat(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One query's [1, Hq, D] and [1, Hq], whatever the heads' grouping."""
+        out = out.reshape(1, self.num_heads, self.head_dim)
+        return out, None if lse is None else lse.reshape(1, self.num_heads)
 
     def _attend_dense(
         self,
@@ -218,7 +254,7 @@ class TorchBackend:
         values = values.reshape(shape)[:, : group.kv_len].transpose(1, 2)
         split = (size, q_len, self.num_kv_heads, self.group_size, dim)
         query = _take(q, group.tokens).reshape(split).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out, lse = _folded_attention(query, keys, values, group.mask, scale, wants_lse=wants_lse)
+        out, lse = _attention(query, keys, values, group.mask, scale, wants_lse=wants_lse)
         folded = (size, self.num_kv_heads, self.group_size, q_len)
         out = out.view(*folded, dim).permute(0, 3, 1, 2, 4).reshape(size * q_len, heads, dim)
         if lse is not None:
@@ -242,6 +278,76 @@ class TorchBackend:
 
     # -- planning -----------------------------------------------------------------------------
 
+    def _plan_single(self, batch: ForwardBatch) -> Plan | None:
+        """The plan of a batch of one token that is read in place; None where it is not."""
+        host = batch.host
+        kv_len, pages = int(host.seq_lens[0]), host.kv_indices
+        breaks = np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1
+        count = len(breaks) + 1
+        if count > 1 and not self._pays_in_place(count, kv_len * self._token_bytes):
+            return None
+        runs = slots_of(pages, [0, *breaks.tolist(), len(pages)], kv_len, self.page_size)
+        return Plan((Single(slice(0, 1), runs),), (), batch.slot_mapping, None)
+
+    def _pays_in_place(self, num_runs: Any, num_bytes: Any) -> Any:
+        """Whether keys in so many runs are better not gathered; for numbers or arrays of them.
+
+        Several runs take plain products, which in bfloat16 are slow.
+        """
+        most = 1 if self.dtype != torch.float32 else np.iinfo(np.int64).max
+        return (num_runs <= most) & (num_runs * RUN_BYTES <= num_bytes)
+
+    def _plan_rows(self, batch: ForwardBatch) -> Plan:
+        host = batch.host
+        runs: list[SharedRun] = []
+        if self._shares:
+            runs = find_shared(host, self.page_size, SHARE_BYTES // self._token_bytes)
+        shared_pages = np.zeros(len(host.start), np.int64)
+        for run in runs:
+            shared_pages[run.rows] = run.num_pages
+        segments = cut_segments(host, self.page_size, shared_pages)
+        parts, order, rest = self._singles(host, segments)
+        max_tokens = max(1, GATHER_BYTES // self._token_bytes)
+        for members in pack_segments(segments, rest, max_tokens, MAX_FOLDED):
+            tokens = token_index(segments, members)  # [B, Lq]
+            parts.append(self._part(host, segments, members, tokens))
+            order.append(np.where(is_real(segments, members, tokens.shape[1]), tokens, -1).ravel())
+        return Plan(
+            parts=tuple(parts),
+            shared=tuple(self._shared(host, run) for run in runs),
+            slot_mapping=batch.slot_mapping,
+            out_index=self._out_index(np.concatenate(order)),
+        )
+
+    def _singles(
+        self, host: HostIndex, segments: Segments
+    ) -> tuple[list[Part], list[IndexArray], IndexArray]:
+        """Decodes that are read in place, their tokens, and the numbers of all other segments."""
+        everything = np.arange(len(segments.row))
+        num_bytes = segments.kv_len * self._token_bytes
+        is_long = (segments.num_queries == 1) & (num_bytes >= LONG_BYTES)
+        if not is_long.any():
+            return [], [], everything
+        places, first, end = find_runs(host, segments, self.page_size)
+        is_single = is_long & self._pays_in_place(end - first + 1, num_bytes)
+        numbers = np.flatnonzero(is_single)
+        num_pages = -(-segments.kv_len // self.page_size)
+        parts: list[Part] = []
+        for token, page, count, kv_len, a, b in zip(
+            segments.first_token[numbers].tolist(),
+            segments.first_page[numbers].tolist(),
+            num_pages[numbers].tolist(),
+            segments.kv_len[numbers].tolist(),
+            first[numbers].tolist(),
+            end[numbers].tolist(),
+            strict=True,
+        ):
+            bounds = [page, *places[a:b].tolist(), page + count]
+            runs = slots_of(host.kv_indices, bounds, kv_len, self.page_size)
+            parts.append(Single(slice(token, token + 1), runs))
+        tokens = [segments.first_token[numbers]]
+        return parts, tokens, everything[~is_single]
+
     def _part(
         self, host: HostIndex, segments: Segments, members: IndexArray, tokens: IndexArray
     ) -> Group | Dense:
@@ -258,7 +364,9 @@ class TorchBackend:
 
     def _shared(self, host: HostIndex, run: SharedRun) -> Dense:
         first, last = host.qo_indptr[run.rows], host.qo_indptr[run.rows + 1]
-        tokens = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
+        tokens = first
+        if bool((last - first > 1).any()):
+            tokens = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
         kv_len = run.num_pages * self.page_size
         start = host.kv_indptr[run.rows[:1]]
         keys = self._keys(host, start, np.array([kv_len]))
@@ -306,7 +414,7 @@ class TorchBackend:
         return torch.from_numpy(tokens).to(self.device)
 
 
-def _folded_attention(
+def _attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -316,15 +424,27 @@ def _folded_attention(
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """query [B, Hkv, N, D]; keys, values [B, Hkv, Lk, D]; ([B, Hkv, N, D], [B, Hkv, N] float32)."""
-    if not wants_lse:
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(query, keys, values, attn_mask=mask, scale=scale), None
-    scores = (query * scale) @ keys.transpose(2, 3)
-    if mask is not None:
-        scores += mask
-    lse = scores.float().logsumexp(-1)
-    weights = (scores.float() - lse[..., None]).exp().to(query.dtype)
-    return weights @ values, lse
+    if wants_lse:
+        return attention_with_lse(query, keys, values, mask, scale)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(query, keys, values, attn_mask=mask, scale=scale), None
+
+
+def _attend_runs(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], *, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """query [Hkv, G, D], scaled; keys, each [Hkv, D, n]; values, each [Hkv, n, D]; float32.
+
+    Returns [Hkv, G, D] and, if wanted, [Hkv, G].
+    """
+    scores = [torch.bmm(query, run) for run in keys]
+    joined = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
+    lse = joined.logsumexp(-1) if wants_lse else None
+    weights = joined.softmax(-1).split([run.shape[1] for run in values], -1)
+    out = torch.bmm(weights[0], values[0])
+    for weight, run in zip(weights[1:], values[1:], strict=True):
+        out.baddbmm_(weight, run)
+    return out, lse
 
 
 def _in_order(pieces: list[Tensor], index: Tensor | None) -> Tensor:

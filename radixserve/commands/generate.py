@@ -18,6 +18,7 @@ from radixserve.commands.flags import (
     given_sampling,
 )
 from radixserve.commands.jsonl import answer_jobs, completion_fields, read_jobs
+from radixserve.commands.profile import format_profile
 from radixserve.commands.terminal import format_seconds
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
@@ -69,6 +70,9 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--stats", action="store_true", help="print token counts and times to standard error"
     )
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the steps' time went to standard error"
+    )
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -94,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
             else:
                 done = runtime.generate(prompts, params)
                 _print_answers(done, args, out)
+            profile = format_profile(runtime.cache_stats()) if args.profile else None
+    if profile is not None:
+        print(profile, file=sys.stderr)
     if args.stats:
         _print_stats(done)
     return 1 if len(done) < len(jobs) else 0

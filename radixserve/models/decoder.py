@@ -25,15 +25,16 @@ from radixserve.models.weights import (
 )
 from radixserve_kernels.linear import Linear
 from radixserve_kernels.torch_ops import (
-    add_rms_norm,
     apply_rotary,
+    pair_halves,
     rms_norm,
-    rotary_tables,
+    rotations,
     silu_and_mul,
 )
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+FIRST_POSITIONS = 2_048  # whose rotations are made at load
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,25 @@ class LayerWeights:
     down: Linear  # M -> H
 
 
+class RotaryTable:
+    """The rotation of every position, [n, 1, D/2] complex64; as many as were needed so far."""
+
+    def __init__(self, inv_freq: Tensor, scaling: float) -> None:
+        """`inv_freq` [D/2] float32; cosines and sines are multiplied by `scaling`."""
+        self._inv_freq, self._scaling = inv_freq, scaling
+        self._rows = self._make(FIRST_POSITIONS)
+
+    def at(self, positions: Tensor, end: int) -> Tensor:
+        """[T, 1, D/2] of `positions` [T], all below `end`."""
+        if end > len(self._rows):
+            self._rows = self._make(max(end, 2 * len(self._rows)))
+        return self._rows.index_select(0, positions)
+
+    def _make(self, num_positions: int) -> Tensor:
+        positions = torch.arange(num_positions, device=self._inv_freq.device)
+        return rotations(positions, self._inv_freq, self._scaling)
+
+
 class Decoder:
     """See `LanguageModel`. Made by `load_decoder`."""
 
@@ -79,49 +99,50 @@ class Decoder:
         layers: tuple[LayerWeights, ...],
         norm: Tensor,  # [H]
         lm_head: Linear,  # H -> V
-        rope: tuple[Tensor, float],  # [D/2] float32, and what cosines and sines are multiplied by
+        rotary: RotaryTable,
     ) -> None:
         self.info = info
         self._shape = shape
         self._embedding, self._layers, self._norm = embedding, layers, norm
-        self._lm_head, self._rope = lm_head, rope
+        self._lm_head, self._rotary = lm_head, rotary
+        self._eps = torch.tensor(shape.eps, dtype=torch.float32, device=embedding.device)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        eps = self._shape.eps
-        residual = F.embedding(batch.input_ids, self._embedding)  # [T, H]
-        tables = rotary_tables(batch.positions, *self._rope, residual.dtype)
-        x: Tensor | None = None
+        x = F.embedding(batch.input_ids, self._embedding)  # [T, H]
+        turns = self._rotary.at(batch.positions, int(batch.host.seq_lens.max()))
         for number, layer in enumerate(self._layers):
-            if x is None:
-                normed = rms_norm(residual, layer.input_norm, eps)
-            else:
-                normed, residual = add_rms_norm(x, residual, layer.input_norm, eps)
-            x = self._attention(layer, normed, tables, backend, number)
-            normed, residual = add_rms_norm(x, residual, layer.post_norm, eps)
-            x = layer.down(silu_and_mul(layer.gate_up(normed)))
-        assert x is not None
-        rows = batch.logits_indices
-        x, residual = x.index_select(0, rows), residual.index_select(0, rows)  # [S, H]
-        normed, _ = add_rms_norm(x, residual, self._norm, eps)
-        return self._lm_head(normed).float()
+            attended = self._attend(layer, x, turns, backend, number)  # [T, Hq * D]
+            if number == len(self._layers) - 1:  # from here on every token is on its own
+                attended, x = _sampled(attended, batch), _sampled(x, batch)
+            x = layer.o(attended, x)
+            normed = rms_norm(x, layer.post_norm, self._eps)
+            x = layer.down(silu_and_mul(layer.gate_up(normed)), x)
+        return self._lm_head(rms_norm(x, self._norm, self._eps)).float()  # [S, V]
 
-    def _attention(
+    def _attend(
         self,
         layer: LayerWeights,
         x: Tensor,  # [T, H]
-        tables: tuple[Tensor, Tensor],
+        turns: Tensor,
         backend: AttentionBackend,
         number: int,
     ) -> Tensor:
         shape = self._shape
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        heads = layer.qkv(x).view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
+        qkv = layer.qkv(rms_norm(x, layer.input_norm, self._eps))
+        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
         qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if layer.qk_norm is not None:
-            qk = rms_norm(qk, layer.qk_norm, shape.eps)
-        qk = apply_rotary(qk, *tables)
+            qk = rms_norm(qk, layer.qk_norm, self._eps)
+        qk = apply_rotary(qk, turns)
         out = backend.run(qk[:, :num_heads], qk[:, num_heads:], v, number)  # [T, Hq, D]
-        return layer.o(out.flatten(1))
+        return out.flatten(1)
+
+
+def _sampled(x: Tensor, batch: ForwardBatch) -> Tensor:
+    """The rows of x [T, n] after which a token is drawn: [S, n]."""
+    rows = batch.logits_indices
+    return x if len(rows) == len(x) else x.index_select(0, rows)
 
 
 def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -152,8 +173,8 @@ def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
         dtype=dtype,
         num_parameters=reader.num_parameters,
     )
-    rope = (inv_freq.to(device), scaling)
-    return Decoder(info, shape, embedding, layers, norm, Linear(lm_head), rope)
+    rotary = RotaryTable(inv_freq.to(device), scaling)
+    return Decoder(info, shape, embedding, layers, norm, Linear(lm_head), rotary)
 
 
 def check_decoder(config: Any) -> None:
@@ -221,39 +242,35 @@ def _load_head(reader: WeightReader, shape: DecoderShape, embedding: Tensor) -> 
 
 
 def _load_layer(reader: WeightReader, prefix: str, shape: DecoderShape) -> LayerWeights:
+    """The rows of q and k are put in the order that `apply_rotary` wants."""
     hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     q, kv = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
     qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
     gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
 
-    def fused(parts: dict[str, int]) -> Tensor:
-        return torch.cat(
-            [reader.take(f"{prefix}{p}.weight", (n, hidden)) for p, n in parts.items()]
-        )
+    def take(name: str, size: tuple[int, ...]) -> Tensor:
+        tensor = reader.take(prefix + name, size)
+        is_rotated = name.startswith(("self_attn.q_", "self_attn.k_"))
+        return pair_halves(tensor, head_dim) if is_rotated else tensor
 
-    def bias(parts: dict[str, int], exists: bool) -> Tensor | None:
-        if not exists:
-            return None
-        return torch.cat([reader.take(f"{prefix}{p}.bias", (n,)) for p, n in parts.items()])
+    def linear(parts: dict[str, int], num_in: int, *, has_bias: bool) -> Linear:
+        weight = torch.cat([take(f"{name}.weight", (n, num_in)) for name, n in parts.items()])
+        if not has_bias:
+            return Linear(weight)
+        return Linear(weight, torch.cat([take(f"{name}.bias", (n,)) for name, n in parts.items()]))
 
     qk_norm = None
     if shape.qk_norm:
-        q_norm = reader.take(f"{prefix}self_attn.q_norm.weight", (head_dim,))
-        k_norm = reader.take(f"{prefix}self_attn.k_norm.weight", (head_dim,))
+        q_norm = take("self_attn.q_norm.weight", (head_dim,))
+        k_norm = take("self_attn.k_norm.weight", (head_dim,))
         repeats = (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
         qk_norm = torch.cat(repeats)
     return LayerWeights(
-        input_norm=reader.take(f"{prefix}input_layernorm.weight", (hidden,)),
-        qkv=Linear(fused(qkv), bias(qkv, shape.qkv_bias)),
+        input_norm=take("input_layernorm.weight", (hidden,)),
+        qkv=linear(qkv, hidden, has_bias=shape.qkv_bias),
         qk_norm=qk_norm,
-        o=Linear(
-            reader.take(f"{prefix}self_attn.o_proj.weight", (hidden, q)),
-            bias({"self_attn.o_proj": hidden}, shape.o_bias),
-        ),
-        post_norm=reader.take(f"{prefix}post_attention_layernorm.weight", (hidden,)),
-        gate_up=Linear(fused(gate_up), bias(gate_up, shape.mlp_bias)),
-        down=Linear(
-            reader.take(f"{prefix}mlp.down_proj.weight", (hidden, inner)),
-            bias({"mlp.down_proj": hidden}, shape.mlp_bias),
-        ),
+        o=linear({"self_attn.o_proj": hidden}, q, has_bias=shape.o_bias),
+        post_norm=take("post_attention_layernorm.weight", (hidden,)),
+        gate_up=linear(gate_up, hidden, has_bias=shape.mlp_bias),
+        down=linear({"mlp.down_proj": hidden}, inner, has_bias=shape.mlp_bias),
     )

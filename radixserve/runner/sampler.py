@@ -6,6 +6,7 @@ on its own logits, parameters, seed and index alone, whatever else is in the bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,6 +31,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     """
     if not specs:
         return []
+    if logits.device.type == "cpu" and all(_is_plain(spec) for spec in specs):
+        return _best_tokens(logits)
     changed = ban_tokens(apply_penalties(logits, specs), specs)
     best = changed.amax(-1)  # [S] NaN where any logit is
     broken = (~best.isfinite()).nonzero()[:, 0].tolist()
@@ -43,9 +46,34 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
         token_ids.index_copy_(0, index, drawn)
     outputs = _outputs(logits, token_ids, specs)
     for row in broken:
-        message = f"no token can be drawn: the best logit is {float(best[row])}"
-        outputs[row] = RowOutput(-1, None, (), message)
+        outputs[row] = _broken(float(best[row]))
     return outputs
+
+
+def _is_plain(spec: SampleSpec) -> bool:
+    """Whether the row's best logit decides, and nothing else is asked for."""
+    params = spec.params
+    return (
+        params.is_greedy
+        and params.logprobs is None
+        and not spec.banned_ids
+        and not params.has_penalty
+    )
+
+
+def _best_tokens(logits: Tensor) -> list[RowOutput]:
+    """`sample` for plain rows: one pass. numpy's argmax is many times as fast as torch's."""
+    rows = logits.numpy()
+    token_ids = rows.argmax(-1)  # the first NaN where there is one
+    best = rows[np.arange(len(rows)), token_ids]
+    return [
+        RowOutput(token_id, None, ()) if math.isfinite(logit) else _broken(logit)
+        for token_id, logit in zip(token_ids.tolist(), best.tolist(), strict=True)
+    ]
+
+
+def _broken(logit: float) -> RowOutput:
+    return RowOutput(-1, None, (), f"no token can be drawn: the best logit is {logit}")
 
 
 def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -89,10 +90,21 @@ SHARED = {
 }
 
 
+def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes are never gathered, however many runs their pages form."""
+    monkeypatch.setattr(torch_backend, "RUN_BYTES", 0)
+    monkeypatch.setattr(torch_backend, "LONG_BYTES", 0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_pages(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_pages(
+    name: str, dtype: torch.dtype, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
+    if in_place:
+        read_in_place(monkeypatch)
     lengths, groups = SHARED[name]
     case = SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=32, dtype=dtype)
     found = find_shared(case.batch.host, 2, 1)
@@ -171,15 +183,19 @@ def test_scale_is_that_of_the_call() -> None:
     torch.testing.assert_close(out.double(), case.expected(1, 0.7)[0], atol=2e-6, rtol=1e-5)
 
 
-def test_bfloat16_accumulates_in_float32() -> None:
-    case = Case(LENGTHS["everything"], 2, 4, 2, 32, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ["everything", "long chunk", "long chunks"])
+def test_bfloat16_accumulates_in_float32(name: str) -> None:
+    case = Case(LENGTHS[name], 2, 4, 2, 32, dtype=torch.bfloat16)
     out, _ = run(case)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), case.expected(1)[0], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("seed", range(25))
-def test_random_batches(seed: int) -> None:
+def test_random_batches(seed: int, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_place:
+        read_in_place(monkeypatch)
     generator = np.random.default_rng(seed)
     lengths = [
         (int(generator.choice([0, generator.integers(0, 90)])), int(generator.choice([1, 1, n])))
@@ -206,6 +222,56 @@ def test_contiguous_pages_are_read_in_place() -> None:
     torch.testing.assert_close(run(case)[0].double(), case.expected(1)[0], atol=2e-6, rtol=1e-5)
 
 
+RUNS = {  # pages of a sequence
+    "one": list(range(5, 27)),
+    "two": [*range(30, 43), *range(3, 12)],
+    "many": [0, 9, 8, 7, *range(20, 30), 2, 3, 4, 40, 42, 44, 50, 51],
+}
+
+
+@pytest.mark.parametrize("has_company", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_decode_in_runs_of_pages(
+    name: str,
+    page_size: int,
+    dtype: torch.dtype,
+    has_company: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = RUNS[name]
+    lengths = [(len(pages) * page_size - 1, 1), *([(29, 1), (0, 4)] if has_company else [])]
+    case = Case(lengths, page_size, 4, 2, 16, dtype=dtype)
+    case.kv = torch.randn(2, 2, 160, page_size, 2, 16).to(dtype)
+    first = Row("r", np.ones(1, np.int32), lengths[0][0], np.array(pages, np.int32), None)
+    others = [dataclasses.replace(row, page_ids=row.page_ids + 60) for row in case.rows[1:]]
+    case.rows = (first, *others)
+    case.batch = build_forward_batch(case.rows, page_size, CPU)
+    gathered, _ = run(case)
+    read_in_place(monkeypatch)
+    out, kv = run(case)
+    expected, expected_kv = case.expected(1)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(gathered.double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(kv, expected_kv)
+
+
+def test_long_decodes_are_read_in_place() -> None:
+    case = Case([(600, 1), (3, 1), (700, 1)], 1, 4, 2, 64)
+    for at, first in ((0, 0), (2, 650)):
+        case.rows[at].page_ids[:] = np.arange(first, first + len(case.rows[at].page_ids))
+    case.rows[1].page_ids[:] = [1351, 1353, 1352, 1354]
+    case.kv = torch.randn(2, 2, 1400, 1, 2, 64)
+    case.batch = build_forward_batch(case.rows, 1, CPU)
+    backend = TorchBackend(case.kv, 4)
+    backend.plan(case.batch)
+    assert backend._plan is not None
+    assert [type(part).__name__ for part in backend._plan.parts] == ["Single", "Single", "Group"]
+    torch.testing.assert_close(run(case)[0].double(), case.expected(1)[0], atol=2e-6, rtol=1e-5)
+
+
 def test_pages_of_others_are_not_read() -> None:
     case = Case([(20, 5), (7, 1), (0, 9), (50, 1), (41, 3)], 2, 4, 2, 16)
     expected, _ = run(case)
@@ -220,7 +286,7 @@ def test_padding_is_bounded() -> None:
     lengths = [(int(n), 1) for n in generator.integers(0, 4000, 200)]
     host = Case(lengths, 16, 2, 1, 8).batch.host
     segments = cut_segments(host, 16, np.zeros(200, np.int64))
-    groups = pack_segments(segments, max_tokens=1 << 30, max_queries=63)
+    groups = pack_segments(segments, np.arange(200), max_tokens=1 << 30, max_queries=63)
     assert sorted(np.concatenate(groups).tolist()) == list(range(200))
     assert len(groups) < 20
     for group in groups:

@@ -22,16 +22,27 @@ def test_same_as_torch(
     x = torch.randn(rows, inner, generator=generator).to(dtype)
     weight = torch.randn(outer, inner, generator=generator).to(dtype)
     bias = torch.randn(outer, generator=generator).to(dtype) if has_bias else None
-    out = Linear(weight, bias)(x)
-    assert out.dtype == dtype
+    plus = torch.randn(rows, outer, generator=generator).to(dtype)
+    layer = Linear(weight, bias)
+    out, total = layer(x), layer(x, plus)
+    assert (out.dtype, total.dtype) == (dtype, dtype)
     assert out.shape == (rows, outer)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance * inner**0.5)
+    atol = tolerance * inner**0.5
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=atol)
+    torch.testing.assert_close(total.double(), exact + plus.double(), rtol=tolerance, atol=atol)
 
 
 def test_without_onednn_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_pack", lambda _: None)
+    x, weight, plus = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
+    assert torch.equal(Linear(weight)(x), F.linear(x, weight))
+    assert torch.equal(Linear(weight)(x, plus), F.linear(x, weight) + plus)
+
+
+def test_without_a_build_that_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_product_and_sum", linear._find("no_such_operation", "default"))
     x, weight = torch.randn(3, 8), torch.randn(5, 8)
     assert torch.equal(Linear(weight)(x), F.linear(x, weight))
 

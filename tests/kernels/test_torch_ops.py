@@ -15,11 +15,11 @@ def test_rms_norm_equals_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = LlamaRMSNorm(48, 1e-5).to(dtype)
     module.weight.data = torch.randn(48).to(dtype)
-    x, residual = torch.randn(2, 7, 48).to(dtype)
-    assert torch.equal(ops.rms_norm(x, module.weight, 1e-5), module(x))
-    normed, total = ops.add_rms_norm(x, residual, module.weight, 1e-5)
-    assert torch.equal(total, residual + x)
-    assert torch.equal(normed, module(residual + x))
+    for size in (1e-3, 1.0, 1e3):
+        x = (torch.randn(7, 48) * size).to(dtype)
+        normed = ops.rms_norm(x, module.weight, torch.tensor(1e-5))
+        rounding = 4 * torch.finfo(dtype).eps  # one step of the dtype where the sum rounds over
+        torch.testing.assert_close(normed, module(x), rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,8 +37,20 @@ def test_rotary_equals_transformers(dtype: torch.dtype) -> None:
     x = torch.randn(4, 5, 32).to(dtype)  # [T, H, D]
     cos, sin = module(x, positions[None])
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
-    tables = ops.rotary_tables(positions, module.inv_freq, module.attention_scaling, dtype)
-    assert torch.equal(ops.apply_rotary(x, *tables), expected[0].transpose(0, 1))
+    turns = ops.rotations(positions, module.inv_freq, module.attention_scaling)
+    order = ops.pair_halves(torch.arange(32), 32)
+    out = ops.apply_rotary(x[..., order], turns)
+    assert out.dtype == dtype
+    tolerance = 1e-6 if dtype == torch.float32 else 3e-2
+    wanted = expected[0].transpose(0, 1)[..., order]
+    torch.testing.assert_close(out, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_pair_halves() -> None:
+    assert ops.pair_halves(torch.arange(12), 6).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    weight = torch.randn(12, 3)
+    order = ops.pair_halves(torch.arange(12), 6)
+    assert torch.equal(ops.pair_halves(weight, 6), weight[order])
 
 
 def test_silu_and_mul() -> None:
@@ -65,3 +77,28 @@ def test_copy_slots_reads_before_it_writes() -> None:
     ops.copy_slots(kv, torch.tensor([0, 1, 2]), torch.tensor([1, 2, 5]))
     assert torch.equal(kv[:, :, [1, 2, 5]], before[:, :, [0, 1, 2]])
     assert torch.equal(kv[:, :, [0, 3, 4]], before[:, :, [0, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_attention_in_two_parts(
+    is_fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_fused:
+        monkeypatch.setattr(ops, "_flash_attention", None)
+    torch.manual_seed(0)
+    q = torch.randn(3, 2, 4, 16).to(dtype)  # [B, H, N, D]
+    k, v = torch.randn(2, 3, 2, 30, 16).to(dtype)
+    mask = torch.zeros(3, 1, 1, 30, dtype=dtype)
+    mask[1, ..., 25:] = -torch.inf
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=mask.double(), scale=0.3
+    )
+    parts = []
+    for piece in (slice(0, 11), slice(11, 30)):
+        out, lse = ops.attention_with_lse(q, k[:, :, piece], v[:, :, piece], mask[..., piece], 0.3)
+        assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, (3, 2, 4))
+        parts += [out.flatten(0, 1), lse.flatten(0, 1)]
+    merged = ops.merge_attention(*parts)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(merged.double(), whole.flatten(0, 1), atol=tolerance, rtol=tolerance)

@@ -11,8 +11,9 @@ import torch
 
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
-from radixserve.models.decoder import ARCHITECTURES
+from radixserve.models.decoder import ARCHITECTURES, FIRST_POSITIONS, RotaryTable
 from radixserve.runner.model_runner import ModelRunner
+from radixserve_kernels.torch_ops import rotations
 from tests.checkpoints import (
     NATIVE,
     all_logprobs,
@@ -173,3 +174,11 @@ def test_refused(tmp_path: Path, family: str, fields: dict[str, Any], reason: st
 
 def test_every_native_family_is_tested() -> None:
     assert len(NATIVE) == len(ARCHITECTURES)
+
+
+def test_rotary_table_grows_with_the_positions() -> None:
+    inv_freq = torch.tensor([1.0, 0.1, 0.003])
+    table = RotaryTable(inv_freq, 0.7)
+    for end in (5, FIRST_POSITIONS, FIRST_POSITIONS + 1, 3 * FIRST_POSITIONS):
+        positions = torch.tensor([0, end // 2, end - 1])
+        assert torch.equal(table.at(positions, end), rotations(positions, inv_freq, 0.7))

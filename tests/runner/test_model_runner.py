@@ -213,3 +213,18 @@ def test_too_small_or_too_large(checkpoints: dict[str, Path]) -> None:
         ModelRunner(folder, EngineConfig(num_pages=10, max_seq_len=513))
     with pytest.raises(InvalidRequest, match="cannot be had"):
         ModelRunner(folder, EngineConfig(num_pages=2**31 - 1, page_size=4096))
+
+
+def test_the_pool_is_never_copied(checkpoints: dict[str, Path]) -> None:
+    runner = runner_of(checkpoints["llama"], 4)
+    where = runner._pool.kv.data_ptr()
+    driver = Driver(runner, 4)
+    first = driver.add(prompts_of([90])[0])
+    driver.run(chunk=32)
+    driver.add([*first.tokens[:50], 1, 2, 3], share=(first, 50))  # copies a page's head
+    driver.run(chunk=32)
+    assert runner._pool.kv.data_ptr() == where
+    backend = runner._backend
+    for keys, values in (*backend._slots, *backend._pages):
+        for view in (keys, values):
+            assert view.untyped_storage().data_ptr() == where

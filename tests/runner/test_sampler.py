@@ -55,6 +55,20 @@ def test_greedy_is_argmax_and_reports_what_was_asked() -> None:
     assert torch.equal(logits, before)
 
 
+def test_plain_rows_take_one_pass_with_the_same_result() -> None:
+    logits = logits_of(6, vocab=300)
+    logits[1, 7] = logits[1, 200] = 40.0  # a tie: the first one wins
+    logits[2, 9] = math.nan
+    logits[3, 9] = math.inf
+    logits[4] = -math.inf
+    specs = [spec(temperature=0.0) for _ in range(6)]
+    plain = sample(logits, specs)
+    mixed = sample(torch.cat((logits, logits_of(1, vocab=300))), [*specs, spec(temperature=1.0)])
+    assert plain == mixed[:6]
+    assert [out.error is None for out in plain] == [True, True, False, False, False, True]
+    assert plain[1].token_id == 7
+
+
 def test_no_rows() -> None:
     assert sample(torch.empty(0, VOCAB), []) == []
 
