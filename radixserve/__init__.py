@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from radixserve._version import __version__
 
 if TYPE_CHECKING:
+    from radixserve.branch import Branch
     from radixserve.cache import CachedSequence, Lookup, RadixCache
     from radixserve.config import EngineConfig
     from radixserve.errors import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from radixserve.runtime import Runtime
 
 __all__ = [
+    "Branch",
     "CachedSequence",
     "Chunk",
     "Completion",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Branch": "branch",
     "CachedSequence": "cache",
     "Chunk": "output",
     "Completion": "output",

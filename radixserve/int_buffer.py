@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from radixserve.arrays import IntArray
@@ -26,11 +24,11 @@ class IntBuffer:
         """[start, stop) without a copy; `stop` defaults to the end."""
         return self._data[start : self._size if stop is None else stop]
 
-    def append(self, values: IntArray | Sequence[int]) -> None:
-        size = self._size + len(values)
-        if size > len(self._data):
-            grown = np.empty(max(size, len(self._data) * 3 // 2), np.int32)
-            grown[: self._size] = self._data[: self._size]
+    def append(self, value: int) -> None:
+        size = self._size
+        if size == len(self._data):
+            grown = np.empty(size * 3 // 2, np.int32)
+            grown[:size] = self._data
             self._data = grown
-        self._data[self._size : size] = values
-        self._size = size
+        self._data[size] = value
+        self._size = size + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from radixserve.cache import Lookup
 
@@ -42,8 +43,7 @@ class Finish:
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """One step's news of one request: at most one token, and its end when it ended."""
 
     request_id: str
@@ -60,6 +60,8 @@ class Completion:
     finish_reason   "stop" (end token or stop string), "length" or "abort"
     logprobs        of each generated token, when asked for: of the model's own distribution
     top_logprobs    {token id: logprob} of the best ones at each position, when asked for
+    cumulative_logprob  their sum over the generated tokens, when asked for and where a prompt was
+                    completed several times
     miss            how much of the prompt was cached at admission, and why not more
     """
 
@@ -72,6 +74,7 @@ class Completion:
     miss: Lookup | None
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

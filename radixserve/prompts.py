@@ -39,12 +39,25 @@ class PromptReader:
                 f"the prompt has {len(ids)} tokens; at most {self.max_seq_len - 1} are allowed "
                 f"({self.limit_name}: {self.max_seq_len}, one token is left for the output)"
             )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.vocab_size:
-            raise InvalidRequest(
-                f"token id {low if low < 0 else high} is out of range: "
-                f"allowed are 0 to {self.vocab_size - 1}"
-            )
+        return self._checked(ids)
+
+    def read_more(self, tokens: str | Sequence[int] | NDArray[np.integer[Any]]) -> IntArray:
+        """[n] token ids, n >= 0, of text or token ids that go behind others. InvalidRequest."""
+        if isinstance(tokens, str):
+            return self._checked(_as_int64(self._tokenizer().encode_more(tokens)))
+        is_list = isinstance(tokens, list | tuple) and all(map(is_token_id, tokens))
+        if not is_list and not isinstance(tokens, np.ndarray):
+            raise InvalidRequest(f"tokens are text or a list of token ids, got {shown(tokens)}")
+        return self._checked(self._ids(tokens))
+
+    def _checked(self, ids: NDArray[np.integer[Any]]) -> IntArray:
+        if len(ids):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.vocab_size:
+                raise InvalidRequest(
+                    f"token id {low if low < 0 else high} is out of range: "
+                    f"allowed are 0 to {self.vocab_size - 1}"
+                )
         return ids.astype(np.int32)
 
     def _ids(self, prompt: Prompt) -> NDArray[np.integer[Any]]:

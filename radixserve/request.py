@@ -12,6 +12,7 @@ from radixserve.errors import InvalidRequest
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+MAX_SAMPLES = 1_024  # of one prompt
 LEAST_TEMPERATURE = 1e-5  # below it float32 cannot hold the scaled logits
 
 
@@ -33,7 +34,8 @@ class SamplingParams(StrictFields):
     stop_token_ids        token ids that end it, besides the model's own end tokens
     ignore_eos            go on after the model's end tokens
     seed                  makes the request reproducible whatever runs beside it
-    n                     completions a prompt; 1 is the only value allowed yet
+    n                     completions a prompt, computed once; each with a random stream of its own
+    best_of               draw this many, return the n with the highest cumulative log-probability
     logprobs              None, or how many of the best tokens to report besides the one drawn
     priority              requests with a higher one are admitted first
     namespace             requests of different namespaces share no cache
@@ -53,6 +55,7 @@ class SamplingParams(StrictFields):
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
     logprobs: int | None = None
     priority: int = 0
     namespace: str = ""
@@ -80,12 +83,18 @@ class SamplingParams(StrictFields):
             raise InvalidRequest(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
         if self.seed is not None:
             put("seed", check_int("seed", self.seed, 0, 2**63 - 1))
-        if check_int("n", self.n, 1) > 1:
-            raise InvalidRequest(f"n must be 1: more are not available yet, got {self.n}")
+        put("n", check_int("n", self.n, 1, MAX_SAMPLES))
+        if self.best_of is not None:
+            put("best_of", check_int("best_of", self.best_of, self.n, MAX_SAMPLES))
         if self.logprobs is not None:
             put("logprobs", check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
         put("priority", check_int("priority", self.priority, -(2**31), 2**31 - 1))
         check_str("namespace", self.namespace)
+
+    @property
+    def num_samples(self) -> int:
+        """Requests that a prompt becomes."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def is_greedy(self) -> bool:
@@ -136,3 +145,4 @@ class Request:
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
     holder: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody
+    twin_of: str = ""  # the request, added before, whose prompt is the same; "": none

@@ -9,12 +9,13 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
+from radixserve.branch import Branch, BranchHost
 from radixserve.cache import Lookup
 from radixserve.checks import check_int, check_str, shown
 from radixserve.config import EngineConfig
@@ -25,6 +26,7 @@ from radixserve.progress import BatchProgress
 from radixserve.prompts import Prompt, PromptReader, is_batch, params_for
 from radixserve.replay.recorder import TraceRecorder
 from radixserve.request import Request, SamplingParams
+from radixserve.samples import check_single, gather, twins
 from radixserve.ticket import Event, Ticket
 from radixserve.tokenizer import Tokenizer
 from radixserve.worker import EngineThread
@@ -64,6 +66,7 @@ class Runtime:
         self._random_lock = threading.Lock()
         self._next_id = itertools.count()
         self._worker = EngineThread(Engine(runner, self.config), _recorder(self.config))
+        self._branch_numbers = itertools.count()
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     def __enter__(self) -> Self:
@@ -114,16 +117,18 @@ class Runtime:
         """Complete one prompt (-> Completion) or a list of them (-> list, in order).
 
         A prompt is text, a list of token ids, or a list of chat messages. All prompts are checked
-        before any is started. `progress` shows a bar: by default for batches on a terminal.
-        `request_id` names a single request for `abort`.
+        before any is started. With n > 1 in its params a prompt has a list of n Completions, and is
+        computed once: the first one's usage counts it, the others' count it as cached. `progress`
+        shows a bar: by default for batches on a terminal. `request_id` names a single request for
+        `abort`.
         """
         batch = is_batch(prompts)
         given = list(prompts) if batch else [prompts]
-        requests = self._requests(given, params, request_id)
+        requests, each = self._requests(given, params, request_id)
         if progress is not None and not isinstance(progress, bool):
             raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
         bar = BatchProgress(len(requests), wanted=progress if batch else progress is True)
-        completions = self._complete(requests, bar)
+        completions = gather(self._complete(requests, bar), each)
         return completions if batch else completions[0]
 
     def stream(
@@ -133,8 +138,7 @@ class Runtime:
 
         The request is checked now and starts with the first iteration; leaving the loop aborts it.
         """
-        request = self._requests([prompt], params, request_id)[0]
-        return self._stream(request)
+        return self._stream(self._single(prompt, params, request_id))
 
     async def agenerate(
         self,
@@ -146,10 +150,10 @@ class Runtime:
         """`generate` for asyncio. Cancelling the task aborts its requests."""
         batch = is_batch(prompts)
         given = list(prompts) if batch else [prompts]
-        requests = self._requests(given, params, request_id)
+        requests, each = self._requests(given, params, request_id)
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        completions: list[Completion | None] = [None] * len(requests)
+        done: dict[int, Completion] = {}
         tickets = self._tickets(
             requests, lambda at, event: _post(loop, events, (at, event)), streams=False
         )
@@ -157,17 +161,18 @@ class Runtime:
             self._worker.submit(tickets)
             for _ in requests:
                 at, event = await events.get()
-                completions[at] = _completion(event)
+                done[at] = _completion(event)
         except BaseException:
             self._worker.abandon(tickets)
             raise
+        completions = gather([done[at] for at in range(len(requests))], each)
         return completions if batch else completions[0]
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
-        return self._astream(self._requests([prompt], params, request_id)[0])
+        return self._astream(self._single(prompt, params, request_id))
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all; their callers get what there is, finish_reason "abort".
@@ -177,6 +182,19 @@ class Runtime:
         if request_id is None:
             return self._worker.abort(None)
         return self._worker.abort([check_str("request_id", request_id)])
+
+    # -- staying ------------------------------------------------------------------------------
+
+    def branch(self, prompt: Prompt, *, namespace: str = "") -> Branch:
+        """A live position behind `prompt`, to fork, extend, continue and roll back.
+
+        Computes nothing yet. Release it, or use it as a context manager: until then the cache keeps
+        its K/V before that of others.
+        """
+        ids = self._reader.read(prompt)
+        check_str("namespace", namespace)
+        self._worker.check_alive()
+        return Branch(self._branch_host, ids, namespace)
 
     # -- knowing ------------------------------------------------------------------------------
 
@@ -209,10 +227,13 @@ class Runtime:
 
     def _requests(
         self, prompts: Sequence[Any], params: object, request_id: str | None
-    ) -> list[Request]:
-        """Checked requests; raises InvalidRequest before anything is allocated."""
-        _check_request_id(request_id, len(prompts))
+    ) -> tuple[list[Request], list[SamplingParams]]:
+        """Checked requests, num_samples of them a prompt, and the params of each prompt.
+
+        Raises InvalidRequest before anything is allocated.
+        """
         each = params_for(params, len(prompts))
+        _check_request_id(request_id, sum(one.num_samples for one in each))
         ids = [self._reader.read(prompt) for prompt in prompts]
         for one in each:
             if one.stop and self.tokenizer is None:
@@ -224,7 +245,32 @@ class Runtime:
                     f"stop_token_ids {outside} are out of range: "
                     f"allowed are 0 to {self.model.vocab_size - 1}"
                 )
-        return [self._request(i, p, request_id) for i, p in zip(ids, each, strict=True)]
+        requests: list[Request] = []
+        for token_ids, one in zip(ids, each, strict=True):
+            first = self._request(token_ids, one, request_id)
+            others = [self._new_id() for _ in range(one.num_samples - 1)]
+            requests += twins(first, others)
+        return requests, each
+
+    def _single(self, prompt: Prompt, params: object, request_id: str | None) -> Request:
+        requests, each = self._requests([prompt], params, request_id)
+        check_single(each[0], "stream")
+        return requests[0]
+
+    @property
+    def _branch_host(self) -> BranchHost:
+        return BranchHost(
+            worker=self._worker,
+            reader=self._reader,
+            numbers=self._branch_numbers,
+            request=lambda ids, params: self._single(ids, params, None),
+            complete=lambda request: self._complete([request], BatchProgress(1, wanted=False))[0],
+            stream=self._stream,
+            astream=self._astream,
+        )
+
+    def _new_id(self) -> str:
+        return f"{_OWN_ID}{next(self._next_id)}"
 
     def _ends(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a request: the model's, unless ignored, and its own."""
@@ -241,7 +287,7 @@ class Runtime:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
         return Request(
-            request_id=request_id or f"{_OWN_ID}{next(self._next_id)}",
+            request_id=request_id or self._new_id(),
             token_ids=ids,
             params=params,
             seed=seed,
@@ -274,7 +320,7 @@ class Runtime:
             raise
         return [done[at] for at in range(len(requests))]
 
-    def _stream(self, request: Request) -> Iterator[Chunk]:
+    def _stream(self, request: Request) -> Generator[Chunk, None, None]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         tickets = self._tickets([request], lambda _, event: events.put(event), streams=True)
         is_open = True
@@ -288,7 +334,7 @@ class Runtime:
             if is_open:
                 self._worker.abandon(tickets)
 
-    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
+    async def _astream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         tickets = self._tickets(
@@ -321,11 +367,13 @@ def _recorder(config: EngineConfig) -> TraceRecorder | None:
     return None if config.trace is None else TraceRecorder(config.trace, config.trace_hash_block)
 
 
-def _check_request_id(request_id: object, num_prompts: int) -> None:
+def _check_request_id(request_id: object, num_requests: int) -> None:
     if request_id is None:
         return
-    if num_prompts != 1:
-        raise InvalidRequest("request_id names a single request, not a list of prompts")
+    if num_requests != 1:
+        raise InvalidRequest(
+            "request_id names a single request, not a list of prompts, and not n > 1"
+        )
     if not isinstance(request_id, str) or not request_id or request_id.startswith(_OWN_ID):
         raise InvalidRequest(
             f"request_id must be a non-empty string that does not begin with {_OWN_ID!r}, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -118,6 +119,7 @@ class Ticket:
             miss=finish.miss,
             logprobs=None if wanted is None else list(self._logprobs),
             top_logprobs=list(self._top_logprobs) if wanted else None,
+            cumulative_logprob=None if wanted is None else math.fsum(self._logprobs),
         )
 
     def _reason(self, finish: Finish) -> str:

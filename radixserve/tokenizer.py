@@ -37,12 +37,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer puts around a prompt."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
-        with self._encoding:
-            return list(self._tokenizer(text, verbose=False)["input_ids"])
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_more(self, text: str) -> list[int]:
+        """Token ids of `text` behind other tokens: without the special tokens of a prompt."""
+        return self._encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation up to where the assistant is to speak."""
@@ -58,6 +57,33 @@ class Tokenizer:
             except Exception as error:  # the template is the model's own code
                 raise InvalidRequest(f"the chat template refused the messages: {error}") from error
 
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        template: str | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The text of a conversation up to where the assistant is to speak.
+
+        `encode_more` of it is what `encode_chat` returns. `template`: Jinja, instead of the
+        tokenizer's own.
+        """
+        with self._encoding:
+            if not (template or self._tokenizer.chat_template):
+                raise InvalidRequest("the model's tokenizer has no chat template: give one")
+            try:
+                text: str = self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=None if tools is None else list(tools),
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+                return text
+            except Exception as error:  # the template is the model's own code
+                raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         """Text, without special tokens unless asked for; bytes that are no character: U+FFFD."""
         with self._decoding:
@@ -67,6 +93,15 @@ class Tokenizer:
                 clean_up_tokenization_spaces=False,
             )
             return text
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
+        with self._encoding:
+            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+            return list(encoded["input_ids"])
 
 
 class TextStream:

@@ -66,6 +66,28 @@ class EngineThread:
             if self._death is None:
                 self._inbox.put(lambda: self._forget(tickets))
 
+    def post(self, function: Callable[[Engine], object]) -> None:
+        """Run `function` in the engine's thread some time soon, or never once that has ended.
+
+        Returns at once and never raises; may be called from the garbage collector.
+        """
+
+        def run() -> None:
+            try:
+                if self._death is None:
+                    function(self._engine)
+            except Exception:
+                _log.exception("a message to the engine failed")
+
+        with self._lock:
+            if self._death is None:
+                self._inbox.put(run)
+
+    def check_alive(self) -> None:
+        """Raise EngineDead when the thread has ended."""
+        if self._death is not None:
+            raise _fresh(self._death)
+
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run `function` in the engine's thread between two steps and return its result."""
         future: Future[T] = Future()

@@ -23,7 +23,8 @@ FLOORS = [
     ["radixserve.replay"],
     ["radixserve.runner"],
     ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
-    ["radixserve.ticket", "radixserve.worker"],
+    ["radixserve.ticket", "radixserve.worker", "radixserve.samples"],
+    ["radixserve.lease", "radixserve.branch"],
     ["radixserve.runtime"],
     ["radixserve"],  # the face, which names everything below it
     ["radixserve.tree_view"],

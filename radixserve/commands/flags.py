@@ -36,7 +36,7 @@ def add_sampling_flags(
 ) -> None:
     """A flag for each field of SamplingParams, or for those in `only`."""
     group = parser.add_argument_group("sampling")
-    for name in only or [name for name in _names(SamplingParams) if name != "n"]:
+    for name in only or [name for name in _names(SamplingParams) if name not in ("n", "best_of")]:
         _add_flag(group, SamplingParams, name, _flag(name), _SAMPLING, defaults or {})
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from radixserve.errors import InvalidRequest, RadixServeError
 from radixserve.request import SamplingParams
+from radixserve.samples import check_single
 
 if TYPE_CHECKING:
     from radixserve.output import Completion
@@ -51,6 +52,7 @@ def _read_job(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any)
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is not text
         prompt = _take_prompt(fields)
         params = SamplingParams(**{**base, **fields})
+        check_single(params, "a line")
     except RecursionError:
         return Job(number, tag, error="the line is nested too deeply")
     except UnicodeError as error:

@@ -23,7 +23,7 @@ from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample
-from radixserve.schedule import RowOutput, Schedule, StepOutput
+from radixserve.schedule import Schedule, StepOutput
 
 logger = logging.getLogger("radixserve")
 
@@ -97,13 +97,21 @@ class ModelRunner:
         logits = self._model.forward(batch, self._backend)  # [S, V]
         computed = time.perf_counter()
         specs = [row.sample for row in rows if row.sample is not None]
+        if schedule.twins:
+            logits = logits[_logits_rows(schedule, len(specs))]
+            specs += [twin.sample for twin in schedule.twins]
         drawn = iter(sample(logits, specs))
-        outputs: tuple[RowOutput | None, ...] = tuple(
-            None if row.sample is None else next(drawn) for row in rows
-        )
+        outputs = (*(None if row.sample is None else next(drawn) for row in rows), *drawn)
         seconds = {
             "prepare": prepared - began,
             "forward": computed - prepared,
             "sample": time.perf_counter() - computed,
         }
         return StepOutput(outputs, seconds)
+
+
+def _logits_rows(schedule: Schedule, num_sampled: int) -> list[int]:
+    """Which row of the logits each sampled row, and then each twin, draws from."""
+    sampled = [at for at, row in enumerate(schedule.rows) if row.sample is not None]
+    place = {at: index for index, at in enumerate(sampled)}
+    return [*range(num_sampled), *(place[twin.row] for twin in schedule.twins)]

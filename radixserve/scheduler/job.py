@@ -9,7 +9,8 @@ from radixserve.request import Request
 
 
 class Job:
-    """Waiting while `sequence` is None, running otherwise."""
+    """Waiting while `sequence` is None, running otherwise. A twin waits beside the first one of its
+    prompt, in no queue, until that one has computed it."""
 
     __slots__ = (
         "admitted_at",
@@ -22,6 +23,7 @@ class Job:
         "holder",
         "lookup",
         "noted_need",
+        "num_prompt",
         "num_prompt_done",
         "num_reused",
         "order_key",
@@ -29,9 +31,12 @@ class Job:
         "passed_on_entry",
         "probe",
         "queued_at",
+        "rank",
         "request",
         "sequence",
         "tokens",
+        "twin_of",
+        "twins",
     )
 
     def __init__(
@@ -44,6 +49,9 @@ class Job:
     ) -> None:
         self.request = request
         self.arrival = arrival  # 0, 1, 2 ...
+        # Who keeps its pages when they run out: high priority first, then early arrival.
+        self.rank = (-request.params.priority, arrival)
+        self.num_prompt = len(request.token_ids)
         self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
         self.probe = probe  # of `tokens`, while waiting
         self.holder = holder  # who its sequences belong to, as long as that is open
@@ -51,6 +59,8 @@ class Job:
         self.follows: Job | None = None  # the running job whose tokens this one waits for
         self.follows_until = 0  # how many of them
         self.followers: list[Job] = []  # the other way round, while this one runs
+        self.twin_of: Job | None = None
+        self.twins: list[Job] = []  # the other way round
         self.order_key: tuple[int, ...] = ()  # the queue's own
         self.noted_need: int | None = None  # new pages, as the waiting room knows it
         self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
@@ -64,17 +74,8 @@ class Job:
         self.first_token_at: float | None = None
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.token_ids)
-
-    @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.token_ids)
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Who keeps its pages when they run out: high priority first, then early arrival."""
-        return (-self.request.params.priority, self.arrival)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def committed(self) -> int:
@@ -83,7 +84,8 @@ class Job:
     @property
     def is_decoding(self) -> bool:
         """Only its last token is still to be computed."""
-        return self.sequence is not None and self.committed == len(self.tokens) - 1
+        sequence = self.sequence
+        return sequence is not None and sequence.committed_len == len(self.tokens) - 1
 
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
         cached = min(sequence.cached_len, self.num_prompt)
@@ -93,6 +95,13 @@ class Job:
             self.num_reused = min(self.num_reused, cached)
         self.num_prompt_done = max(self.num_prompt_done, cached)
         self.sequence = sequence
+
+    def admit_twin(self, sequence: CacheSequence | None, now: float) -> None:
+        """Its whole prompt was computed by another one; `sequence` holds it, if there is room."""
+        self.twin_of = None
+        self.sequence = sequence
+        self.num_reused = self.num_prompt_done = self.num_prompt
+        self.lookup, self.admitted_at = Lookup(self.num_prompt, "full", self.num_prompt), now
 
     def note_committed(self, length: int) -> None:
         self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))

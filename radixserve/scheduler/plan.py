@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixserve.schedule import Row, SampleSpec, Schedule
+from radixserve.schedule import Row, SampleSpec, Schedule, Twin
 from radixserve.scheduler.job import Job
 
 
@@ -16,6 +16,7 @@ class StepPlan:
         self.is_short = False  # somebody had no room: nobody new is admitted
         self._step = step
         self._rows: list[Row] = []
+        self._twins: list[Twin] = []
         self._arrivals: set[int] = set()
         self._num_decode = 0
         self._copies: list[tuple[int, int, int]] = []
@@ -31,22 +32,28 @@ class StepPlan:
         """Compute `num_tokens` more tokens of `job`, for which its sequence has room."""
         sequence = job.sequence
         assert sequence is not None
-        start = sequence.committed_len
-        end = start + num_tokens
-        assert sequence.length == end
+        end = sequence.length
+        start = end - num_tokens
+        assert start == sequence.committed_len
         if is_decode:
             self._num_decode += 1
         else:
             self.budget -= num_tokens
+        is_sampled = end == len(job.tokens)
+        if is_sampled:
+            at = len(self._rows)
+            for twin in job.twins:
+                self._twins.append(Twin(twin.request.request_id, at, _sample_spec(twin)))
         self._arrivals.add(job.arrival)
-        self._copies += sequence.copies
+        if sequence.copies:
+            self._copies += sequence.copies
         self._rows.append(
             Row(
                 request_id=job.request.request_id,
                 token_ids=job.tokens.view(start, end),
                 start=start,
                 page_ids=sequence.pages,
-                sample=_sample_spec(job) if end == len(job.tokens) else None,
+                sample=_sample_spec(job) if is_sampled else None,
             )
         )
 
@@ -58,6 +65,7 @@ class StepPlan:
             copies=np.asarray(self._copies, np.int32).reshape(-1, 3),
             num_prefill_tokens=num_tokens - self._num_decode,
             num_decode_tokens=self._num_decode,
+            twins=tuple(self._twins),
         )
 
 

@@ -7,12 +7,13 @@ the tree); a running one is prefilling until only its last token is uncomputed, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from radixserve.cache import PrefixCache
+from radixserve.cache import CacheSequence, PrefixCache
 from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
@@ -74,7 +75,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequest if its id is in use or it could never fit.
 
-        A holder that it names and that is not open is opened, with the cache's own lease.
+        A holder that it names and that is not open is opened, with the cache's own lease. One that
+        is the twin of a request which has drawn nothing yet costs its prompt no computing.
         """
         if request.request_id in self._jobs:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -86,11 +88,21 @@ class Scheduler:
                 f"got {request.max_len}"
             )
         holder = self._holders.get(request.holder) if request.holder else None
-        probe = self._cache.probe(request.token_ids, request.params.namespace)
+        first = self._jobs.get(request.twin_of)
+        is_twin = first is not None and first.twin_of is None and not first.num_output
+        if first is not None and is_twin:
+            probe = first.probe
+        else:
+            probe = self._cache.probe(request.token_ids, request.params.namespace)
         job = Job(request, self._num_arrived, probe, self._clock(), holder)
         self._num_arrived += 1
         self._jobs[request.request_id] = job
-        self._waiting.add(job, is_returning=False)
+        if first is not None and is_twin:
+            assert first.num_prompt == job.num_prompt
+            job.twin_of = first
+            first.twins.append(job)
+        else:
+            self._waiting.add(job, is_returning=False)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free all it holds; None if it has ended already."""
@@ -103,10 +115,9 @@ class Scheduler:
 
     def fail(self, schedule: Schedule, error: BaseException) -> list[RequestOutput]:
         """The step failed: end its requests with `error`. What they had committed stays cached."""
-        failed = [
-            self._jobs[row.request_id] for row in schedule.rows if row.request_id in self._jobs
-        ]
-        return [self._end(job, "error", error) for job in failed]
+        ids = [twin.request_id for twin in schedule.twins]
+        ids += [row.request_id for row in schedule.rows]
+        return [self._end(self._jobs[i], "error", error) for i in ids if i in self._jobs]
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
@@ -151,33 +162,74 @@ class Scheduler:
 
     def update(self, schedule: Schedule, output: StepOutput) -> list[RequestOutput]:
         """The step was computed: publish its tokens, append what was drawn, end what ended."""
-        news = []
-        for row, drawn in zip(schedule.rows, output.outputs, strict=True):
+        news, num_rows = [], len(schedule.rows)
+        for row, drawn in zip(schedule.rows, output.outputs[:num_rows], strict=True):
             job = self._jobs.get(row.request_id)
             if job is None or job.sequence is None:
                 continue
             if drawn is not None and drawn.error is not None:
+                self._start_twins(job, None)  # each gets its own answer below
                 news.append(self._end(job, "error", EngineDead(drawn.error)))
                 continue
             job.sequence.commit(row.end)
-            self._waiting.note_freed(free_followers(job))
+            if job.followers:
+                self._waiting.note_freed(free_followers(job))
             self._count_row(job, row)
             if drawn is not None:
+                if job.twins:
+                    self._start_twins(job, job.sequence)
                 news.append(self._append(job, drawn))
+        for twin, drawn in zip(schedule.twins, output.outputs[num_rows:], strict=True):
+            job = self._jobs.get(twin.request_id)
+            if job is not None and drawn is not None:
+                news.append(self._update_twin(job, drawn))
         return news
 
+    def _start_twins(self, first: Job, sequence: CacheSequence | None) -> None:
+        """`first` is about to draw: its twins hold the prompt too, as many as there is room for."""
+        twins, first.twins = first.twins, []
+        for job in twins:
+            own = None
+            if sequence is not None and self._has_room_for(job):
+                with contextlib.suppress(OutOfPages):
+                    own = sequence.fork()
+            job.admit_twin(own, self._clock())
+            if own is not None:
+                self._waiting.note_admitted(job)
+                self._running[job.arrival] = job
+
+    def _has_room_for(self, twin: Job) -> bool:
+        """Whether a twin may run at once: beside the others, and passing nobody too often."""
+        if len(self._running) >= self._max_running or self._waiting.barrier < twin.arrival:
+            return False
+        outstanding = sum(self._pages_ahead(job) for job in self._running.values())
+        size = self._pages_for(_LOOKAHEAD) + 1
+        return self._cache.num_available - outstanding >= size
+
+    def _update_twin(self, job: Job, drawn: RowOutput) -> RequestOutput:
+        if drawn.error is not None:
+            return self._end(job, "error", EngineDead(drawn.error))
+        news = self._append(job, drawn)
+        if news.finish is None and job.sequence is None:
+            self._requeue(job)
+        return news
+
+    def _requeue(self, job: Job) -> None:
+        job.probe = self._cache.probe(job.tokens.view(), job.request.params.namespace)
+        self._waiting.add(job, is_returning=True)
+
     def _count_row(self, job: Job, row: Row) -> None:
-        counters = self._counters
-        if len(row.token_ids) == 1 and row.start >= job.num_prompt:
+        counters, num_tokens = self._counters, len(row.token_ids)
+        if num_tokens == 1 and row.start >= job.num_prompt:  # behind the prompt
             counters.decoded_tokens += 1
-        else:
-            counters.prefilled_tokens += len(row.token_ids)
+            return
+        counters.prefilled_tokens += num_tokens
         again = min(row.end, job.num_prompt_done) - row.start
         counters.recomputed_tokens += max(0, again)
         job.note_committed(row.end)
 
     def _append(self, job: Job, drawn: RowOutput) -> RequestOutput:
-        job.tokens.append([drawn.token_id])
+        job.tokens.append(drawn.token_id)
         self._counters.generated_tokens += 1
         if job.first_token_at is None:
             job.first_token_at = self._clock()
@@ -185,10 +237,11 @@ class Scheduler:
         return self._output(job, drawn, None if reason is None else self._close(job, reason))
 
     def _end_reason(self, job: Job, token_id: int) -> str | None:
-        request = job.request
-        if token_id in request.end_ids and job.num_output > request.params.min_tokens:
+        request, length = job.request, len(job.tokens)
+        num_output = length - job.num_prompt
+        if token_id in request.end_ids and num_output > request.params.min_tokens:
             return "stop"
-        if job.num_output >= request.params.max_tokens or len(job.tokens) >= request.max_len:
+        if num_output >= request.params.max_tokens or length >= request.max_len:
             return "length"
         return None
 
@@ -200,16 +253,16 @@ class Scheduler:
         A request without room takes it from unplanned ones of lower rank, else sits the step out.
         The highest in rank can take from all others, so some request always goes on.
         """
-        jobs = sorted(self._running.values(), key=lambda job: (not job.is_decoding, job.rank))
-        for job in jobs:
+        jobs = [(not job.is_decoding, job.rank, job) for job in self._running.values()]
+        jobs.sort()  # ranks differ: jobs are never compared
+        for is_prefill, _, job in jobs:
             if job.sequence is None:  # preempted for one before it
                 continue
-            is_decode = job.is_decoding
-            wanted = 1 if is_decode else min(plan.budget, len(job.tokens) - job.committed)
+            wanted = min(plan.budget, len(job.tokens) - job.committed) if is_prefill else 1
             if wanted:
                 count = self._grow(job, wanted, plan)
                 if count:
-                    plan.add(job, count, is_decode=is_decode)
+                    plan.add(job, count, is_decode=not is_prefill)
 
     def _grow(self, job: Job, wanted: int, plan: StepPlan) -> int:
         """Take room for up to `wanted` tokens, preempting if there is none; returns how many."""
@@ -217,7 +270,7 @@ class Scheduler:
         assert sequence is not None
         start = sequence.length
         while True:
-            count = max(1, self._fitting(job, wanted))
+            count = 1 if wanted == 1 else max(1, self._fitting(job, wanted))
             try:
                 sequence.extend(job.tokens.view(start, start + count))
                 return count
@@ -232,7 +285,7 @@ class Scheduler:
         """For how many of `count` more tokens there is room without taking anyone's pages."""
         sequence, cache = job.sequence, self._cache
         assert sequence is not None
-        slack = len(sequence.pages) * cache.page_size - sequence.length
+        slack = -sequence.length % cache.page_size
         return min(count, slack + cache.num_available * cache.page_size)
 
     def _victim(self, job: Job, plan: StepPlan) -> Job | None:
@@ -248,8 +301,7 @@ class Scheduler:
         del self._running[job.arrival]
         self._counters.preemptions += 1
         self._waiting.note_freed(free_followers(job))
-        job.probe = self._cache.probe(job.tokens.view(), job.request.params.namespace)
-        self._waiting.add(job, is_returning=True)
+        self._requeue(job)
 
     # -- waiting requests ---------------------------------------------------------------------
 
@@ -328,16 +380,20 @@ class Scheduler:
 
     def _close(self, job: Job, reason: str, error: BaseException | None = None) -> Finish:
         """Take a job out of every queue, free its private pages, and add up its numbers."""
-        if job.sequence is None:
+        if job.twin_of is not None:
+            job.twin_of.twins.remove(job)
+        elif job.sequence is None:
             if job.follows is not None:
                 job.follows.followers.remove(job)
-            self._waiting.remove(job)
+            if job in self._waiting:  # else: a twin that has drawn but one token
+                self._waiting.remove(job)
         else:
             job.sequence.release()
             job.sequence = None
             del self._running[job.arrival]
             self._waiting.note_freed(free_followers(job))
         del self._jobs[job.request.request_id]
+        self._part_twins(job)
         counters, usage = self._counters, job.usage()
         counters.finished += reason in ("stop", "length")
         counters.aborted += reason == "abort"
@@ -348,6 +404,17 @@ class Scheduler:
         gained = usage.cached_tokens - job.cached_on_arrival
         counters.gained_while_waiting_tokens += max(0, gained)
         return Finish(reason, usage, job.metrics(self._clock()), job.lookup, error)
+
+    def _part_twins(self, job: Job) -> None:
+        """`job` ends before its prompt was computed: the first of its twins takes its place."""
+        if not job.twins:
+            return
+        heir, *others = job.twins
+        heir.twin_of, heir.twins, job.twins = None, others, []
+        for other in others:
+            other.twin_of = heir
+        heir.probe = self._cache.probe(heir.tokens.view(), heir.request.params.namespace)
+        self._waiting.add(heir, is_returning=False)
 
     def _output(self, job: Job, drawn: RowOutput | None, finish: Finish | None) -> RequestOutput:
         request_id = job.request.request_id

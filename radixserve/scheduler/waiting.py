@@ -32,6 +32,9 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._by_arrival)
 
+    def __contains__(self, job: Job) -> bool:
+        return job.arrival in self._by_arrival
+
     def add(self, job: Job, *, is_returning: bool) -> None:
         """O(log n)."""
         self._by_arrival[job.arrival] = job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -245,7 +244,7 @@ def test_a_decode_in_runs_of_pages(
     case = Case(lengths, page_size, 4, 2, 16, dtype=dtype)
     case.kv = torch.randn(2, 2, 160, page_size, 2, 16).to(dtype)
     first = Row("r", np.ones(1, np.int32), lengths[0][0], np.array(pages, np.int32), None)
-    others = [dataclasses.replace(row, page_ids=row.page_ids + 60) for row in case.rows[1:]]
+    others = [row._replace(page_ids=row.page_ids + 60) for row in case.rows[1:]]
     case.rows = (first, *others)
     case.batch = build_forward_batch(case.rows, page_size, CPU)
     gathered, _ = run(case)

@@ -351,7 +351,7 @@ class TestBadInput:
             ({"logprobs": 1000}, "between 0 and 100"),
             ({"ignore_eos": 1}, "True or False"),
             ({"namespace": 3}, "string"),
-            ({"n": 2}, "n must be"),
+            ({"n": 0}, "n must be"),
         ],
         ids=str,
     )

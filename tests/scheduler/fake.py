@@ -15,7 +15,7 @@ import numpy as np
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request, SamplingParams
-from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
+from radixserve.schedule import Row, RowOutput, Schedule, StepOutput, Twin
 from radixserve.scheduler import Scheduler
 
 VOCAB = 50
@@ -52,10 +52,22 @@ class FakeRunner:
         assert len(set(written)) == len(written), "two rows write to one slot"
         for row in schedule.rows:
             self._check_reads(row, set(written))
-        return StepOutput(tuple(self._compute(row) for row in schedule.rows), {})
+        rows = tuple(self._compute(row) for row in schedule.rows)
+        return StepOutput(
+            (*rows, *(self._draw_twin(schedule, twin) for twin in schedule.twins)), {}
+        )
 
-    def next_token(self, hashes: list[int]) -> int:
-        return hashes[-1] % VOCAB
+    def _draw_twin(self, schedule: Schedule, twin: Twin) -> RowOutput:
+        row = schedule.rows[twin.row]
+        tokens = self.tokens[twin.request_id]
+        assert row.sample is not None
+        assert twin.sample.token_ids.tolist() == tokens == self.tokens[row.request_id]
+        return RowOutput(
+            self.next_token(self.hashes[row.request_id][: row.end], twin.sample.seed), None, ()
+        )
+
+    def next_token(self, hashes: list[int], seed: int = 0) -> int:
+        return (hashes[-1] + seed) % VOCAB
 
     def _slots(self, row: Row, start: int, end: int) -> list[tuple[int, int]]:
         size = self.page_size
@@ -80,7 +92,7 @@ class FakeRunner:
         if row.sample is None:
             return None
         assert row.sample.token_ids.tolist() == self.tokens[row.request_id]
-        return RowOutput(self.next_token(hashes[: row.end]), None, ())
+        return RowOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
 
 
 @dataclass
@@ -111,6 +123,7 @@ class Driver:
         )
         self.runner = FakeRunner(self.num_pages, self.page_size)
         self.prompts: dict[str, list[int]] = {}
+        self.seeds: dict[str, int] = {}
         self.admitted: list[str] = []
 
     def make_cache(self) -> PrefixCache:
@@ -131,6 +144,8 @@ class Driver:
         *,
         max_len: int | None = None,
         holder: str = "",
+        twin_of: str = "",
+        seed: int = 0,
         **params: int,
     ) -> None:
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
@@ -139,11 +154,13 @@ class Driver:
             request_id=name,
             token_ids=np.asarray(tokens, np.int32),
             params=sampling,
-            seed=0,
+            seed=seed,
             end_ids=frozenset() if sampling.ignore_eos else frozenset({EOS}),
             max_len=capacity if max_len is None else max_len,
             holder=holder,
+            twin_of=twin_of,
         )
+        self.seeds[name] = seed
         self.scheduler.add(request)
         self.prompts[name] = tokens
         self.runner.tokens[name] = list(tokens)
@@ -182,7 +199,7 @@ class Driver:
         """What the fake model says without any cache, scheduler or batch."""
         tokens = list(self.prompts[name])
         for _ in range(count):
-            tokens.append(self.runner.next_token(prefix_hashes(tokens)))
+            tokens.append(self.runner.next_token(prefix_hashes(tokens), self.seeds[name]))
         return tokens[len(self.prompts[name]) :]
 
     def drain(self) -> None:

@@ -1,0 +1,72 @@
+"""Several completions of one prompt: a request becomes twins, and their answers one list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+
+from radixserve.errors import InvalidRequest
+from radixserve.output import Completion, Usage
+from radixserve.request import Request, SamplingParams
+
+_NUM_SEEDS = 2**63
+
+
+def twins(request: Request, ids: Sequence[str]) -> list[Request]:
+    """`request` as `params.num_samples` requests for one completion each; `ids`: of the others.
+
+    Number i draws what a request of its own with the seed + i (modulo 2**63) would draw.
+    """
+    params = request.params
+    if params.num_samples == 1:
+        return [request]
+    logprobs = params.logprobs or 0  # their sum is told, and decides between them
+    single = replace(params, n=1, best_of=None, logprobs=logprobs)
+    first = replace(request, params=single)
+    others = [
+        replace(
+            first,
+            request_id=request_id,
+            seed=(request.seed + number) % _NUM_SEEDS,
+            twin_of=first.request_id,
+        )
+        for number, request_id in enumerate(ids, 1)
+    ]
+    return [first, *others]
+
+
+def gather(
+    completions: Sequence[Completion], params: Sequence[SamplingParams]
+) -> list[Completion | list[Completion]]:
+    """One entry a prompt from the completions of all requests: a list where n > 1."""
+    rest = iter(completions)
+    found: list[Completion | list[Completion]] = []
+    for one in params:
+        mine = list(islice(rest, one.num_samples))
+        if one.num_samples > one.n:
+            mine = _best(mine, one.n)
+        if one.logprobs is None and one.num_samples > 1:
+            mine = [replace(c, logprobs=None, top_logprobs=None) for c in mine]
+        found.append(mine if one.n > 1 else mine[0])
+    return found
+
+
+def _best(completions: list[Completion], count: int) -> list[Completion]:
+    """The most likely ones, best first. What computing the prompt cost goes to the best one."""
+    ranked = sorted(completions, key=lambda c: -(c.cumulative_logprob or 0.0))  # stable
+    paid, best = completions[0], ranked[0]
+    usages = {id(paid): _with_prompt_of(paid, best), id(best): _with_prompt_of(best, paid)}
+    return [replace(c, usage=usages.get(id(c), c.usage)) for c in ranked[:count]]
+
+
+def _with_prompt_of(one: Completion, other: Completion) -> Usage:
+    return replace(other.usage, completion_tokens=one.usage.completion_tokens)
+
+
+def check_single(params: SamplingParams, what: str) -> None:
+    """Raises InvalidRequest where `what` takes one completion only."""
+    if params.num_samples > 1:
+        raise InvalidRequest(
+            f"{what} takes n=1 and no best_of, got n={params.n}, best_of={params.best_of}"
+        )

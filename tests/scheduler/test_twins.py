@@ -1,0 +1,151 @@
+"""Requests with one prompt: it is computed once, whatever happens to the first of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from radixserve.errors import EngineDead
+from tests.scheduler.fake import VOCAB, Driver, random_prompt
+
+PROMPT = list(range(2, 35))  # 33 tokens
+
+
+def add_group(driver: Driver, name: str, prompt: list[int], count: int, **params: int) -> list[str]:
+    names = [f"{name}.{number}" for number in range(count)]
+    for seed, one in enumerate(names):
+        first = "" if seed == 0 else names[0]
+        driver.add(one, prompt, twin_of=first, seed=seed, **params)
+    return names
+
+
+def check_outputs(driver: Driver, names: list[str]) -> None:
+    for name in names:
+        if driver.finished[name].reason in ("stop", "length"):
+            output = driver.output(name)
+            assert output == driver.expected(name, len(output)), name
+
+
+@pytest.mark.parametrize("kind", ["radix", "hash"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk_size", [5, 64])
+class TestOnce:
+    def test_a_prompt_is_computed_once(self, kind: str, page_size: int, chunk_size: int) -> None:
+        driver = Driver(200, page_size, chunk_size=chunk_size, kind=kind)
+        names = add_group(driver, "a", PROMPT, 6, max_tokens=9, ignore_eos=True)
+        driver.run()
+        check_outputs(driver, names)
+        usages = [driver.finished[name].usage for name in names]
+        assert [u.computed_tokens for u in usages] == [len(PROMPT), 0, 0, 0, 0, 0]
+        assert [u.cached_tokens for u in usages[1:]] == [len(PROMPT)] * 5
+        stats = driver.scheduler.stats()
+        assert stats["prefilled_tokens"] == len(PROMPT)
+        assert stats["decoded_tokens"] == 6 * 8
+        assert stats["prompted_tokens"] == stats["reused_tokens"] + stats["computed_tokens"]
+        driver.drain()
+
+    def test_more_of_them_than_may_run(self, kind: str, page_size: int, chunk_size: int) -> None:
+        driver = Driver(200, page_size, chunk_size=chunk_size, kind=kind, max_running=3)
+        names = add_group(driver, "a", PROMPT, 8, max_tokens=7, ignore_eos=True)
+        driver.run()
+        check_outputs(driver, names)
+        usages = [driver.finished[name].usage for name in names]
+        if page_size == 1:
+            assert [u.computed_tokens for u in usages] == [len(PROMPT)] + [0] * 7
+        driver.drain()
+
+    def test_one_token_each(self, kind: str, page_size: int, chunk_size: int) -> None:
+        driver = Driver(60, page_size, chunk_size=chunk_size, kind=kind, max_running=2)
+        names = add_group(driver, "a", PROMPT, 5, max_tokens=1, ignore_eos=True)
+        driver.run()
+        check_outputs(driver, names)
+        assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT)
+        driver.drain()
+
+
+class TestEnds:
+    @pytest.mark.parametrize("steps", [0, 1, 3])
+    def test_another_one_takes_the_place_of_an_aborted_first(self, steps: int) -> None:
+        driver = Driver(200, 1, chunk_size=5)
+        names = add_group(driver, "a", PROMPT, 4, max_tokens=5, ignore_eos=True)
+        for _ in range(steps):
+            driver.step()
+        driver.abort("a.0")
+        driver.run()
+        check_outputs(driver, names)
+        assert [driver.finished[name].reason for name in names] == ["abort"] + ["length"] * 3
+        assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT)
+        driver.drain()
+
+    def test_an_aborted_twin_is_gone(self) -> None:
+        driver = Driver(200, 1, chunk_size=5)
+        names = add_group(driver, "a", PROMPT, 3, max_tokens=5, ignore_eos=True)
+        driver.step()
+        driver.abort("a.1")
+        driver.run()
+        check_outputs(driver, names)
+        usage = driver.finished["a.1"].usage
+        assert usage.cached_tokens == usage.computed_tokens == usage.prompt_tokens == 0
+        driver.drain()
+
+    def test_a_late_twin_is_a_request_like_others(self) -> None:
+        driver = Driver(200, 1)
+        driver.add("first", PROMPT, max_tokens=20, ignore_eos=True)
+        for _ in range(5):
+            driver.step()
+        driver.add("late", PROMPT, twin_of="first", max_tokens=5, ignore_eos=True)
+        driver.add("alone", PROMPT, twin_of="unknown", max_tokens=5, ignore_eos=True)
+        driver.run()
+        check_outputs(driver, ["first", "late", "alone"])
+        assert driver.finished["late"].usage.cached_tokens == len(PROMPT) - 1
+        driver.drain()
+
+    def test_a_failed_step_ends_all_that_were_in_it(self) -> None:
+        driver = Driver(200, 1, chunk_size=64)
+        add_group(driver, "a", PROMPT, 3)
+        schedule = driver.scheduler.schedule()
+        assert schedule is not None
+        assert [twin.request_id for twin in schedule.twins] == ["a.1", "a.2"]
+        ended = driver.scheduler.fail(schedule, EngineDead("no luck"))
+        assert sorted(output.request_id for output in ended) == ["a.0", "a.1", "a.2"]
+        assert not driver.scheduler.has_work
+        driver.drain()
+
+    def test_everything_may_be_failed_at_any_time(self) -> None:
+        driver = Driver(200, 1, chunk_size=5)
+        add_group(driver, "a", PROMPT, 4)
+        driver.step()
+        assert len(driver.scheduler.fail_all(EngineDead("closed"))) == 4
+        assert not driver.scheduler.has_work
+        driver.drain()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["radix", "hash"])
+@pytest.mark.parametrize("seed", range(8))
+def test_storm(seed: int, kind: str, page_size: int) -> None:
+    """Groups and single requests, aborts, and a pool in which few of them fit."""
+    rng = random.Random(seed)
+    driver = Driver(160 // page_size, page_size, kind=kind, chunk_size=7, max_running=5)
+    known: list[list[int]] = []
+    names: list[str] = []
+    for at in range(25):
+        prompt = random_prompt(rng, known, 60)
+        known.append(prompt)
+        params = {"max_tokens": rng.randint(1, 12), "ignore_eos": rng.random() < 0.5}
+        names += add_group(driver, str(at), prompt, rng.randint(1, 5), max_len=100, **params)
+        for _ in range(rng.randint(0, 9)):
+            driver.step()
+            driver.cache.check()
+            if rng.random() < 0.1:
+                driver.abort(rng.choice(names))
+    driver.run()
+    assert set(driver.finished) == set(names)
+    assert {finish.reason for finish in driver.finished.values()} <= {"stop", "length", "abort"}
+    check_outputs(driver, names)
+    for name in names:
+        assert all(0 <= token < VOCAB for token in driver.output(name))
+        usage = driver.finished[name].usage
+        assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
+    driver.drain()
