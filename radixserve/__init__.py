@@ -13,6 +13,7 @@ from radixserve._version import __version__
 if TYPE_CHECKING:
     from radixserve.branch import Branch
     from radixserve.cache import CachedSequence, Lookup, RadixCache
+    from radixserve.chat import ChatSession, HistoryRewritten
     from radixserve.config import EngineConfig
     from radixserve.errors import (
         EngineDead,
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Branch",
     "CachedSequence",
+    "ChatSession",
     "Chunk",
     "Completion",
     "EngineConfig",
     "EngineDead",
+    "HistoryRewritten",
     "InvalidRequest",
     "Lookup",
     "Metrics",
@@ -48,10 +51,12 @@ __all__ = [
 _HOMES = {
     "Branch": "branch",
     "CachedSequence": "cache",
+    "ChatSession": "chat",
     "Chunk": "output",
     "Completion": "output",
     "EngineConfig": "config",
     "EngineDead": "errors",
+    "HistoryRewritten": "chat",
     "InvalidRequest": "errors",
     "Lookup": "cache",
     "Metrics": "output",

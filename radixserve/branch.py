@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -122,6 +122,10 @@ class Branch:
         return None if self._parent is None else self._parent()
 
     @property
+    def is_released(self) -> bool:
+        return self._is_released
+
+    @property
     def cached_len(self) -> int:
         """Tokens whose K/V is in the cache now: at most `length` - 1, the last one is always
         computed by the next answer."""
@@ -139,7 +143,8 @@ class Branch:
         """`n` branches that stand where this one stands.
 
         Microseconds each at any length: no K/V is copied, no model step runs, the engine is not
-        asked. A fork takes its own hold of the cache with its first answer.
+        asked. A fork takes its own hold of the cache with its first answer, or when this branch
+        lets go.
         """
         count = check_int("n", n, 1)
         self._check()
@@ -175,7 +180,7 @@ class Branch:
             self._place(self._joined(completion.token_ids), is_answer=True)
             return completion
 
-    def stream(self, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """`generate` piece by piece; the branch grows by the tokens of each chunk handed out.
 
         Checked now, begun with the first iteration. Leaving the loop aborts the request; the branch
@@ -196,7 +201,7 @@ class Branch:
             self._place(self._joined(completion.token_ids), is_answer=True)
             return completion
 
-    def astream(self, params: SamplingParams | None = None) -> AsyncIterator[Chunk]:
+    def astream(self, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
         """`stream` for asyncio."""
         self._check()
         self._host.request(self._tokens, self._checked(params))
@@ -256,14 +261,14 @@ class Branch:
             )
         return replace(params, namespace=self._namespace)
 
-    def _stream(self, params: SamplingParams | None) -> Iterator[Chunk]:
+    def _stream(self, params: SamplingParams | None) -> Generator[Chunk, None, None]:
         stream = self._host.stream
         with self._moving(), contextlib.closing(stream(self._request(params))) as chunks:
             for chunk in chunks:
                 self._place(self._joined(chunk.token_ids), is_answer=True)
                 yield chunk
 
-    async def _astream(self, params: SamplingParams | None) -> AsyncIterator[Chunk]:
+    async def _astream(self, params: SamplingParams | None) -> AsyncGenerator[Chunk, None]:
         with self._moving():
             async with contextlib.aclosing(self._host.astream(self._request(params))) as chunks:
                 async for chunk in chunks:

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 
 from radixserve._version import __version__
-from radixserve.commands import demo, generate, info, replay
+from radixserve.commands import chat, demo, generate, info, replay
 from radixserve.errors import RadixServeError
 
 _EXAMPLES = """\
 examples:
   radixserve demo
+  radixserve chat Qwen/Qwen3-0.6B --system "You are brief."
   radixserve generate --model Qwen/Qwen3-0.6B --chat --prompt "What is a radix tree?"
   radixserve generate --jsonl prompts.jsonl --output answers.jsonl --max-tokens 64
   radixserve replay requests.jsonl --policy lru,arc
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"radixserve {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, generate, replay, info):
+    for command in (demo, chat, generate, replay, info):
         command_parser = command.add_parser(commands)
         command_parser.set_defaults(run=command.run)
         command_parser.add_argument(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+
 from radixserve.arrays import IntArray
 from radixserve.engine import Engine
 from radixserve.worker import EngineThread
+
+_LEAST_PRUNED = 16  # forks of a branch that are remembered before those gone are forgotten
 
 
 class Lease:
     """A holder in the engine, opened by the first request that names it.
 
-    A holder claims what its own requests reached. So that a branch keeps what only its forks
-    computed, a fork that goes hands its claim on: to the nearest open lease above it.
+    A holder claims what its own requests reached. So that an open branch keeps also what others
+    computed for it, who lets go hands on: to the nearest open lease above, and to the open ones
+    below. Called from any thread, `close` from the garbage collector, too; none of it waits.
     """
 
-    __slots__ = ("_held_len", "_is_known", "_namespace", "_parent", "_worker", "is_open", "name",
-                 "tokens")  # fmt: skip
+    __slots__ = ("__weakref__", "_below", "_held_len", "_is_known", "_namespace", "_parent",
+                 "_prune_at", "_worker", "is_open", "name", "tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -25,29 +31,24 @@ class Lease:
         namespace: str,
         parent: Lease | None,
     ) -> None:
+        """`parent`: that of the branch forked from, which is open."""
         self.name = f"branch {number}"
         self.tokens = tokens  # where the branch stands
         self.is_open = True
         self._worker = worker
         self._namespace = namespace
         self._parent = parent
-        self._held_len = 0  # tokens that the holder claims, as far as they are cached
+        self._below: list[weakref.ref[Lease]] = []
+        self._prune_at = _LEAST_PRUNED
+        self._held_len = 0  # tokens that the holder claims, if they are cached still
         self._is_known = False  # whether the engine may have a holder of that name
         if parent is not None:
-            parent.nearest_above()  # keeps chains of forks of forks short
+            parent._adopt(self)
 
     def take(self) -> str:
         """The name for a request, which opens the holder."""
         self._is_known = True
         return self.name
-
-    def nearest_above(self) -> Lease | None:
-        """The next lease above that is open."""
-        above = self._parent
-        while above is not None and not above.is_open:
-            above = above._parent
-        self._parent = above
-        return above
 
     def move(self, tokens: IntArray, *, is_reached: bool) -> None:
         """The branch stands at `tokens` now; `is_reached`: a request of the holder did."""
@@ -56,43 +57,78 @@ class Lease:
             self._held_len = len(tokens)
         elif len(tokens) < self._held_len:
             self._held_len = len(tokens)
-            self._worker.post(lambda engine: self._cut(engine, tokens))
+            self._worker.post(self._cut)
 
     def close(self) -> None:
-        """Returns at once; may be called from the garbage collector, in any thread, twice."""
-        if self.is_open:
-            self.is_open = False
-            if self._is_known:
-                self._worker.post(self._let_go)
+        """A second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        above = self._nearest_above()
+        for lease in self._forks():
+            lease._parent = above
+            if above is not None:
+                above._adopt(lease)
+        if self._is_known:
+            self._worker.post(self._let_go)
+
+    # -- the others ---------------------------------------------------------------------------
+
+    def _adopt(self, lease: Lease) -> None:
+        if len(self._below) >= self._prune_at:
+            self._below = [weakref.ref(fork) for fork in self._forks()]
+            self._prune_at = max(_LEAST_PRUNED, 2 * len(self._below))
+        self._below.append(weakref.ref(lease))
+
+    def _forks(self) -> Iterator[Lease]:
+        """The open ones below, up to the next open one on each path."""
+        for reference in list(self._below):
+            lease = reference()
+            if lease is not None and lease.is_open:
+                yield lease
+
+    def _nearest_above(self) -> Lease | None:
+        above = self._parent
+        while above is not None and not above.is_open:
+            above = above._parent
+        self._parent = above  # keeps chains of forks of forks short
+        return above
 
     # -- in the engine's thread ---------------------------------------------------------------
 
     def _let_go(self, engine: Engine) -> None:
-        above = self.nearest_above()
-        if above is not None and above._held_len < len(above.tokens):
-            above._hold(engine)
+        above = self._nearest_above()
+        for lease in (*self._forks(), *([] if above is None else [above])):
+            lease._hold(engine)
         engine.close_holder(self.name)
+
+    def _cut(self, engine: Engine) -> None:
+        """The branch was rolled back: let go of what is behind."""
+        for lease in self._forks():
+            lease._hold(engine)
+        engine.close_holder(self.name)
+        self._held_len = 0
+        self._hold(engine)
 
     def _hold(self, engine: Engine) -> None:
-        self._is_known = (
-            True  # before looking whether it is open: `close` looks the other way round
-        )
+        """Claim what is cached of the branch's tokens, unless that is claimed already."""
+        tokens = self.tokens
+        if self._held_len >= len(tokens):
+            return
+        self._is_known = True  # before looking whether it is open: `close` looks in that order, too
         if self.is_open:
-            tokens = self.tokens
-            _claim(engine, self.name, tokens, self._namespace)
-            self._held_len = len(tokens)
-
-    def _cut(self, engine: Engine, tokens: IntArray) -> None:
-        engine.close_holder(self.name)
-        if self.is_open:
-            _claim(engine, self.name, tokens, self._namespace)
+            self._held_len = _claim(engine, self.name, tokens, self._namespace)
 
 
-def _claim(engine: Engine, name: str, tokens: IntArray, namespace: str) -> None:
-    """Let the holder claim the whole pages that are cached of `tokens`. O(their number)."""
+def _claim(engine: Engine, name: str, tokens: IntArray, namespace: str) -> int:
+    """Let the holder claim the whole pages that are cached of `tokens`, and nothing be computed.
+
+    Returns how many are cached. O(tokens).
+    """
     cache, holders = engine._cache, engine._scheduler._holders
     cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
     whole = cached_len - cached_len % cache.page_size  # no head of a page has to be copied
     if whole:
         holder = holders.get(name)
         cache.acquire(tokens[:whole], namespace, allow_full=True, holder=holder).release()
+    return cached_len

@@ -69,7 +69,7 @@ class PromptReader:
             return prompt
         if isinstance(prompt, list | tuple):
             if prompt and all(isinstance(part, Mapping) for part in prompt):
-                return np.asarray(self._tokenizer().encode_chat(_messages(prompt)), np.int64)
+                return np.asarray(self._tokenizer().encode_chat(check_messages(prompt)), np.int64)
             if all(is_token_id(part) for part in prompt):
                 return _as_int64(prompt)
         raise InvalidRequest(f"{_KINDS}; got {shown(prompt)}")
@@ -110,7 +110,8 @@ def params_for(params: object, count: int) -> list[SamplingParams]:
     raise InvalidRequest(f"params must be SamplingParams or a list of them, got {shown(params)}")
 
 
-def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Chat messages as plain dicts. Raises InvalidRequest."""
     for message in messages:
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise InvalidRequest(

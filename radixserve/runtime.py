@@ -9,14 +9,23 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from functools import partial
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
 from radixserve.branch import Branch, BranchHost
 from radixserve.cache import Lookup
+from radixserve.chat import ChatHost, ChatSession
 from radixserve.checks import check_int, check_str, shown
 from radixserve.config import EngineConfig
 from radixserve.engine import Engine
@@ -196,6 +205,31 @@ class Runtime:
         self._worker.check_alive()
         return Branch(self._branch_host, ids, namespace)
 
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        params: SamplingParams | None = None,
+    ) -> ChatSession:
+        """A conversation that computes only what is new, the model's own words included.
+
+        `tools`: JSON schemas of functions for the chat template. `template`: a Jinja template
+        instead of the tokenizer's. `params` are those of turns that bring none, and their namespace
+        is the chat's. Close it, or use it as a context manager.
+        """
+        return ChatSession.start(self._chat_host, system, tools, template, params)
+
+    def load_chat(
+        self, path: str | os.PathLike[str], *, params: SamplingParams | None = None
+    ) -> ChatSession:
+        """A conversation that `ChatSession.save` wrote, with its exact token ids.
+
+        Nothing is computed before its next turn. InvalidRequest for that of another model.
+        """
+        return ChatSession.load(self._chat_host, path, params)
+
     # -- knowing ------------------------------------------------------------------------------
 
     def lookup(self, prompt: Prompt, namespace: str = "") -> Lookup:
@@ -268,6 +302,21 @@ class Runtime:
             stream=self._stream,
             astream=self._astream,
         )
+
+    @property
+    def _chat_host(self) -> ChatHost:
+        if self.tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer: chats need one")
+        self._worker.check_alive()
+        return ChatHost(self._branch_host, self.tokenizer, self._end_ids, self._identity)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same for token ids to mean the same."""
+        assert self.tokenizer is not None
+        names = ("architecture", "num_layers", "hidden_size", "vocab_size", "num_parameters")
+        sizes = {name: getattr(self.model, name) for name in names}
+        return {**sizes, "tokenizer": self.tokenizer.fingerprint()}
 
     def _new_id(self) -> str:
         return f"{_OWN_ID}{next(self._next_id)}"

@@ -23,8 +23,8 @@ class SampleSpec(NamedTuple):
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
 
     @property
-    def index(self) -> int:
-        """Position of the token to draw in the output: 0 for the first generated token."""
+    def num_drawn(self) -> int:
+        """Tokens that were generated already."""
         return len(self.token_ids) - self.num_prompt
 
 

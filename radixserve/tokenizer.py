@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,6 +94,13 @@ class Tokenizer:
                 clean_up_tokenization_spaces=False,
             )
             return text
+
+    def fingerprint(self) -> str:
+        """The same for tokenizers of the same vocabulary only. O(vocabulary)."""
+        with self._encoding:
+            vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        lines = (f"{token_id} {token!r}\n" for token, token_id in sorted(vocabulary.items()))
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

@@ -25,6 +25,7 @@ FLOORS = [
     ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
     ["radixserve.ticket", "radixserve.worker", "radixserve.samples"],
     ["radixserve.lease", "radixserve.branch"],
+    ["radixserve.chat", "radixserve.chat_file", "radixserve.chat_format"],
     ["radixserve.runtime"],
     ["radixserve"],  # the face, which names everything below it
     ["radixserve.tree_view"],

@@ -209,7 +209,7 @@ def uniform_numbers(specs: Sequence[SampleSpec]) -> NDArray[np.float64]:
     Two rounds of splitmix64's finalizer (Steele, Lea and Flood 2014), as a counter-based generator.
     """
     seeds = np.array([spec.seed & (2**64 - 1) for spec in specs], np.uint64)
-    index = np.array([spec.index for spec in specs], np.uint64)
+    index = np.array([spec.num_drawn for spec in specs], np.uint64)
     bits = _mix(_mix(seeds) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 

@@ -43,6 +43,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Tests that collect garbage do not search what was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(
@@ -460,6 +469,28 @@ class TestLeases:
             assert rt.cache_stats()["holders"] == 0
 
     @pytest.mark.parametrize("page_size", [1, 16])
+    @pytest.mark.parametrize("end", ["release", "truncate"])
+    def test_a_fork_keeps_what_its_parent_lets_go(
+        self, folder: Path, page_size: int, end: str
+    ) -> None:
+        """Also where the fork is one of a fork that is gone, and none of them ever ran."""
+        with Runtime(str(folder), num_pages=512 // page_size, page_size=page_size) as rt:
+            with rt.branch(random_ids(96, 1)) as root:
+                root.generate(greedy_params(16))
+                kid = root.fork(2)[0].fork(20)[-1]
+                assert rt.cache_stats()["holders"] == 1
+                if end == "release":
+                    root.release()
+                else:
+                    root.truncate(5)
+                for seed in range(3, 12):
+                    rt.generate(random_ids(120, seed), greedy_params(2))
+                assert kid.cached_len >= 111 - page_size
+                rt.check()
+            kid.release()
+            assert rt.cache_stats()["holders"] == 0
+
+    @pytest.mark.parametrize("page_size", [1, 16])
     def test_what_is_cut_off_is_let_go(self, folder: Path, page_size: int) -> None:
         num_pages = 384 // page_size
         with (
@@ -482,9 +513,9 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self._model = load_reference(folder)
-        self._known: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
 
     def check(self, prompt: list[int], out: Completion) -> None:
+        """Greedy tokens and their logprobs."""
         count = len(out.token_ids)
         table = all_logprobs(self._model, [*prompt, *out.token_ids])[len(prompt) - 1 : -1]
         best = table.topk(2, -1)
@@ -545,46 +576,77 @@ def test_fork_resend_and_cold_run_agree(
     [(1, 4096, "radix"), (1, 300, "radix"), (2, 300, "radix"), (16, 320, "radix"),
      (16, 4096, "radix"), (16, 320, "hash")],
 )  # fmt: skip
+@pytest.mark.parametrize("num_steps", [300, pytest.param(20_000, marks=pytest.mark.long)])
+@pytest.mark.timeout(1800)
 def test_a_random_program(
-    folder: Path, model: Model, page_size: int, num_tokens: int, cache: str
+    folder: Path, model: Model, page_size: int, num_tokens: int, cache: str, num_steps: int
 ) -> None:
     """Branches come, move, and go; every answer is the model's own, every page has one owner."""
-    rng = random.Random(page_size + num_tokens)
     settings: dict[str, Any] = {"page_size": page_size, "num_pages": num_tokens // page_size}
     with Runtime(str(folder), cache=cache, max_seq_len=200, **settings) as rt:
-        branches = [rt.branch(random_ids(20, 1))]
-        for _ in range(300):
-            branch = rng.choice(branches)
-            act = rng.choice(["fork", "extend", "generate", "generate", "truncate", "release"])
-            if act == "fork" and len(branches) < 10:
-                branches += branch.fork(rng.randint(1, 3))
-            elif act == "extend" and branch.length < 150:
-                branch.extend([rng.randrange(256) for _ in range(rng.choice([1, 2, 7, 20]))])
-            elif act == "generate" and branch.length < 150:
-                prompt = branch.tokens.tolist()
-                out = branch.generate(greedy_params(rng.randint(1, 9)))
-                model.check(prompt, out)
-                usage = out.usage
-                assert usage.cached_tokens + usage.computed_tokens == len(prompt)
-                assert branch.tokens.tolist() == [*prompt, *out.token_ids]
-            elif act == "truncate":
-                branch.truncate(rng.randint(1, branch.length))
-            elif act == "release":
-                branches.remove(branch)
-                if rng.random() < 0.5:
-                    branch.release()
-                del branch
-                if not branches:
-                    branches.append(rt.branch(random_ids(rng.randint(1, 60), rng.randrange(5))))
+        program = Program(rt, model, random.Random(page_size + num_tokens))
+        for _ in range(num_steps):
+            program.step()
             rt.check()
-        assert rt.cache_stats()["holders"] <= len(branches)
-        branches.clear()
-        branch = None  # type: ignore[assignment]
+            assert rt.cache_stats()["holders"] <= len(program.branches) + 1  # a stream's, for now
+        program.branches.clear()
         gc.collect()
+        wait_until(lambda: rt.cache_stats()["running"] == 0)
         rt.check()
         stats = rt.cache_stats()
         assert stats["holders"] == stats["pages_private"] == stats["pages_locked"] == 0
         assert stats["evicted_tokens"] > 0 or num_tokens > 1000
+        assert stats["aborted"] > 0
+
+
+class Program:
+    """Random acts on up to a dozen branches."""
+
+    def __init__(self, rt: Runtime, model: Model, rng: random.Random) -> None:
+        self.rt, self.model, self.rng = rt, model, rng
+        self.branches: list[Branch] = []
+        self.acts = [self.fork, self.extend, self.generate, self.generate, self.leave_stream,
+                     self.truncate, self.release]  # fmt: skip
+
+    def step(self) -> None:
+        if not self.branches:
+            ids = random_ids(self.rng.randint(1, 60), self.rng.randrange(5))
+            self.branches.append(self.rt.branch(ids))
+        branch = self.rng.choice(self.branches)
+        act = self.rng.choice(self.acts)
+        if branch.length < 150 or act not in (self.extend, self.generate, self.leave_stream):
+            act(branch)
+
+    def fork(self, branch: Branch) -> None:
+        if len(self.branches) < 10:
+            self.branches += branch.fork(self.rng.randint(1, 3))
+
+    def extend(self, branch: Branch) -> None:
+        count = self.rng.choice([1, 2, 7, 20])
+        branch.extend([self.rng.randrange(256) for _ in range(count)])
+
+    def generate(self, branch: Branch) -> None:
+        prompt = branch.tokens.tolist()
+        out = branch.generate(greedy_params(self.rng.randint(1, 9)))
+        self.model.check(prompt, out)
+        assert out.usage.cached_tokens + out.usage.computed_tokens == len(prompt)
+        assert branch.tokens.tolist() == [*prompt, *out.token_ids]
+
+    def leave_stream(self, branch: Branch) -> None:
+        length, seen = branch.length, 0
+        for chunk in branch.stream(greedy_params(30)):
+            seen += len(chunk.token_ids)
+            if seen >= self.rng.randint(1, 6):
+                break
+        assert branch.length == length + seen
+
+    def truncate(self, branch: Branch) -> None:
+        branch.truncate(self.rng.randint(1, branch.length))
+
+    def release(self, branch: Branch) -> None:
+        self.branches.remove(branch)
+        if self.rng.random() < 0.5:
+            branch.release()
 
 
 def test_the_whole_is_what_transformers_generates(rt: Runtime, folder: Path) -> None:
