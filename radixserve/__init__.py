@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         OutOfPages,
         RadixServeError,
     )
-    from radixserve.output import Chunk, Completion, Metrics, Usage
+    from radixserve.output import Chunk, Completion, Metrics, Score, Usage
     from radixserve.request import SamplingParams
     from radixserve.runtime import Runtime
 
@@ -44,6 +44,7 @@ __all__ = [
     "RadixServeError",
     "Runtime",
     "SamplingParams",
+    "Score",
     "Usage",
     "__version__",
 ]
@@ -54,6 +55,7 @@ _HOMES = {
     "ChatSession": "chat",
     "Chunk": "output",
     "Completion": "output",
+    "Score": "output",
     "EngineConfig": "config",
     "EngineDead": "errors",
     "HistoryRewritten": "chat",

@@ -22,7 +22,7 @@ from radixserve.cache import Lookup
 from radixserve.checks import check_int, shown
 from radixserve.errors import InvalidRequest
 from radixserve.lease import Lease
-from radixserve.output import Chunk, Completion
+from radixserve.output import Chunk, Completion, Score
 from radixserve.prompts import PromptReader
 from radixserve.request import Request, SamplingParams
 from radixserve.samples import check_single
@@ -40,6 +40,7 @@ class BranchHost:
     numbers: Iterator[int]  # for the names of holders
     request: Callable[[IntArray, SamplingParams], Request]  # checked; raises InvalidRequest
     complete: Callable[[Request], Completion]
+    score: Callable[[IntArray, object, str], list[Score]]
     stream: Callable[[Request], Generator[Chunk, None, None]]
     astream: Callable[[Request], AsyncGenerator[Chunk, None]]
 
@@ -136,6 +137,11 @@ class Branch:
         self._check()
         tokens, namespace = self._tokens, self._namespace
         return self._host.worker.call(lambda engine: engine.lookup(tokens, namespace))
+
+    def score(self, candidates: Sequence[str | Sequence[int]]) -> list[Score]:
+        """How likely the model finds each continuation, see `Runtime.score`. Does not move."""
+        self._check()
+        return self._host.score(self._tokens, candidates, self._namespace)
 
     # -- moving -------------------------------------------------------------------------------
 

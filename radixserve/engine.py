@@ -82,6 +82,10 @@ class Engine:
         """Somebody who will come back until it is closed; see `Scheduler.open_holder`."""
         self._scheduler.open_holder(name, lease_s)
 
+    def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
+        """Let a holder claim what is cached of `tokens`; returns how many are. Computes nothing."""
+        return self._scheduler.claim(name, tokens, namespace)
+
     def close_holder(self, name: str) -> None:
         """It will not come back; an unknown name is fine."""
         self._scheduler.close_holder(name)

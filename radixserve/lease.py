@@ -117,18 +117,4 @@ class Lease:
             return
         self._is_known = True  # before looking whether it is open: `close` looks in that order, too
         if self.is_open:
-            self._held_len = _claim(engine, self.name, tokens, self._namespace)
-
-
-def _claim(engine: Engine, name: str, tokens: IntArray, namespace: str) -> int:
-    """Let the holder claim the whole pages that are cached of `tokens`, and nothing be computed.
-
-    Returns how many are cached. O(tokens).
-    """
-    cache, holders = engine._cache, engine._scheduler._holders
-    cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
-    whole = cached_len - cached_len % cache.page_size  # no head of a page has to be copied
-    if whole:
-        holder = holders.get(name)
-        cache.acquire(tokens[:whole], namespace, allow_full=True, holder=holder).release()
-    return cached_len
+            self._held_len = engine.claim(self.name, tokens, self._namespace)

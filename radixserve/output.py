@@ -78,6 +78,16 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a model finds a continuation of a prompt."""
+
+    logprob: float  # of all of it: the sum of `logprobs`
+    logprobs: list[float]  # of each token, given all before it
+    token_ids: list[int]
+    usage: Usage  # the prompt here is the prompt and the continuation but for its last token
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of a streamed answer; the last one carries the whole `completion`."""
 

@@ -145,4 +145,7 @@ class Request:
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
     holder: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody
+    targets: IntArray | None = (
+        None  # [k] to be scored behind the last k tokens; none are drawn then
+    )
     twin_of: str = ""  # the request, added before, whose prompt is the same; "": none

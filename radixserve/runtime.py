@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
+from radixserve.arrays import IntArray
 from radixserve.branch import Branch, BranchHost
 from radixserve.cache import Lookup
 from radixserve.chat import ChatHost, ChatSession
@@ -30,12 +31,13 @@ from radixserve.checks import check_int, check_str, shown
 from radixserve.config import EngineConfig
 from radixserve.engine import Engine
 from radixserve.errors import InvalidRequest
-from radixserve.output import Chunk, Completion
+from radixserve.output import Chunk, Completion, Score
 from radixserve.progress import BatchProgress
 from radixserve.prompts import Prompt, PromptReader, is_batch, params_for
 from radixserve.replay.recorder import TraceRecorder
 from radixserve.request import Request, SamplingParams
 from radixserve.samples import check_single, gather, twins
+from radixserve.scores import as_score, check_finished, params_of, read_candidates, scoring
 from radixserve.ticket import Event, Ticket
 from radixserve.tokenizer import Tokenizer
 from radixserve.worker import EngineThread
@@ -192,6 +194,17 @@ class Runtime:
             return self._worker.abort(None)
         return self._worker.abort([check_str("request_id", request_id)])
 
+    def score(
+        self, prompt: Prompt, candidates: Sequence[str | Sequence[int]], *, namespace: str = ""
+    ) -> list[Score]:
+        """How likely the model finds each of `candidates`, texts or token ids, behind `prompt`.
+
+        The prompt is computed once, or taken from the cache; the candidates then run side by side.
+        Text is tokenised on its own, without the special tokens that begin a prompt. Log-
+        probabilities are of the model's own distribution, natural logarithms.
+        """
+        return self._score(self._reader.read(prompt), candidates, namespace)
+
     # -- staying ------------------------------------------------------------------------------
 
     def branch(self, prompt: Prompt, *, namespace: str = "") -> Branch:
@@ -291,6 +304,14 @@ class Runtime:
         check_single(each[0], "stream")
         return requests[0]
 
+    def _score(self, prompt: IntArray, candidates: object, namespace: str) -> list[Score]:
+        targets = read_candidates(self._reader, prompt, candidates)
+        params = params_of(namespace)
+        requests = [scoring(self._request(prompt, params, None), ids) for ids in targets]
+        done = self._complete(requests, BatchProgress(len(requests), wanted=False))
+        check_finished(done)
+        return [as_score(one, ids) for one, ids in zip(done, targets, strict=True)]
+
     @property
     def _branch_host(self) -> BranchHost:
         return BranchHost(
@@ -299,6 +320,7 @@ class Runtime:
             numbers=self._branch_numbers,
             request=lambda ids, params: self._single(ids, params, None),
             complete=lambda request: self._complete([request], BatchProgress(1, wanted=False))[0],
+            score=self._score,
             stream=self._stream,
             astream=self._astream,
         )

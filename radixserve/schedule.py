@@ -36,6 +36,7 @@ class Row(NamedTuple):
     start: int  # position of the first one; K/V of [0, start) lies in the pages already
     page_ids: IntArray  # [ceil((start + n) / page_size)] pages of positions [0, start + n)
     sample: SampleSpec | None  # None: a prefill chunk that does not reach the last token
+    targets: IntArray | None = None  # [k] tokens to be scored, each behind one of the row's last k
 
     @property
     def end(self) -> int:
@@ -63,18 +64,19 @@ class Schedule:
 
 
 class RowOutput(NamedTuple):
-    """The token drawn after a row; logprobs are of the model's own distribution."""
+    """What comes after a row: a token, or scores. Logprobs are of the model's own distribution."""
 
     token_id: int
     logprob: float | None  # when the request asked for logprobs
     top_logprobs: tuple[tuple[int, float], ...]  # best first, as many as asked for
     error: str | None = None  # why no token could be drawn; the row's K/V is not to be kept
+    scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; then token_id is -1
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The answer to a `Schedule`: one entry a row, None where nothing was to be sampled, and then
-    one a twin."""
+    """The answer to a `Schedule`: one entry a row, None where nothing was to be sampled or scored,
+    and then one a twin."""
 
     outputs: tuple[RowOutput | None, ...]
     seconds: dict[str, float]  # prepare, forward, sample

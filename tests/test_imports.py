@@ -23,7 +23,7 @@ FLOORS = [
     ["radixserve.replay"],
     ["radixserve.runner"],
     ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
-    ["radixserve.ticket", "radixserve.worker", "radixserve.samples"],
+    ["radixserve.ticket", "radixserve.worker", "radixserve.samples", "radixserve.scores"],
     ["radixserve.lease", "radixserve.branch"],
     ["radixserve.chat", "radixserve.chat_file", "radixserve.chat_format"],
     ["radixserve.runtime"],

@@ -13,7 +13,7 @@ import torch
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray
 from radixserve.schedule import Row
 
-__all__ = ["ForwardBatch", "build_forward_batch"]
+__all__ = ["ForwardBatch", "build_forward_batch", "num_logits"]
 
 
 def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device) -> ForwardBatch:
@@ -45,8 +45,13 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
     np.multiply(pages, page_size, out=slots)
     if page_size > 1:
         slots += positions % page_size
-    sampled = [at for at, row in enumerate(rows) if row.sample is not None]
+    counts = num_logits(rows)
+    sampled = np.flatnonzero(counts)
     last_tokens = qo_indptr[1:][sampled] - 1
+    if len(sampled) < counts.sum():  # of a row with targets the last few
+        ends = np.cumsum(counts[sampled])
+        back = np.repeat(ends, counts[sampled]) - np.arange(ends[-1]) - 1
+        last_tokens = np.repeat(last_tokens, counts[sampled]) - back
     on_device = torch.from_numpy(index).to(device)
     return ForwardBatch(
         input_ids=on_device[0],
@@ -55,6 +60,14 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
         logits_indices=torch.from_numpy(last_tokens).to(device),
         host=HostIndex(start, qo_indptr, kv_indptr, kv_indices, seq_lens),
         page_size=page_size,
+    )
+
+
+def num_logits(rows: Sequence[Row]) -> IndexArray:
+    """[R] behind how many of each row's last tokens something is drawn or scored."""
+    return np.array(
+        [(row.sample is not None) if row.targets is None else len(row.targets) for row in rows],
+        np.int64,
     )
 
 

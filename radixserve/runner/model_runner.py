@@ -10,7 +10,9 @@ import logging
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.torch import TorchBackend
@@ -19,11 +21,11 @@ from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.models.registry import load_model
 from radixserve.models.weights import find_checkpoint
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.forward_batch import build_forward_batch, num_logits
 from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
-from radixserve.runner.sampler import sample
-from radixserve.schedule import Schedule, StepOutput
+from radixserve.runner.sampler import sample, score
+from radixserve.schedule import RowOutput, Schedule, StepOutput
 
 logger = logging.getLogger("radixserve")
 
@@ -96,12 +98,7 @@ class ModelRunner:
         prepared = time.perf_counter()
         logits = self._model.forward(batch, self._backend)  # [S, V]
         computed = time.perf_counter()
-        specs = [row.sample for row in rows if row.sample is not None]
-        if schedule.twins:
-            logits = logits[_logits_rows(schedule, len(specs))]
-            specs += [twin.sample for twin in schedule.twins]
-        drawn = iter(sample(logits, specs))
-        outputs = (*(None if row.sample is None else next(drawn) for row in rows), *drawn)
+        outputs = _draw(logits, schedule)
         seconds = {
             "prepare": prepared - began,
             "forward": computed - prepared,
@@ -110,8 +107,23 @@ class ModelRunner:
         return StepOutput(outputs, seconds)
 
 
-def _logits_rows(schedule: Schedule, num_sampled: int) -> list[int]:
-    """Which row of the logits each sampled row, and then each twin, draws from."""
-    sampled = [at for at, row in enumerate(schedule.rows) if row.sample is not None]
-    place = {at: index for index, at in enumerate(sampled)}
-    return [*range(num_sampled), *(place[twin.row] for twin in schedule.twins)]
+def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
+    """A token or scores for each row that asks for them, and a token for each twin."""
+    rows, twins = schedule.rows, schedule.twins
+    specs = [row.sample for row in rows if row.sample is not None]
+    if not twins and len(specs) == len(logits):
+        drawn = iter(sample(logits, specs))
+        return tuple(None if row.sample is None else next(drawn) for row in rows)
+    counts = num_logits(rows)
+    begins = np.cumsum(counts) - counts
+    sources = [int(begins[at]) for at, row in enumerate(rows) if row.sample is not None]
+    sources += [int(begins[twin.row]) for twin in twins]
+    specs += [twin.sample for twin in twins]
+    drawn = iter(sample(logits[sources], specs))
+    outputs: list[RowOutput | None] = []
+    for row, begin, count in zip(rows, begins.tolist(), counts.tolist(), strict=True):
+        if row.targets is not None:
+            outputs.append(score(logits[begin : begin + count], row.targets))
+        else:
+            outputs.append(None if row.sample is None else next(drawn))
+    return (*outputs, *drawn)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 from radixserve.schedule import RowOutput, SampleSpec
 
@@ -48,6 +49,17 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     for row in broken:
         outputs[row] = _broken(float(best[row]))
     return outputs
+
+
+def score(logits: Tensor, targets: IntArray) -> RowOutput:
+    """The log-probability of each target: logits [k, V] float32, targets [k] token ids."""
+    index = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
+    scores = logits.log_softmax(-1).gather(1, index[:, None])[:, 0].tolist()
+    if any(math.isnan(one) for one in scores):
+        return RowOutput(
+            -1, None, (), "no token can be scored: there are logits that are no numbers"
+        )
+    return RowOutput(-1, None, (), None, tuple(scores))
 
 
 def _is_plain(spec: SampleSpec) -> bool:

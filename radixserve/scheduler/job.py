@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from radixserve.arrays import IntArray
 from radixserve.cache import CacheProbe, CacheSequence, Holder, Lookup
 from radixserve.int_buffer import IntBuffer
 from radixserve.output import Metrics, Usage
@@ -26,6 +27,7 @@ class Job:
         "num_prompt",
         "num_prompt_done",
         "num_reused",
+        "num_scored",
         "order_key",
         "overtaken",
         "passed_on_entry",
@@ -68,6 +70,7 @@ class Job:
         self.lookup: Lookup | None = None  # at the first admission
         self.cached_on_arrival = probe.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed
+        self.num_scored = 0  # targets whose scores are known
         self.num_prompt_done = 0  # prompt tokens whose K/V it has had
         self.queued_at = now
         self.admitted_at: float | None = None
@@ -83,9 +86,23 @@ class Job:
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last token is still to be computed."""
+        """Only its last token is still to be computed, and another one drawn."""
         sequence = self.sequence
-        return sequence is not None and sequence.committed_len == len(self.tokens) - 1
+        if sequence is None or sequence.committed_len != len(self.tokens) - 1:
+            return False
+        return self.request.targets is None
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens of which the K/V is enough: nothing is drawn or scored behind them."""
+        targets = self.request.targets
+        if targets is None:
+            return len(self.tokens) - 1
+        return self.num_prompt - len(targets) + self.num_scored
+
+    def wanted(self) -> IntArray:
+        """[num_reusable + 1] what the cache is asked for; it leaves the last one to be computed."""
+        return self.tokens.view(0, self.num_reusable + 1)
 
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
         cached = min(sequence.cached_len, self.num_prompt)

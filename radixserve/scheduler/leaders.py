@@ -38,7 +38,7 @@ class Leaders:
         """
         if job.follows is not None:
             return True
-        wanted = len(job.tokens) - 1  # the last token is always computed
+        wanted = job.num_reusable
         at = job.probe.cached_len
         if at >= wanted:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from radixserve.arrays import IntArray
 from radixserve.schedule import Row, SampleSpec, Schedule, Twin
 from radixserve.scheduler.job import Job
 
@@ -39,7 +40,8 @@ class StepPlan:
             self._num_decode += 1
         else:
             self.budget -= num_tokens
-        is_sampled = end == len(job.tokens)
+        targets = _targets(job, start, end)
+        is_sampled = end == len(job.tokens) and targets is None
         if is_sampled:
             at = len(self._rows)
             for twin in job.twins:
@@ -54,6 +56,7 @@ class StepPlan:
                 start=start,
                 page_ids=sequence.pages,
                 sample=_sample_spec(job) if is_sampled else None,
+                targets=targets,
             )
         )
 
@@ -67,6 +70,15 @@ class StepPlan:
             num_decode_tokens=self._num_decode,
             twins=tuple(self._twins),
         )
+
+
+def _targets(job: Job, start: int, end: int) -> IntArray | None:
+    """What is to be scored behind the last of the tokens [start, end)."""
+    targets = job.request.targets
+    if targets is None:
+        return None
+    first = job.num_prompt - len(targets)  # the first token behind which something is scored
+    return targets[max(start, first) - first : end - first] if end > first else None
 
 
 def _sample_spec(job: Job) -> SampleSpec:

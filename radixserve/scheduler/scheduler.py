@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
 from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, RequestOutput
@@ -93,7 +94,7 @@ class Scheduler:
         if first is not None and is_twin:
             probe = first.probe
         else:
-            probe = self._cache.probe(request.token_ids, request.params.namespace)
+            probe = self._cache.probe(_reusable(request), request.params.namespace)
         job = Job(request, self._num_arrived, probe, self._clock(), holder)
         self._num_arrived += 1
         self._jobs[request.request_id] = job
@@ -129,6 +130,10 @@ class Scheduler:
         It is remembered until `close_holder`: close what you name.
         """
         self._holders.open(name, lease_s)
+
+    def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
+        """Let a holder, opened if need be, claim what is cached of `tokens`; returns how many."""
+        return self._holders.claim(name, tokens, namespace)
 
     def close_holder(self, name: str) -> None:
         """What only closed holders reach is dropped first from now on; an unknown name is fine.
@@ -175,7 +180,9 @@ class Scheduler:
             if job.followers:
                 self._waiting.note_freed(free_followers(job))
             self._count_row(job, row)
-            if drawn is not None:
+            if row.targets is not None and drawn is not None:
+                news.append(self._note_scores(job, row, drawn))
+            elif drawn is not None:
                 if job.twins:
                     self._start_twins(job, job.sequence)
                 news.append(self._append(job, drawn))
@@ -215,7 +222,7 @@ class Scheduler:
         return news
 
     def _requeue(self, job: Job) -> None:
-        job.probe = self._cache.probe(job.tokens.view(), job.request.params.namespace)
+        job.probe = self._cache.probe(job.wanted(), job.request.params.namespace)
         self._waiting.add(job, is_returning=True)
 
     def _count_row(self, job: Job, row: Row) -> None:
@@ -227,6 +234,11 @@ class Scheduler:
         again = min(row.end, job.num_prompt_done) - row.start
         counters.recomputed_tokens += max(0, again)
         job.note_committed(row.end)
+
+    def _note_scores(self, job: Job, row: Row, drawn: RowOutput) -> RequestOutput:
+        job.num_scored += len(drawn.scores)
+        finish = self._close(job, "stop") if row.end == job.num_prompt else None
+        return RequestOutput(job.request.request_id, (), drawn.scores, (), finish)
 
     def _append(self, job: Job, drawn: RowOutput) -> RequestOutput:
         job.tokens.append(drawn.token_id)
@@ -351,11 +363,11 @@ class Scheduler:
 
     def _start(self, job: Job, plan: StepPlan) -> bool:
         """Lock its cached prefix and plan its first chunk; False, and nothing held, if no room."""
-        namespace = job.request.params.namespace
-        lookup = self._cache.lookup(job.tokens.view(), namespace)
+        namespace, prefix = job.request.params.namespace, job.wanted()
+        lookup = self._cache.lookup(prefix, namespace)
         holder = job.holder if job.holder is not None and job.holder.is_open else None
         sequence = self._cache.acquire(
-            job.tokens.view(), namespace, holder=holder, priority=job.request.params.priority
+            prefix, namespace, holder=holder, priority=job.request.params.priority
         )
         wanted = min(plan.budget, len(job.tokens) - sequence.cached_len)
         job.sequence = sequence
@@ -413,7 +425,7 @@ class Scheduler:
         heir.twin_of, heir.twins, job.twins = None, others, []
         for other in others:
             other.twin_of = heir
-        heir.probe = self._cache.probe(heir.tokens.view(), heir.request.params.namespace)
+        heir.probe = self._cache.probe(heir.wanted(), heir.request.params.namespace)
         self._waiting.add(heir, is_returning=False)
 
     def _output(self, job: Job, drawn: RowOutput | None, finish: Finish | None) -> RequestOutput:
@@ -424,3 +436,9 @@ class Scheduler:
             return RequestOutput(request_id, (drawn.token_id,), (), (), finish)
         top = dict(drawn.top_logprobs)
         return RequestOutput(request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)
+
+
+def _reusable(request: Request) -> IntArray:
+    """What a cache that leaves the last token to be computed is asked for: see `Job.wanted`."""
+    targets = request.targets
+    return request.token_ids if targets is None else request.token_ids[: 1 - len(targets) or None]

@@ -424,6 +424,8 @@ class TestHistory:
                 chat.send("x")
             with pytest.raises(InvalidRequest, match="answering"):
                 chat.undo()
+            (twin,) = chat.fork()
+            assert twin.history == []
             if is_interrupt:
                 with pytest.raises(KeyboardInterrupt):
                     stream.throw(KeyboardInterrupt)
@@ -435,6 +437,9 @@ class TestHistory:
             assert chat.tokens.tolist()[-len(ids) :] == ids
             before = len(chat.tokens)
             assert chat.send("Go on.").usage.cached_tokens in (before, before - 1)
+            again = twin.send(QUESTIONS[0])
+            assert again.token_ids[: len(ids)] == ids
+            assert again.usage.computed_tokens == 1
 
 
 class TestErrors:

@@ -34,6 +34,10 @@ def prefix_hashes(tokens: list[int], start: list[int] | None = None) -> list[int
     return hashes
 
 
+def fake_score(prefix_hash: int, target: int) -> float:
+    return -float((prefix_hash ^ int(target)) % 997)
+
+
 class FakeRunner:
     """Answers a Schedule like a model runner: the next token is a function of the whole prefix."""
 
@@ -89,6 +93,11 @@ class FakeRunner:
             self.cells[cell] = hashes[at]
             key = namespace, hashes[at]
             self.computed[key] = self.computed.get(key, 0) + 1
+        if row.targets is not None:
+            assert row.sample is None
+            places = range(row.end - len(row.targets), row.end)
+            scores = [fake_score(hashes[at], t) for at, t in zip(places, row.targets, strict=True)]
+            return RowOutput(-1, None, (), None, tuple(scores))
         if row.sample is None:
             return None
         assert row.sample.token_ids.tolist() == self.tokens[row.request_id]
@@ -124,6 +133,7 @@ class Driver:
         self.runner = FakeRunner(self.num_pages, self.page_size)
         self.prompts: dict[str, list[int]] = {}
         self.seeds: dict[str, int] = {}
+        self.logprobs: dict[str, list[float]] = {}
         self.admitted: list[str] = []
 
     def make_cache(self) -> PrefixCache:
@@ -145,6 +155,7 @@ class Driver:
         max_len: int | None = None,
         holder: str = "",
         twin_of: str = "",
+        targets: list[int] | None = None,
         seed: int = 0,
         **params: int,
     ) -> None:
@@ -159,6 +170,7 @@ class Driver:
             max_len=capacity if max_len is None else max_len,
             holder=holder,
             twin_of=twin_of,
+            targets=None if targets is None else np.asarray(targets, np.int32),
         )
         self.seeds[name] = seed
         self.scheduler.add(request)
@@ -189,6 +201,7 @@ class Driver:
     def _collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             self.runner.tokens[output.request_id] += output.token_ids
+            self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
             if output.finish is not None:
                 self.finished[output.request_id] = output.finish
 

@@ -1,0 +1,76 @@
+"""Requests that are scored instead of continued."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.scheduler.fake import Driver, fake_score, prefix_hashes, random_prompt
+
+PROMPT = list(range(2, 30))
+
+
+def add_score(driver: Driver, name: str, prompt: list[int], candidate: list[int]) -> list[float]:
+    """Queue it; returns the scores to come."""
+    driver.add(name, prompt + candidate[:-1], targets=candidate, max_len=100)
+    hashes = prefix_hashes(prompt + candidate)
+    at = len(prompt) - 1
+    return [fake_score(hashes[at + i], token) for i, token in enumerate(candidate)]
+
+
+@pytest.mark.parametrize("kind", ["radix", "hash"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk_size", [3, 64])
+def test_candidates_share_the_prompt(kind: str, page_size: int, chunk_size: int) -> None:
+    driver = Driver(400 // page_size, page_size, chunk_size=chunk_size, kind=kind)
+    candidates = [[40 + i, *range(3, 3 + 2 * i)] for i in range(5)]
+    expected = {str(i): add_score(driver, str(i), PROMPT, c) for i, c in enumerate(candidates)}
+    driver.run()
+    assert driver.logprobs == expected
+    assert {finish.reason for finish in driver.finished.values()} == {"stop"}
+    if page_size == 1:  # the prompt's last token is computed by each: something is read behind it
+        computed = [driver.finished[str(i)].usage.computed_tokens for i in range(5)]
+        assert computed[0] == len(PROMPT)
+        assert computed[1:] == [len(c) for c in candidates[1:]]
+    driver.drain()
+
+
+def test_what_is_cached_is_scored_again() -> None:
+    driver = Driver(400)
+    first = add_score(driver, "first", PROMPT, [40, 41, 42])
+    driver.run()
+    again = add_score(driver, "again", PROMPT, [40, 41, 42])
+    driver.run()
+    assert driver.logprobs == {"first": first, "again": again}
+    assert driver.finished["again"].usage.cached_tokens == len(PROMPT) - 1
+    driver.drain()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(8))
+def test_storm(seed: int, page_size: int) -> None:
+    """Among others, in a pool in which few fit: nothing is scored twice or lost."""
+    rng = random.Random(seed)
+    driver = Driver(160 // page_size, page_size, chunk_size=7, max_running=5)
+    known: list[list[int]] = []
+    expected: dict[str, list[float]] = {}
+    for number in range(40):
+        tokens = [*random_prompt(rng, known, 60), 7]
+        known.append(tokens)
+        name = str(number)
+        if rng.random() < 0.6:
+            cut = rng.randint(1, len(tokens) - 1)
+            expected[name] = add_score(driver, name, tokens[:cut], tokens[cut:])
+        else:
+            driver.add(name, tokens, max_len=100, max_tokens=rng.randint(1, 30))
+        for _ in range(rng.randint(0, 6)):
+            driver.step()
+            driver.cache.check()
+        if rng.random() < 0.1:
+            driver.abort(name)
+    driver.run()
+    for name, scores in expected.items():
+        if driver.finished[name].reason == "stop":
+            assert driver.logprobs[name] == scores, name
+    driver.drain()
