@@ -37,6 +37,12 @@ class PagePool:
         """Give pages back. O(len(page_ids))."""
         self._free.extend(page_ids)
 
+    def free_all(self, pieces: list[array[int]]) -> int:
+        """Give the pages of all `pieces` back; returns how many. O(that many)."""
+        before = len(self._free)
+        self._free.frombytes(b"".join(pieces))
+        return len(self._free) - before
+
     def free_ids(self) -> list[int]:
         """A copy of the free list, for audits."""
         return self._free.tolist()

@@ -311,10 +311,12 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        freed, order, ghosts = 0, self.order, self.ghosts
-        gone, num_nodes, num_bytes = None, 0, 0  # pages, nodes, bytes of tokens: counted at the end
-        while freed < num_pages:
-            leaf = order.pop(num_pages - freed)
+        order, ghosts, wanted = self.order, self.ghosts, num_pages
+        young, half, is_short_key = ghosts.young, ghosts.half, self._key_bytes == TOKEN_BYTES
+        gone: list[array[int]] = []  # counted at the end, and the bytes of their tokens
+        num_bytes = 0
+        while wanted > 0:
+            leaf = order.pop(wanted)
             if leaf is None:
                 break
             parent, space, pages = leaf.parent, leaf.space, leaf.pages
@@ -322,15 +324,17 @@ class RadixTree:
             if space.is_dead:  # counts as free already
                 self._remove(leaf)
                 continue
-            if size > num_pages - freed:
-                self._evict_tail(leaf, num_pages - freed)
-                freed = num_pages
+            if size > wanted:
+                self._evict_tail(leaf, wanted)
+                wanted = 0
                 break
             # `_remove` for a leaf of a living space, and it is remembered. The hot path.
             assert parent is not None
             key = leaf.key
-            place = (parent.serial, leaf.start, key[:TOKEN_BYTES])
-            ghosts.remember(place, key)
+            place = (parent.serial, leaf.start, key if is_short_key else key[:TOKEN_BYTES])
+            young[place] = key
+            if len(young) > half:
+                young = ghosts.turn()
             if order.tracks_loss:
                 order.dropped(leaf, place, size)
             if leaf.watchers:
@@ -339,26 +343,21 @@ class RadixTree:
             if leaf.claims is not None and self.retention is not None:
                 self.retention.count_pages(leaf, -size)
                 self.retention.buried(leaf)
-            num_nodes += 1
             num_bytes += len(leaf.tokens)
-            freed += size
+            wanted -= size
             space.num_pages -= size
-            if gone is None:
-                gone = pages
-            else:
-                gone += pages
+            gone.append(pages)
             leaf.parent = None
             del parent.children[key]
             if parent.heads is not None:
                 remove_key(parent, key)
-            if not parent.children and parent.parent is None:
+            if parent.parent is None and not parent.children:
                 self.prune(space)
-        if gone is not None:
-            self.num_nodes -= num_nodes
-            self.num_pages -= len(gone)
+        if gone:
+            self.num_nodes -= len(gone)
+            self.num_pages -= self._pool.free_all(gone)
             self.num_evicted_tokens += num_bytes // TOKEN_BYTES
-            self._pool.free(gone)
-        return freed
+        return num_pages - wanted
 
     def reset(self, name: str) -> None:
         """Forget a namespace in O(1): its pages count as free, taken apart when needed."""
