@@ -66,12 +66,17 @@ class Reference:
 def measure(
     bench: Bench, wanted: list[str], show: Callable[[str], None], *, is_quick: bool
 ) -> list[Figure]:
-    """All figures of the wanted cases; `show` gets each case's table when it is done."""
+    """All figures of the wanted cases; `show` gets each case's table when it is done.
+
+    Eviction comes first: its figures are about how objects lie in memory, so they are taken before
+    the other cases have left theirs full of holes.
+    """
     reference = Reference(bench)
     reference.measure()
     show(section([reference.figure()], []))
     figures: list[Figure] = []
-    for case in dict.fromkeys(CASES[name] for name in wanted):
+    cases = dict.fromkeys(CASES[name] for name in wanted)
+    for case in sorted(cases, key=lambda case: case is not eviction):
         gc.collect()
         gc.disable()
         reference.measure()
@@ -82,7 +87,7 @@ def measure(
             mine = [figure for figure in found if figure.key[0] == name]
             known = [reference.figure(), *figures]
             show(section(mine, judge(known, is_quick=is_quick)))
-    return [reference.figure(), *figures]
+    return [reference.figure(), *sorted(figures, key=lambda figure: figure.key[0])]
 
 
 def arguments() -> argparse.Namespace:

@@ -312,9 +312,10 @@ class RadixTree:
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
         order, ghosts, wanted = self.order, self.ghosts, num_pages
-        young, half, is_short_key = ghosts.young, ghosts.half, self._key_bytes == TOKEN_BYTES
-        gone: list[array[int]] = []  # counted at the end, and the bytes of their tokens
-        num_bytes = 0
+        young, half, tracks_loss = ghosts.young, ghosts.half, order.tracks_loss
+        has_long_pages = self.page_size > 1
+        gone: list[array[int]] = []  # counted at the end
+        num_spare = 0  # bytes that the tokens of partial pages lack
         while wanted > 0:
             leaf = order.pop(wanted)
             if leaf is None:
@@ -331,11 +332,11 @@ class RadixTree:
             # `_remove` for a leaf of a living space, and it is remembered. The hot path.
             assert parent is not None
             key = leaf.key
-            place = (parent.serial, leaf.start, key if is_short_key else key[:TOKEN_BYTES])
+            place = (parent.serial, leaf.start, key[:TOKEN_BYTES] if has_long_pages else key)
             young[place] = key
             if len(young) > half:
                 young = ghosts.turn()
-            if order.tracks_loss:
+            if tracks_loss:
                 order.dropped(leaf, place, size)
             if leaf.watchers:
                 self.watches.touch(leaf)
@@ -343,20 +344,22 @@ class RadixTree:
             if leaf.claims is not None and self.retention is not None:
                 self.retention.count_pages(leaf, -size)
                 self.retention.buried(leaf)
-            num_bytes += len(leaf.tokens)
+            if has_long_pages:
+                num_spare += size * self._key_bytes - len(leaf.tokens)
+                if parent.heads is not None:
+                    remove_key(parent, key)
             wanted -= size
             space.num_pages -= size
             gone.append(pages)
             leaf.parent = None
             del parent.children[key]
-            if parent.heads is not None:
-                remove_key(parent, key)
             if parent.parent is None and not parent.children:
                 self.prune(space)
         if gone:
+            freed = self._pool.free_all(gone)
             self.num_nodes -= len(gone)
-            self.num_pages -= self._pool.free_all(gone)
-            self.num_evicted_tokens += num_bytes // TOKEN_BYTES
+            self.num_pages -= freed
+            self.num_evicted_tokens += freed * self.page_size - num_spare // TOKEN_BYTES
         return num_pages - wanted
 
     def reset(self, name: str) -> None:
