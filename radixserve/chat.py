@@ -19,7 +19,7 @@ from radixserve.branch import Branch, BranchHost
 from radixserve.chat_file import SavedChat, read_chat, write_chat
 from radixserve.chat_format import Answer, ChatFormat, Message
 from radixserve.checks import check_int, check_str, shown
-from radixserve.errors import InvalidRequest
+from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Chunk, Completion
 from radixserve.prompts import check_messages
 from radixserve.request import SamplingParams
@@ -309,10 +309,10 @@ class ChatSession:
         """Where the next turn will not have what was just generated, let go of it now."""
         try:
             ids, is_stable = self._lay_out(_NEXT)
-        except InvalidRequest:  # the template will say so again when that turn comes
-            return
-        if not is_stable:
-            self._branch.truncate(_common(self._branch.tokens, ids))
+            if not is_stable:
+                self._branch.truncate(_common(self._branch.tokens, ids))
+        except (InvalidRequest, EngineDead):
+            pass  # closed meanwhile: there is nothing to give up; a template will say so again
 
     def _has_end(self, completion: Completion, params: SamplingParams) -> bool:
         if completion.finish_reason != "stop" or not completion.token_ids:

@@ -72,14 +72,21 @@ def read_chat(path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size
             document["model"],
             _optional(document["system"], str),
             _optional(document["template"], str),
-            _optional(document["tools"], list),
+            _tools(document["tools"]),
             turns,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest(f"{os.fspath(path)} is no saved chat: {error!r}") from None
     return chat
+
+
+def _tools(value: Any) -> list[Any] | None:
+    tools: list[Any] | None = _optional(value, list)
+    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("a tool is not an object")
+    return tools
 
 
 def _check_model(

@@ -135,7 +135,7 @@ class HashBlockCache:
 
     def probe(self, tokens: IntArray, namespace: str = "") -> HashProbe:
         """A look-up that stays: see `changed_probes`. It has to be closed."""
-        return HashProbe(self._pool, tokens, namespace)
+        return HashProbe(self._pool, as_token_ids(tokens), namespace)
 
     def changed_probes(self) -> list[CacheProbe]:
         """Refresh the open probes whose match may have changed since the last call; returns them.

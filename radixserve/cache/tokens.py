@@ -40,6 +40,6 @@ def token_view(tokens: TokenIds) -> memoryview:
     """[n] int32, one behind the other in memory; not a copy where `tokens` are. Raises as above."""
     if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
         view = as_view(tokens)
-        if view.c_contiguous:
+        if view.c_contiguous and view.format == "i":  # it is "=i" where memory is not aligned
             return view
-    return as_view(np.ascontiguousarray(as_token_ids(tokens)))
+    return as_view(as_token_ids(tokens).copy())

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.load is not None and (args.system is not None or args.template is not None):
         raise InvalidRequest("--load brings its own system message and template")
     params, settings = SamplingParams(**given_sampling(args)), given_engine(args)
-    template = None if args.template is None else Path(args.template).read_text(encoding="utf-8")
+    template = None if args.template is None else _read_template(args.template)
     from radixserve.runtime import Runtime
 
     with Runtime(args.model, **settings) as runtime:
@@ -290,3 +290,10 @@ def _given(path: str, usage: str) -> str:
     if not path:
         raise InvalidRequest(f"a file is missing: {usage}")
     return path
+
+
+def _read_template(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8 text: {error}") from None

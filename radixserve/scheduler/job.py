@@ -11,7 +11,7 @@ from radixserve.request import Request
 
 class Job:
     """Waiting while `sequence` is None, running otherwise. A twin waits beside the first one of its
-    prompt, in no queue, until that one has computed it."""
+    prompt, in no queue, until that one has computed it: it counts as admitted with that one."""
 
     __slots__ = (
         "admitted_at",

@@ -7,14 +7,13 @@ the tree); a running one is prefilling until only its last token is uncomputed, 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixserve.arrays import IntArray
-from radixserve.cache import CacheSequence, PrefixCache
+from radixserve.cache import PrefixCache
 from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
@@ -150,7 +149,8 @@ class Scheduler:
     def stats(self) -> dict[str, int]:
         """Counters since the start and the queue depths now."""
         counters = {name: getattr(self._counters, name) for name in self._counters.__slots__}
-        return {"waiting": len(self._waiting), "running": len(self._running), **counters}
+        num_waiting = len(self._jobs) - len(self._running)  # twins beside a running one as well
+        return {"waiting": num_waiting, "running": len(self._running), **counters}
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -168,12 +168,13 @@ class Scheduler:
     def update(self, schedule: Schedule, output: StepOutput) -> list[RequestOutput]:
         """The step was computed: publish its tokens, append what was drawn, end what ended."""
         news, num_rows = [], len(schedule.rows)
+        drawing: list[tuple[Job, RowOutput]] = []
         for row, drawn in zip(schedule.rows, output.outputs[:num_rows], strict=True):
             job = self._jobs.get(row.request_id)
             if job is None or job.sequence is None:
                 continue
             if drawn is not None and drawn.error is not None:
-                self._start_twins(job, None)  # each gets its own answer below
+                self._free_twins(job)  # each gets its own answer below
                 news.append(self._end(job, "error", EngineDead(drawn.error)))
                 continue
             job.sequence.commit(row.end)
@@ -183,31 +184,47 @@ class Scheduler:
             if row.targets is not None and drawn is not None:
                 news.append(self._note_scores(job, row, drawn))
             elif drawn is not None:
-                if job.twins:
-                    self._start_twins(job, job.sequence)
-                news.append(self._append(job, drawn))
+                drawing.append((job, drawn))
+        if schedule.twins:
+            self._start_twins([job for job, _ in drawing])
+        news += [self._append(job, drawn) for job, drawn in drawing]
         for twin, drawn in zip(schedule.twins, output.outputs[num_rows:], strict=True):
             job = self._jobs.get(twin.request_id)
             if job is not None and drawn is not None:
                 news.append(self._update_twin(job, drawn))
         return news
 
-    def _start_twins(self, first: Job, sequence: CacheSequence | None) -> None:
-        """`first` is about to draw: its twins hold the prompt too, as many as there is room for."""
-        twins, first.twins = first.twins, []
-        for job in twins:
-            own = None
-            if sequence is not None and self._has_room_for(job):
-                with contextlib.suppress(OutOfPages):
+    def _start_twins(self, firsts: list[Job]) -> None:
+        """These are about to draw: their twins hold the prompts, too. By arrival, as many run at
+        once as there is room for; the others wait like preempted ones."""
+        may_start = True
+        for job in sorted((t for first in firsts for t in first.twins), key=lambda t: t.arrival):
+            assert job.twin_of is not None
+            sequence, own = job.twin_of.sequence, None
+            may_start = may_start and self._has_room_for(job)
+            if may_start and sequence is not None:
+                try:
                     own = sequence.fork()
+                except OutOfPages:
+                    may_start = False
             job.admit_twin(own, self._clock())
             if own is not None:
                 self._waiting.note_admitted(job)
                 self._running[job.arrival] = job
+        for first in firsts:
+            first.twins = []
+
+    def _free_twins(self, first: Job) -> None:
+        for job in first.twins:
+            job.admit_twin(None, self._clock())
+        first.twins = []
 
     def _has_room_for(self, twin: Job) -> bool:
-        """Whether a twin may run at once: beside the others, and passing nobody too often."""
-        if len(self._running) >= self._max_running or self._waiting.barrier < twin.arrival:
+        """Whether a twin may run at once: beside the others, and passing nobody it must not."""
+        waiting = self._waiting
+        if len(self._running) >= self._max_running or waiting.barrier < twin.arrival:
+            return False
+        if waiting.highest_priority > twin.request.params.priority:
             return False
         outstanding = sum(self._pages_ahead(job) for job in self._running.values())
         size = self._pages_for(_LOOKAHEAD) + 1
@@ -426,7 +443,7 @@ class Scheduler:
         for other in others:
             other.twin_of = heir
         heir.probe = self._cache.probe(heir.wanted(), heir.request.params.namespace)
-        self._waiting.add(heir, is_returning=False)
+        self._waiting.add(heir, is_returning=True)  # older than the fresh ones behind it
 
     def _output(self, job: Job, drawn: RowOutput | None, finish: Finish | None) -> RequestOutput:
         request_id = job.request.request_id

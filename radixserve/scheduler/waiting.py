@@ -27,6 +27,7 @@ class WaitingRoom:
         self._returned: SortedDict = SortedDict()  # those of them that ran before
         self._by_probe: dict[CacheProbe, Job] = {}
         self._admitted: SortedList = SortedList()  # arrivals, as far as they still count
+        self._priorities: SortedList = SortedList()  # one each
         self._needs: SortedList = SortedList()  # (pages, arrival) of those that follow nobody
 
     def __len__(self) -> int:
@@ -40,6 +41,7 @@ class WaitingRoom:
         self._by_arrival[job.arrival] = job
         if is_returning:
             self._returned[job.arrival] = job
+        self._priorities.add(job.request.params.priority)
         job.passed_on_entry = self._num_later(job)
         self._by_probe[job.probe] = job
         self._queue.add(job)
@@ -50,6 +52,7 @@ class WaitingRoom:
         job.overtaken = self.overtaken(job)
         del self._by_arrival[job.arrival]
         self._returned.pop(job.arrival, None)
+        self._priorities.remove(job.request.params.priority)
         del self._by_probe[job.probe]
         job.probe.close()
         self._queue.remove(job)
@@ -62,6 +65,11 @@ class WaitingRoom:
             if job is not None:
                 self._queue.update(job)
                 self._note_need(job)
+
+    @property
+    def highest_priority(self) -> float:
+        """Of anybody here. O(1)."""
+        return self._priorities[-1] if self._priorities else -math.inf
 
     # -- room ---------------------------------------------------------------------------------
 

@@ -148,6 +148,10 @@ class TestReuse:
         assert cache.lookup(np.asarray(tokens, np.int64)).cached_len == kind.found(32)
         twice = np.repeat(np.asarray(tokens, np.int32), 2)[::2]  # not contiguous
         assert cache.lookup(twice).cached_len == kind.found(32)
+        blob = b"." + np.asarray([*tokens[:20], 99], np.int32).tobytes()
+        unaligned = np.frombuffer(blob, np.int32, offset=1)
+        assert cache.lookup(unaligned).cached_len == kind.found(20)
+        cache.acquire(unaligned).release()
 
     def test_extreme_token_ids(self, kind: Kind) -> None:
         cache = kind.for_tokens(200)

@@ -591,6 +591,7 @@ class TestFiles:
             {**good, "version": 2},
             {**good, "kind": "shopping list"},
             {**good, "system": 1},
+            {**good, "tools": ["a tool"]},
             {**good, "token_ids": [999]},
             {**good, "turns": [{**turn, "message": {"role": "user"}}]},
             {**good, "turns": [{**turn, "answer": {"text": 1}}]},

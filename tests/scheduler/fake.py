@@ -187,6 +187,10 @@ class Driver:
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
         self._collect(self.scheduler.update(schedule, self.runner.execute(schedule)))
+        for twin in schedule.twins:
+            job = self.scheduler._jobs.get(twin.request_id)
+            if job is None or job.sequence is not None:  # it runs, or it ended with one token
+                self.admitted.append(twin.request_id)
         return schedule
 
     def run(self) -> None:

@@ -101,6 +101,45 @@ class TestEnds:
         assert driver.finished["late"].usage.cached_tokens == len(PROMPT) - 1
         driver.drain()
 
+    def test_heirs_do_not_hide_who_was_overtaken(self) -> None:
+        bound = 2
+        driver = Driver(100, 1, policy="fcfs", chunk_size=64, max_running=16, max_overtake=bound)
+        driver.add("blocker", [49] * 60, max_tokens=38, ignore_eos=True)
+        driver.step()
+        names = add_group(driver, "a", PROMPT * 2, 6, max_tokens=5, ignore_eos=True)
+        driver.add("large", [45] * 60, max_tokens=5, ignore_eos=True)
+        for number in range(30):  # small ones fit beside the blocker, `large` does not
+            if number % 5 == 4 and names:
+                driver.abort(names.pop(0))
+            driver.add(f"small {number}", [46, number + 2], max_tokens=1, ignore_eos=True)
+            driver.step()
+        driver.run()
+        before = driver.admitted[: driver.admitted.index("large")]
+        assert sum(name.startswith("small") for name in before) <= bound
+        driver.drain()
+
+    def test_higher_priorities_come_first(self) -> None:
+        driver = Driver(2000, 1, policy="fcfs", chunk_size=10, max_running=8)
+        add_group(driver, "a", PROMPT, 16, max_tokens=50, ignore_eos=True)
+        driver.step()
+        driver.add("urgent", [45] * 5, max_tokens=5, ignore_eos=True, priority=10)
+        for _ in range(6):
+            driver.step()
+        assert "urgent" in driver.admitted
+        assert driver.scheduler.stats()["waiting"] == 16 - 7 + driver.scheduler.stats()["finished"]
+        driver.run()
+        driver.drain()
+
+    def test_none_passes_one_that_found_no_room(self) -> None:
+        driver = Driver(500, 1, policy="fcfs", chunk_size=200, max_running=3, max_overtake=0)
+        names = add_group(driver, "a", PROMPT, 3, max_tokens=5, ignore_eos=True)
+        names += add_group(driver, "b", PROMPT[::-1], 3, max_tokens=5, ignore_eos=True)
+        driver.run()
+        check_outputs(driver, names)
+        twins = [name for name in driver.admitted if not name.endswith(".0")]
+        assert twins == ["a.1", "a.2", "b.1", "b.2"]
+        driver.drain()
+
     def test_a_failed_step_ends_all_that_were_in_it(self) -> None:
         driver = Driver(200, 1, chunk_size=64)
         add_group(driver, "a", PROMPT, 3)
