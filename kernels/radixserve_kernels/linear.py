@@ -51,8 +51,10 @@ class Linear:
             out = F.linear(x, self._plain, self._bias)
             return out if plus is None else out.add_(plus)
         if plus is not None:
-            return _product_and_sum(x, plus, self._packed, self._bias, "add")
-        return _product(x, self._packed, self._bias, "none", [], "")
+            summed: Tensor = _product_and_sum(x, plus, self._packed, self._bias, "add")
+            return summed
+        result: Tensor = _product(x, self._packed, self._bias, "none", [], "")
+        return result
 
 
 def _pack(weight: Tensor) -> Tensor | None:
@@ -78,7 +80,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and _HAS_ONEDNN:
-        return _product(x, weight, None, "none", [], "")
+        result: Tensor = _product(x, weight, None, "none", [], "")
+        return result
     return F.linear(x, weight)
 
 

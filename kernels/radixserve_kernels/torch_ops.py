@@ -38,13 +38,13 @@ def apply_rotary(x: Tensor, turns: Tensor) -> Tensor:
     In float32 and cast back. Models that pair feature i with i + D/2 get the same scores when the
     rows of their q and k weights are put in the order of `pair_halves`.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
 def pair_halves(weight: Tensor, head_dim: int) -> Tensor:
     """Rows of each head reordered: 0, D/2, 1, D/2 + 1, ... weight [H * D] or [H * D, n]."""
-    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    halves = weight.view(-1, 2, head_dim // 2, *weight.shape[1:])
     return halves.transpose(1, 2).reshape(weight.shape)
 
 

@@ -440,7 +440,7 @@ def _attend_runs(
     scores = [torch.bmm(query, run) for run in keys]
     joined = scores[0] if len(scores) == 1 else torch.cat(scores, -1)
     lse = joined.logsumexp(-1) if wants_lse else None
-    weights = joined.softmax(-1).split([run.shape[1] for run in values], -1)
+    weights = torch.split(joined.softmax(-1), [run.shape[1] for run in values], -1)
     out = torch.bmm(weights[0], values[0])
     for weight, run in zip(weights[1:], values[1:], strict=True):
         out.baddbmm_(weight, run)
