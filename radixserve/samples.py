@@ -53,8 +53,11 @@ def gather(
 
 
 def _best(completions: list[Completion], count: int) -> list[Completion]:
-    """The most likely ones, best first. What computing the prompt cost goes to the best one."""
-    ranked = sorted(completions, key=lambda c: -(c.cumulative_logprob or 0.0))  # stable
+    """The most likely ones, best first; aborted ones, which say less, come last. What computing the
+    prompt cost goes to the best one."""
+    ranked = sorted(  # stable
+        completions, key=lambda c: (c.finish_reason == "abort", -(c.cumulative_logprob or 0.0))
+    )
     paid, best = completions[0], ranked[0]
     usages = {id(paid): _with_prompt_of(paid, best), id(best): _with_prompt_of(best, paid)}
     return [replace(c, usage=usages.get(id(c), c.usage)) for c in ranked[:count]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -58,5 +57,5 @@ def check_finished(completions: Sequence[Completion]) -> None:
         raise InvalidRequest("the score was aborted")
 
 
-def params_of(namespace: Any) -> SamplingParams:
+def params_of(namespace: str) -> SamplingParams:
     return replace(SCORING, namespace=namespace)

@@ -24,10 +24,10 @@ class Use(NamedTuple):
 class EvictionOrder(ABC):
     """All unlocked nodes of living namespaces. The tree alone calls it; it writes only `mark`.
 
-    No operation may cost more than O(log nodes), whatever the tree's size. The tree adds the nodes
-    of a path deepest first, and locks (discards) a node before anything below it changes. An order
-    must keep this law, by which a victim is always a leaf: in `queues`, a node comes before its
-    parent or in an earlier queue.
+    No operation may cost more than O(log nodes), amortized, whatever the tree's size. The tree adds
+    the nodes of a path deepest first, and locks (discards) a node before anything below it changes.
+    An order must keep this law, by which a victim is always a leaf: in `queues`, a node comes
+    before its parent or in an earlier queue.
     """
 
     first_mark = 0  # of a new node

@@ -448,12 +448,6 @@ class CachedSequence(OpenSequence):
         if copy is not None:
             self._pages.append(copy[1])
 
-    def _add_pages(self, pages: array[int]) -> None:
-        try:
-            self._pages += pages
-        except BufferError:  # somebody still looks at a view of the shorter state
-            self._pages = self._pages + pages
-
     def narrow(self) -> None:
         """Stop protecting what lies behind our own tokens in the anchor (memory is short)."""
         size = self._store.page_size
