@@ -12,7 +12,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,16 @@ from radixserve.cache import Lookup
 from radixserve.checks import check_int, shown
 from radixserve.errors import InvalidRequest
 from radixserve.lease import Lease
-from radixserve.output import Chunk, Completion, Score
-from radixserve.prompts import PromptReader
+from radixserve.output import Chunk, Completion, Score, Usage
+from radixserve.prompts import PromptReader, params_for
 from radixserve.request import Request, SamplingParams
-from radixserve.samples import check_single
+from radixserve.samples import check_single, seed_of
+from radixserve.scores import ScoreJob
+from radixserve.tokenizer import TextStream, Tokenizer
 from radixserve.worker import EngineThread
 
 Tokens = str | Sequence[int] | NDArray[np.integer[Any]]
+_NOTHING = Usage(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,9 @@ class BranchHost:
     reader: PromptReader
     numbers: Iterator[int]  # for the names of holders
     request: Callable[[IntArray, SamplingParams], Request]  # checked; raises InvalidRequest
-    complete: Callable[[Request], Completion]
-    score: Callable[[IntArray, object, str], list[Score]]
+    end_ids: frozenset[int]  # the model's
+    complete: Callable[[list[Request]], list[Completion]]  # of requests sent together
+    score: Callable[[Sequence[ScoreJob]], list[list[Score]]]  # all of them side by side
     stream: Callable[[Request], Generator[Chunk, None, None]]
     astream: Callable[[Request], AsyncGenerator[Chunk, None]]
 
@@ -71,6 +75,8 @@ class Branch:
         self._namespace = namespace
         self._parent = None if parent is None else weakref.ref(parent)
         self._turn = threading.Lock()  # of whoever moves the branch
+        self._usage = _NOTHING
+        self._counting = threading.Lock()  # of whoever adds to `_usage`
         self._is_released = False
         above: Lease | None = None if parent is None else parent._lease
         self._lease: Lease = Lease(host.worker, next(host.numbers), tokens, namespace, above)
@@ -108,10 +114,13 @@ class Branch:
     @property
     def text(self) -> str:
         """The tokens as text, without special tokens. InvalidRequest if there is no tokenizer."""
-        tokenizer = self._host.reader.tokenizer
-        if tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: a branch has tokens but no text")
-        return tokenizer.decode(self._tokens.tolist())
+        return self._tokenizer().decode(self._tokens.tolist())
+
+    def text_from(self, length: int) -> str:
+        """What the tokens behind the first `length` add to the text. O(those tokens)."""
+        start = check_int("length", length, 0, self.length)
+        stream = TextStream(self._tokenizer(), self._tokens[:start].tolist())
+        return stream.push(self._tokens[start:].tolist()) + stream.finish()
 
     @property
     def namespace(self) -> str:
@@ -127,6 +136,21 @@ class Branch:
         return self._is_released
 
     @property
+    def room(self) -> int:
+        """Tokens that can still be added: `max_seq_len` less its length."""
+        return self._host.reader.max_seq_len - self.length
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last token is one with which the model ends its text."""
+        return self.length > 0 and int(self._tokens[-1]) in self._host.end_ids
+
+    @property
+    def usage(self) -> Usage:
+        """What its answers and scores took so far, added up; an answer left early is not known."""
+        return self._usage
+
+    @property
     def cached_len(self) -> int:
         """Tokens whose K/V is in the cache now: at most `length` - 1, the last one is always
         computed by the next answer."""
@@ -140,8 +164,7 @@ class Branch:
 
     def score(self, candidates: Sequence[str | Sequence[int]]) -> list[Score]:
         """How likely the model finds each continuation, see `Runtime.score`. Does not move."""
-        self._check()
-        return self._host.score(self._tokens, candidates, self._namespace)
+        return score_all([Ask(self, candidates)])[0]
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -182,8 +205,8 @@ class Branch:
         last token is computed by the next answer. After an error the branch is where it was.
         """
         with self._moving():
-            completion = self._host.complete(self._request(params))
-            self._place(self._joined(completion.token_ids), is_answer=True)
+            (completion,) = self._host.complete([self._request(params)])
+            self._answered(completion)
             return completion
 
     def stream(self, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
@@ -204,7 +227,7 @@ class Branch:
                 async for chunk in chunks:
                     completion = chunk.completion
             assert completion is not None, "the last chunk carries the completion"
-            self._place(self._joined(completion.token_ids), is_answer=True)
+            self._answered(completion)
             return completion
 
     def astream(self, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
@@ -224,6 +247,11 @@ class Branch:
             self._end_turn()
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._host.reader.tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer: a branch has tokens but no text")
+        return self._host.reader.tokenizer
 
     def _check(self) -> None:
         if self._is_released:
@@ -271,14 +299,14 @@ class Branch:
         stream = self._host.stream
         with self._moving(), contextlib.closing(stream(self._request(params))) as chunks:
             for chunk in chunks:
-                self._place(self._joined(chunk.token_ids), is_answer=True)
+                self._heard(chunk)
                 yield chunk
 
     async def _astream(self, params: SamplingParams | None) -> AsyncGenerator[Chunk, None]:
         with self._moving():
             async with contextlib.aclosing(self._host.astream(self._request(params))) as chunks:
                 async for chunk in chunks:
-                    self._place(self._joined(chunk.token_ids), is_answer=True)
+                    self._heard(chunk)
                     yield chunk
 
     def _joined(self, more: IntArray | list[int]) -> IntArray:
@@ -290,7 +318,101 @@ class Branch:
             )
         return np.concatenate([self._tokens, np.asarray(more, np.int32)])
 
+    def _answered(self, completion: Completion) -> None:
+        self._count(completion.usage)
+        self._place(self._joined(completion.token_ids), is_answer=True)
+
+    def _heard(self, chunk: Chunk) -> None:
+        if chunk.completion is not None:
+            self._count(chunk.completion.usage)
+        self._place(self._joined(chunk.token_ids), is_answer=True)
+
+    def _count(self, *usages: Usage) -> None:
+        with self._counting:
+            self._usage = add_usages([self._usage, *usages])
+
     def _place(self, tokens: IntArray, *, is_answer: bool = False) -> None:
         tokens.flags.writeable = False
         self._tokens = tokens
         self._lease.move(tokens, is_reached=is_answer)
+
+
+class Ask(NamedTuple):
+    """How likely is each of `candidates` behind a branch, or behind a part of it?"""
+
+    branch: Branch  # its usage counts what the answer took
+    candidates: Sequence[str | Sequence[int]]
+    length: int | None = None  # behind so many of its tokens; None: all
+    more: Tokens = ()  # and behind these, which the branch is not extended by
+
+
+def score_all(asks: Sequence[Ask]) -> list[list[Score]]:
+    """`Branch.score` of several branches of one Runtime, in one batch."""
+    jobs = []
+    for branch, candidates, length, more in asks:
+        branch._check()
+        tokens = branch._tokens[:length]
+        joined = np.concatenate([tokens, branch._host.reader.read_more(more)])
+        jobs.append(ScoreJob(joined, candidates, branch.namespace))
+    if not asks:
+        return []
+    scores = _common_host([ask.branch for ask in asks]).score(jobs)
+    for ask, found in zip(asks, scores, strict=True):
+        ask.branch._count(*(score.usage for score in found))
+    return scores
+
+
+def generate_all(
+    branches: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
+) -> list[Completion]:
+    """`Branch.generate` of several branches of one Runtime, in one batch.
+
+    Forks that stand where they were made and have equal params are computed like the samples of
+    `n`: what they share once, to the last token, and number i draws with the seed + i. All move,
+    or after an error none. `params`: for all, or one each.
+    """
+    each = params_for(params, len(branches))
+    if not branches:
+        return []
+    host = _common_host(branches)
+    with contextlib.ExitStack() as turns:
+        for branch in branches:
+            turns.enter_context(branch._moving())
+        requests = _as_twins(branches, each)
+        done = host.complete(requests)
+        for branch, request, completion in zip(branches, requests, done, strict=True):
+            branch._answered(completion)
+            if request.twin_of:
+                branch._lease.claim()
+        return done
+
+
+def add_usages(usages: Sequence[Usage]) -> Usage:
+    """Their sum."""
+    return Usage(
+        sum(one.prompt_tokens for one in usages),
+        sum(one.cached_tokens for one in usages),
+        sum(one.computed_tokens for one in usages),
+        sum(one.completion_tokens for one in usages),
+    )
+
+
+def _common_host(branches: Sequence[Branch]) -> BranchHost:
+    host = branches[0]._host
+    if any(branch._host.worker is not host.worker for branch in branches):
+        raise InvalidRequest("branches that run together must be of the same Runtime")
+    return host
+
+
+def _as_twins(branches: Sequence[Branch], params: Sequence[SamplingParams]) -> list[Request]:
+    groups: dict[tuple[int, str, SamplingParams], list[Request]] = {}
+    requests = []
+    for branch, one in zip(branches, params, strict=True):
+        request = branch._request(one)
+        group = groups.setdefault((id(branch._tokens), branch.namespace, one), [])
+        if group:
+            first, seed = group[0], seed_of(group[0], len(group))
+            request = replace(request, seed=seed, twin_of=first.request_id)
+        group.append(request)
+        requests.append(request)
+    return requests

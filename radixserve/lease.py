@@ -59,6 +59,11 @@ class Lease:
             self._held_len = len(tokens)
             self._worker.post(self._cut)
 
+    def claim(self) -> None:
+        """Hold what is cached of the branch's tokens, also where another's request computed it."""
+        self._held_len = 0
+        self._worker.post(self._hold)
+
     def close(self) -> None:
         """A second call does nothing."""
         if not self.is_open:

@@ -32,6 +32,13 @@ class Metrics:
     total_s: float
 
 
+class PromptScore(NamedTuple):
+    """How likely the model finds a token of the prompt, given those before it."""
+
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]  # the best ones in its place, best first
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a request ended."""
@@ -41,6 +48,17 @@ class Finish:
     metrics: Metrics
     miss: Lookup | None  # the cache's answer when it was admitted
     error: BaseException | None = None
+    prompt_scores: tuple[PromptScore, ...] = ()  # from the prompt's second token on, when asked for
+
+
+class Beam(NamedTuple):
+    """One answer of a beam search."""
+
+    token_ids: list[int]
+    reason: str  # "stop", "length" or "abort"
+    score: float  # what the answers are ranked by
+    logprobs: tuple[float, ...]  # of each token, of the model's own distribution
+    top_logprobs: tuple[dict[int, float], ...]
 
 
 class RequestOutput(NamedTuple):
@@ -51,6 +69,7 @@ class RequestOutput(NamedTuple):
     logprobs: tuple[float, ...]  # one a token when asked for, else empty
     top_logprobs: tuple[dict[int, float], ...]
     finish: Finish | None
+    beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +81,10 @@ class Completion:
     top_logprobs    {token id: logprob} of the best ones at each position, when asked for
     cumulative_logprob  their sum over the generated tokens, when asked for and where a prompt was
                     completed several times
+    prompt_logprobs  of each token of the prompt given those before it, when asked for: None for the
+                    first one, and for those that an aborted request did not reach
+    prompt_top_logprobs  {token id: logprob} of the best ones in their places, when asked for
+    score           of a beam: what the answers of the search are ranked by
     miss            how much of the prompt was cached at admission, and why not more
     """
 
@@ -75,6 +98,9 @@ class Completion:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     cumulative_logprob: float | None = None
+    score: float | None = None
+    prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

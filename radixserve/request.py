@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,8 @@ from radixserve.errors import InvalidRequest
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
 MAX_SAMPLES = 1_024  # of one prompt
+MAX_BEAM_WIDTH = 256
+MAX_LENGTH_PENALTY = 10.0
 LEAST_TEMPERATURE = 1e-5  # below it float32 cannot hold the scaled logits
 
 
@@ -37,6 +39,8 @@ class SamplingParams(StrictFields):
     n                     completions a prompt, computed once; each with a random stream of its own
     best_of               draw this many, return the n with the highest cumulative log-probability
     logprobs              None, or how many of the best tokens to report besides the one drawn
+    prompt_logprobs       None, or how many of the best tokens to report besides each token of the
+                          prompt; what is cached of it is computed again
     priority              requests with a higher one are admitted first
     namespace             requests of different namespaces share no cache
     """
@@ -57,6 +61,7 @@ class SamplingParams(StrictFields):
     n: int = 1
     best_of: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
     namespace: str = ""
 
@@ -86,8 +91,9 @@ class SamplingParams(StrictFields):
         put("n", check_int("n", self.n, 1, MAX_SAMPLES))
         if self.best_of is not None:
             put("best_of", check_int("best_of", self.best_of, self.n, MAX_SAMPLES))
-        if self.logprobs is not None:
-            put("logprobs", check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                put(name, check_int(name, getattr(self, name), 0, MAX_LOGPROBS))
         put("priority", check_int("priority", self.priority, -(2**31), 2**31 - 1))
         check_str("namespace", self.namespace)
 
@@ -134,6 +140,36 @@ def _stop_ids(ids: object) -> tuple[int, ...]:
     return tuple(check_int("stop_token_ids", token_id, 0, 2**31 - 1) for token_id in ids)
 
 
+@dataclass(frozen=True, kw_only=True)
+class BeamParams(StrictFields):
+    """How a beam search goes; the meanings are transformers'. Checked when made (InvalidRequest).
+
+    width           beams that are kept, and answers that are returned
+    length_penalty  an answer's score is its total divided by (its tokens) ** length_penalty:
+                    above 0 favours long ones, below 0 short ones; -10 to 10
+    early_stopping  True: end when `width` answers are finished; False: when the best beam, at its
+                    present length, is no better than the worst of them; "never": when it could not
+                    become better at any length
+    is_stopped      whether a stop string ends in the token given last, behind the tokens given
+                    first (prompt and output, [n] int32); None: there are no stop strings
+    """
+
+    width: int = 4
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    is_stopped: Callable[[IntArray, int], bool] | None = None
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        put("width", check_int("beam_width", self.width, 1, MAX_BEAM_WIDTH))
+        limit = MAX_LENGTH_PENALTY
+        put("length_penalty", check_float("length_penalty", self.length_penalty, -limit, limit))
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidRequest(
+                f'early_stopping must be True, False or "never", got {shown(self.early_stopping)}'
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A checked request on its way into the engine."""
@@ -145,7 +181,14 @@ class Request:
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
     holder: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody
-    targets: IntArray | None = (
-        None  # [k] to be scored behind the last k tokens; none are drawn then
-    )
+    targets: IntArray | None = None  # [k] to be scored behind the last k tokens; none is drawn then
+    draws: bool = False  # `targets` are to be scored one token earlier, and then tokens are drawn
     twin_of: str = ""  # the request, added before, whose prompt is the same; "": none
+    beams: BeamParams | None = None  # it is a beam search; neither a twin nor with targets then
+
+    @property
+    def score_start(self) -> int:
+        """The first position behind which something is scored; where nothing is, the length."""
+        if self.targets is None:
+            return len(self.token_ids)
+        return len(self.token_ids) - len(self.targets) - self.draws

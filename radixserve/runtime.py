@@ -14,6 +14,7 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Generator,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
-from radixserve.arrays import IntArray
+from radixserve.beams import BeamTicket, as_search, read_options
 from radixserve.branch import Branch, BranchHost
 from radixserve.cache import Lookup
 from radixserve.chat import ChatHost, ChatSession
@@ -35,9 +36,16 @@ from radixserve.output import Chunk, Completion, Score
 from radixserve.progress import BatchProgress
 from radixserve.prompts import Prompt, PromptReader, is_batch, params_for
 from radixserve.replay.recorder import TraceRecorder
-from radixserve.request import Request, SamplingParams
+from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.samples import check_single, gather, twins
-from radixserve.scores import as_score, check_finished, params_of, read_candidates, scoring
+from radixserve.scores import (
+    ScoreJob,
+    as_score,
+    check_finished,
+    params_of,
+    read_candidates,
+    scoring,
+)
 from radixserve.ticket import Event, Ticket
 from radixserve.tokenizer import Tokenizer
 from radixserve.worker import EngineThread
@@ -162,21 +170,7 @@ class Runtime:
         batch = is_batch(prompts)
         given = list(prompts) if batch else [prompts]
         requests, each = self._requests(given, params, request_id)
-        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        done: dict[int, Completion] = {}
-        tickets = self._tickets(
-            requests, lambda at, event: _post(loop, events, (at, event)), streams=False
-        )
-        try:
-            self._worker.submit(tickets)
-            for _ in requests:
-                at, event = await events.get()
-                done[at] = _completion(event)
-        except BaseException:
-            self._worker.abandon(tickets)
-            raise
-        completions = gather([done[at] for at in range(len(requests))], each)
+        completions = gather([_completion(e) for e in await self._aevents(requests)], each)
         return completions if batch else completions[0]
 
     def astream(
@@ -184,6 +178,71 @@ class Runtime:
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
         return self._astream(self._single(prompt, params, request_id))
+
+    def beam_search(
+        self,
+        prompts: Any,
+        beam_width: int = 4,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        *,
+        min_tokens: int = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        stop: str | Iterable[str] = (),
+        stop_token_ids: Iterable[int] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        request_id: str | None = None,
+    ) -> Any:
+        """The `beam_width` best answers that a beam search finds, best first, each with its score.
+
+        -> a list of Completions, or a list of these for a list of prompts. Answers and scores are
+        those of transformers' beam search: `score` is the sum of the tokens' log-probabilities,
+        changed by the penalties and not normalised again, divided by (number of tokens) **
+        length_penalty; `cumulative_logprob` is the sum of the model's own. `early_stopping` True
+        ends with beam_width finished answers, False when the best beam does not look better than
+        the worst of them, "never" when none could become so. `min_tokens` forbids end tokens; a
+        stop string ends a beam at any length. What the others mean: `SamplingParams`.
+
+        The prompt is computed once and the beams share all that they have in common. The first
+        answer's usage counts the prompt, the others' count it as cached. An aborted search returns
+        the best of what there is, at least one.
+        """
+        params, beams = read_options(
+            beam_width,
+            max_tokens,
+            length_penalty,
+            early_stopping,
+            min_tokens=min_tokens,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            priority=priority,
+            namespace=namespace,
+        )
+        batch = is_batch(prompts)
+        requests = self._searches(prompts, batch, params, beams, request_id)
+        answers = [_answers(event) for event in self._events(requests)]
+        return answers if batch else answers[0]
+
+    async def abeam_search(
+        self, prompts: Any, *options: Any, request_id: str | None = None, **more: Any
+    ) -> Any:
+        """`beam_search` for asyncio, with the same options. Cancelling the task aborts it."""
+        params, beams = read_options(*options, **more)
+        batch = is_batch(prompts)
+        requests = self._searches(prompts, batch, params, beams, request_id)
+        answers = [_answers(event) for event in await self._aevents(requests)]
+        return answers if batch else answers[0]
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all; their callers get what there is, finish_reason "abort".
@@ -203,7 +262,8 @@ class Runtime:
         Text is tokenised on its own, without the special tokens that begin a prompt. Log-
         probabilities are of the model's own distribution, natural logarithms.
         """
-        return self._score(self._reader.read(prompt), candidates, namespace)
+        ids = self._reader.read(prompt)
+        return self._score([ScoreJob(ids, candidates, namespace)])[0]
 
     # -- staying ------------------------------------------------------------------------------
 
@@ -304,13 +364,30 @@ class Runtime:
         check_single(each[0], "stream")
         return requests[0]
 
-    def _score(self, prompt: IntArray, candidates: object, namespace: str) -> list[Score]:
-        targets = read_candidates(self._reader, prompt, candidates)
-        params = params_of(namespace)
-        requests = [scoring(self._request(prompt, params, None), ids) for ids in targets]
+    def _searches(
+        self,
+        prompts: Any,
+        batch: bool,
+        params: SamplingParams,
+        beams: BeamParams,
+        request_id: str | None,
+    ) -> list[Request]:
+        given = list(prompts) if batch else [prompts]
+        requests, _ = self._requests(given, params, request_id)
+        vocab_size = self.model.vocab_size
+        return [as_search(one, beams, self.tokenizer, vocab_size) for one in requests]
+
+    def _score(self, jobs: Sequence[ScoreJob]) -> list[list[Score]]:
+        targets = [read_candidates(self._reader, job.prompt, job.candidates) for job in jobs]
+        requests = [
+            scoring(self._request(job.prompt, params_of(job.namespace), None), ids)
+            for job, found in zip(jobs, targets, strict=True)
+            for ids in found
+        ]
         done = self._complete(requests, BatchProgress(len(requests), wanted=False))
         check_finished(done)
-        return [as_score(one, ids) for one, ids in zip(done, targets, strict=True)]
+        rest = iter(done)
+        return [[as_score(next(rest), ids) for ids in found] for found in targets]
 
     @property
     def _branch_host(self) -> BranchHost:
@@ -319,7 +396,10 @@ class Runtime:
             reader=self._reader,
             numbers=self._branch_numbers,
             request=lambda ids, params: self._single(ids, params, None),
-            complete=lambda request: self._complete([request], BatchProgress(1, wanted=False))[0],
+            end_ids=self._end_ids,
+            complete=lambda requests: self._complete(
+                requests, BatchProgress(len(requests), wanted=False)
+            ),
             score=self._score,
             stream=self._stream,
             astream=self._astream,
@@ -357,6 +437,7 @@ class Runtime:
         if seed is None:
             with self._random_lock:
                 seed = self._random.getrandbits(63)
+        scores_prompt = params.prompt_logprobs is not None and len(ids) > 1
         return Request(
             request_id=request_id or self._new_id(),
             token_ids=ids,
@@ -364,6 +445,8 @@ class Runtime:
             seed=seed,
             end_ids=self._ends(params),
             max_len=self.max_seq_len,
+            targets=ids[1:] if scores_prompt else None,
+            draws=scores_prompt,
         )
 
     def _tickets(
@@ -372,21 +455,50 @@ class Runtime:
         """Their way back: `notify(index, event)` is called in the engine's thread."""
         return [
             Ticket(request, self.tokenizer, partial(notify, at), streams=streams)
+            if request.beams is None
+            else BeamTicket(request, self.tokenizer, partial(notify, at))
             for at, request in enumerate(requests)
         ]
 
     def _complete(self, requests: list[Request], bar: BatchProgress) -> list[Completion]:
+        with bar:
+            events = self._events(requests, lambda event: bar.add(_completion(event)))
+        return [_completion(event) for event in events]
+
+    def _events(
+        self, requests: Sequence[Request], note: Callable[[Event], object] | None = None
+    ) -> list[Event]:
+        """How each of them ended, in order; `note` is told of each when it does. The first error
+        is raised at once."""
         events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        done: dict[int, Completion] = {}
+        done: dict[int, Event] = {}
         tickets = self._tickets(requests, lambda *item: events.put(item), streams=False)
         try:
-            with bar:
-                self._worker.submit(tickets)
-                for _ in requests:
-                    at, event = events.get()
-                    done[at] = _completion(event)
-                    bar.add(done[at])
+            self._worker.submit(tickets)
+            for _ in requests:
+                at, event = events.get()
+                done[at] = _checked(event)
+                if note is not None:
+                    note(event)
         except BaseException:  # Ctrl-C too: nobody waits for the rest any more
+            self._worker.abandon(tickets)
+            raise
+        return [done[at] for at in range(len(requests))]
+
+    async def _aevents(self, requests: Sequence[Request]) -> list[Event]:
+        """`_events` for asyncio."""
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        done: dict[int, Event] = {}
+        tickets = self._tickets(
+            requests, lambda at, event: _post(loop, events, (at, event)), streams=False
+        )
+        try:
+            self._worker.submit(tickets)
+            for _ in requests:
+                at, event = await events.get()
+                done[at] = _checked(event)
+        except BaseException:
             self._worker.abandon(tickets)
             raise
         return [done[at] for at in range(len(requests))]
@@ -468,11 +580,22 @@ def _sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[in
     return limit, name
 
 
+def _checked(event: Event) -> Event:
+    if isinstance(event, BaseException):
+        raise event
+    return event
+
+
 def _completion(event: Event) -> Completion:
-    if isinstance(event, Completion):
-        return event
-    assert isinstance(event, BaseException)
-    raise event
+    event = _checked(event)
+    assert isinstance(event, Completion)
+    return event
+
+
+def _answers(event: Event) -> list[Completion]:
+    event = _checked(event)
+    assert isinstance(event, tuple)
+    return list(event)
 
 
 def _chunk(event: Event) -> Chunk:

@@ -10,7 +10,7 @@ from radixserve.errors import InvalidRequest
 from radixserve.output import Completion, Usage
 from radixserve.request import Request, SamplingParams
 
-_NUM_SEEDS = 2**63
+NUM_SEEDS = 2**63
 
 
 def twins(request: Request, ids: Sequence[str]) -> list[Request]:
@@ -28,12 +28,17 @@ def twins(request: Request, ids: Sequence[str]) -> list[Request]:
         replace(
             first,
             request_id=request_id,
-            seed=(request.seed + number) % _NUM_SEEDS,
+            seed=seed_of(request, number),
             twin_of=first.request_id,
         )
         for number, request_id in enumerate(ids, 1)
     ]
     return [first, *others]
+
+
+def seed_of(first: Request, number: int) -> int:
+    """That of the twin with this number; 0 is the first."""
+    return (first.seed + number) % NUM_SEEDS
 
 
 def gather(

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 
@@ -21,6 +24,7 @@ class SampleSpec(NamedTuple):
     num_prompt: int  # `token_ids[:num_prompt]` is the prompt, the rest was generated
     token_ids: IntArray  # [n] prompt and output so far; a view, read it within the step
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
+    num_candidates: int = 0  # of a beam: the best tokens wanted; none is drawn then
 
     @property
     def num_drawn(self) -> int:
@@ -36,7 +40,9 @@ class Row(NamedTuple):
     start: int  # position of the first one; K/V of [0, start) lies in the pages already
     page_ids: IntArray  # [ceil((start + n) / page_size)] pages of positions [0, start + n)
     sample: SampleSpec | None  # None: a prefill chunk that does not reach the last token
-    targets: IntArray | None = None  # [k] tokens to be scored, each behind one of the row's last k
+    targets: IntArray | None = None  # [k] tokens to be scored, each behind one of the row's last k,
+    # or, where a token is drawn as well, of the k before the last one
+    num_top: int = 0  # best tokens to be told with each score
 
     @property
     def end(self) -> int:
@@ -63,6 +69,14 @@ class Schedule:
     twins: tuple[Twin, ...] = ()
 
 
+class Candidates(NamedTuple):
+    """The best tokens behind a beam, best first; K is num_candidates or all there are."""
+
+    token_ids: IntArray  # [K]
+    scores: NDArray[np.float32]  # [K] log-probabilities after penalties and bans, not renormalised
+    logprobs: NDArray[np.float32]  # [K] of the model's own distribution
+
+
 class RowOutput(NamedTuple):
     """What comes after a row: a token, or scores. Logprobs are of the model's own distribution."""
 
@@ -70,7 +84,10 @@ class RowOutput(NamedTuple):
     logprob: float | None  # when the request asked for logprobs
     top_logprobs: tuple[tuple[int, float], ...]  # best first, as many as asked for
     error: str | None = None  # why no token could be drawn; the row's K/V is not to be kept
-    scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; then token_id is -1
+    scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; token_id is -1 where
+    # nothing else was asked for
+    top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # the best tokens in their places
+    candidates: Candidates | None = None  # of a beam; then token_id is -1
 
 
 @dataclass(frozen=True, slots=True)

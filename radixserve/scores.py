@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,14 @@ from radixserve.prompts import PromptReader
 from radixserve.request import Request, SamplingParams
 
 SCORING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
+
+
+class ScoreJob(NamedTuple):
+    """How likely is each candidate, text or token ids, behind this prompt?"""
+
+    prompt: IntArray
+    candidates: object  # not checked yet
+    namespace: str
 
 
 def read_candidates(reader: PromptReader, prompt: IntArray, candidates: object) -> list[IntArray]:

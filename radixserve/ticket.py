@@ -10,7 +10,7 @@ from radixserve.output import Chunk, Completion, Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.tokenizer import StopText, TextStream, Tokenizer
 
-Event = Chunk | Completion | BaseException
+Event = Chunk | Completion | tuple[Completion, ...] | BaseException
 
 
 class Ticket:
@@ -109,6 +109,7 @@ class Ticket:
 
     def _completion(self, finish: Finish) -> Completion:
         wanted = self.request.params.logprobs
+        prompt_logprobs, prompt_top_logprobs = self._of_prompt(finish)
         return Completion(
             request_id=self.request.request_id,
             text="".join(self._pieces),
@@ -120,7 +121,22 @@ class Ticket:
             logprobs=None if wanted is None else list(self._logprobs),
             top_logprobs=list(self._top_logprobs) if wanted else None,
             cumulative_logprob=None if wanted is None else math.fsum(self._logprobs),
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
         )
+
+    def _of_prompt(
+        self, finish: Finish
+    ) -> tuple[list[float | None] | None, list[dict[int, float] | None] | None]:
+        """One entry a token of the prompt, None for the first and for those that were not reached;
+        None where they were not asked for."""
+        wanted = self.request.params.prompt_logprobs
+        if wanted is None:
+            return None, None
+        scores = finish.prompt_scores
+        rest = [None] * (len(self.request.token_ids) - 1 - len(scores))
+        own = [None, *(one.logprob for one in scores), *rest]
+        return own, [None, *(dict(one.top_logprobs) for one in scores), *rest] if wanted else None
 
     def _reason(self, finish: Finish) -> str:
         """A stop string in the last text counts even where the length ended the request."""

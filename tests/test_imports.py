@@ -24,11 +24,12 @@ FLOORS = [
     ["radixserve.runner"],
     ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
     ["radixserve.ticket", "radixserve.worker", "radixserve.samples", "radixserve.scores"],
-    ["radixserve.lease", "radixserve.branch"],
+    ["radixserve.beams", "radixserve.lease", "radixserve.branch"],
     ["radixserve.chat", "radixserve.chat_file", "radixserve.chat_format"],
     ["radixserve.runtime"],
     ["radixserve"],  # the face, which names everything below it
     ["radixserve.tree_view"],
+    ["radixserve.search", "radixserve.search_tree"],
     ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
 ]
 THINKING = ("radixserve.cache", "radixserve.scheduler")

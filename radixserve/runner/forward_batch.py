@@ -66,7 +66,10 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
 def num_logits(rows: Sequence[Row]) -> IndexArray:
     """[R] behind how many of each row's last tokens something is drawn or scored."""
     return np.array(
-        [(row.sample is not None) if row.targets is None else len(row.targets) for row in rows],
+        [
+            (row.sample is not None) + (0 if row.targets is None else len(row.targets))
+            for row in rows
+        ],
         np.int64,
     )
 

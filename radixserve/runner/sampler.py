@@ -17,14 +17,15 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
-from radixserve.schedule import RowOutput, SampleSpec
+from radixserve.schedule import Candidates, RowOutput, SampleSpec
 
 TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
 BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
+BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
 
 
 def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
-    """Draw one token a row.
+    """Draw one token a row, or list the best ones where they are asked for (of a beam).
 
     logits [S, V] float32, row r for specs[r]; left unchanged. Order: penalties, banned tokens,
     temperature, min_p, top_k, top_p, draw. Log-probabilities are those of `logits` themselves. A
@@ -34,6 +35,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
         return []
     if logits.device.type == "cpu" and all(_is_plain(spec) for spec in specs):
         return _best_tokens(logits)
+    if any(spec.num_candidates for spec in specs):
+        return _sample_with_beams(logits, specs)
     changed = ban_tokens(apply_penalties(logits, specs), specs)
     best = changed.amax(-1)  # [S] NaN where any logit is
     broken = (~best.isfinite()).nonzero()[:, 0].tolist()
@@ -51,15 +54,23 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     return outputs
 
 
-def score(logits: Tensor, targets: IntArray) -> RowOutput:
-    """The log-probability of each target: logits [k, V] float32, targets [k] token ids."""
+def score(logits: Tensor, targets: IntArray, num_top: int = 0) -> RowOutput:
+    """The log-probability of each target, and of the num_top best tokens in its place.
+
+    logits [k, V] float32, targets [k] token ids.
+    """
     index = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
-    scores = logits.log_softmax(-1).gather(1, index[:, None])[:, 0].tolist()
+    logprobs = logits.log_softmax(-1)
+    scores = logprobs.gather(1, index[:, None])[:, 0].tolist()
     if any(math.isnan(one) for one in scores):
         return RowOutput(
             -1, None, (), "no token can be scored: there are logits that are no numbers"
         )
-    return RowOutput(-1, None, (), None, tuple(scores))
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    if num_top:
+        values, ids = (one.tolist() for one in logprobs.topk(min(num_top, logits.shape[1]), -1))
+        top = tuple(tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+    return RowOutput(-1, None, (), None, tuple(scores), top)
 
 
 def _is_plain(spec: SampleSpec) -> bool:
@@ -70,6 +81,7 @@ def _is_plain(spec: SampleSpec) -> bool:
         and params.logprobs is None
         and not spec.banned_ids
         and not params.has_penalty
+        and not spec.num_candidates
     )
 
 
@@ -82,6 +94,89 @@ def _best_tokens(logits: Tensor) -> list[RowOutput]:
         RowOutput(token_id, None, ()) if math.isfinite(logit) else _broken(logit)
         for token_id, logit in zip(token_ids.tolist(), best.tolist(), strict=True)
     ]
+
+
+def _sample_with_beams(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+    """`sample` where some of the rows are beams: those in one pass, the others in another one."""
+    beams = [row for row, spec in enumerate(specs) if spec.num_candidates]
+    others = [row for row, spec in enumerate(specs) if not spec.num_candidates]
+    if not others:
+        return best_candidates(logits, specs)
+    outputs = [RowOutput(-1, None, ())] * len(specs)
+    for rows, draw in ((beams, best_candidates), (others, sample)):
+        index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        drawn = draw(logits.index_select(0, index), [specs[row] for row in rows])
+        for row, output in zip(rows, drawn, strict=True):
+            outputs[row] = output
+    return outputs
+
+
+def best_candidates(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+    """The best tokens of each row by their log-probability after penalties and bans.
+
+    logits [S, V] float32, left unchanged. Penalties change log-probabilities here, not logits, and
+    nothing is normalised again: so transformers' beam search has it. A row with a NaN or without a
+    possible token gets an error.
+    """
+    norm = logits.logsumexp(-1, keepdim=True)  # [S, 1]
+    num_best = min(max(spec.num_candidates for spec in specs), logits.shape[1])
+    if any(spec.banned_ids or spec.params.has_penalty for spec in specs):
+        changed = ban_tokens(apply_penalties(logits - norm, specs), specs)
+        scores, token_ids = best_tokens(changed, num_best)
+        own = logits.gather(1, token_ids) - norm
+    else:  # the best logits are the best tokens
+        values, token_ids = best_tokens(logits, num_best)
+        scores = own = values - norm
+    top = _top_logprobs(logits, norm, specs)
+    lists = [one.cpu().numpy() for one in (token_ids.to(torch.int32), scores, own)]  # [S, K] each
+    outputs = []
+    for row, (spec, best) in enumerate(zip(specs, lists[1][:, 0].tolist(), strict=True)):
+        if not math.isfinite(best):
+            outputs.append(_broken(best))
+            continue
+        found = Candidates(*(one[row, : spec.num_candidates] for one in lists))
+        outputs.append(RowOutput(-1, None, top.get(row, ()), candidates=found))
+    return outputs
+
+
+def best_tokens(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row, best first, and where they are: [S, V] -> two [S, count].
+
+    As `topk`, and many times as fast in a large vocabulary: they lie in the `count` blocks with the
+    largest maxima. NaN counts as the largest.
+    """
+    vocab_size = values.shape[1]
+    block = BEST_BLOCK
+    if vocab_size < 2 * count * block:
+        best = values.topk(count, -1)
+        return best.values, best.indices
+    num_blocks = vocab_size // block
+    blocks = values[:, : num_blocks * block].unflatten(1, (num_blocks, block))
+    places = blocks.amax(-1).topk(count, -1).indices[:, :, None]  # [S, count, 1]
+    index = torch.arange(vocab_size, device=values.device)
+    some = blocks.gather(1, places.expand(-1, -1, block)).flatten(1)
+    ids = (places * block + index[:block]).flatten(1)
+    rest = index[num_blocks * block :].expand(len(values), -1)
+    best = torch.cat((some, values[:, num_blocks * block :]), 1).topk(count, -1)
+    return best.values, torch.cat((ids, rest), 1).gather(1, best.indices)
+
+
+def _top_logprobs(
+    logits: Tensor, norm: Tensor, specs: Sequence[SampleSpec]
+) -> dict[int, tuple[tuple[int, float], ...]]:
+    """The most likely tokens of the rows that want to know them, by row: logits [S, V], norm [S, 1]
+    the logarithm of the sum of their exponentials."""
+    rows = [row for row, spec in enumerate(specs) if spec.params.logprobs]
+    if not rows:
+        return {}
+    wanted = [min(specs[row].params.logprobs or 0, logits.shape[1]) for row in rows]
+    index = torch.tensor(rows, device=logits.device)
+    best, places = best_tokens(logits.index_select(0, index), max(wanted))
+    values, ids = (best - norm.index_select(0, index)).tolist(), places.tolist()
+    return {
+        row: tuple(zip(ids[i][: wanted[i]], values[i][: wanted[i]], strict=True))
+        for i, row in enumerate(rows)
+    }
 
 
 def _broken(logit: float) -> RowOutput:

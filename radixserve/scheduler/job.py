@@ -5,8 +5,10 @@ from __future__ import annotations
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheProbe, CacheSequence, Holder, Lookup
 from radixserve.int_buffer import IntBuffer
-from radixserve.output import Metrics, Usage
+from radixserve.output import Metrics, PromptScore, Usage
 from radixserve.request import Request
+from radixserve.schedule import RowOutput
+from radixserve.scheduler.beam_group import BeamGroup
 
 
 class Job:
@@ -16,11 +18,14 @@ class Job:
     __slots__ = (
         "admitted_at",
         "arrival",
+        "beams",
         "cached_on_arrival",
+        "drawn",
         "first_token_at",
         "followers",
         "follows",
         "follows_until",
+        "head",
         "holder",
         "lookup",
         "noted_need",
@@ -32,9 +37,11 @@ class Job:
         "overtaken",
         "passed_on_entry",
         "probe",
+        "prompt_scores",
         "queued_at",
         "rank",
         "request",
+        "search",
         "sequence",
         "tokens",
         "twin_of",
@@ -63,6 +70,10 @@ class Job:
         self.followers: list[Job] = []  # the other way round, while this one runs
         self.twin_of: Job | None = None
         self.twins: list[Job] = []  # the other way round
+        self.head: Job | None = None  # of a beam: the job of the search as a whole
+        self.search: BeamGroup | None = None  # of a head
+        self.beams: list[Job] = []  # of a head: the running beams, best first
+        self.drawn: RowOutput | None = None  # of a beam that waits for the others
         self.order_key: tuple[int, ...] = ()  # the queue's own
         self.noted_need: int | None = None  # new pages, as the waiting room knows it
         self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
@@ -71,6 +82,7 @@ class Job:
         self.cached_on_arrival = probe.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed
         self.num_scored = 0  # targets whose scores are known
+        self.prompt_scores: list[PromptScore] = []  # those of the prompt's own tokens
         self.num_prompt_done = 0  # prompt tokens whose K/V it has had
         self.queued_at = now
         self.admitted_at: float | None = None
@@ -90,15 +102,26 @@ class Job:
         sequence = self.sequence
         if sequence is None or sequence.committed_len != len(self.tokens) - 1:
             return False
-        return self.request.targets is None
+        return self.request.targets is None or self.only_draws
+
+    @property
+    def only_draws(self) -> bool:
+        """Whether nothing is left to be scored before tokens are drawn."""
+        targets = self.request.targets
+        return targets is None or (self.request.draws and self.num_scored == len(targets))
 
     @property
     def num_reusable(self) -> int:
         """Tokens of which the K/V is enough: nothing is drawn or scored behind them."""
-        targets = self.request.targets
-        if targets is None:
+        if self.request.targets is None or self.only_draws:
             return len(self.tokens) - 1
-        return self.num_prompt - len(targets) + self.num_scored
+        return self.request.score_start + self.num_scored
+
+    @property
+    def num_candidates(self) -> int:
+        """How many tokens are wanted behind a beam; 0 where one is drawn."""
+        head = self.head
+        return 0 if head is None or head.search is None else head.search.num_candidates
 
     def wanted(self) -> IntArray:
         """[num_reusable + 1] what the cache is asked for; it leaves the last one to be computed."""
@@ -115,10 +138,23 @@ class Job:
 
     def admit_twin(self, sequence: CacheSequence | None, now: float) -> None:
         """Its whole prompt was computed by another one; `sequence` holds it, if there is room."""
+        assert self.twin_of is not None
+        self.take_scores(self.twin_of)
         self.twin_of = None
         self.sequence = sequence
         self.num_reused = self.num_prompt_done = self.num_prompt
         self.lookup, self.admitted_at = Lookup(self.num_prompt, "full", self.num_prompt), now
+
+    def take_scores(self, other: Job) -> None:
+        """`other`, with the same prompt, has scored it as far as it got."""
+        if self.request.draws and other.request.draws:
+            self.num_scored, self.prompt_scores = other.num_scored, list(other.prompt_scores)
+
+    def become_beam(self, head: Job) -> None:
+        """The search computed its prompt before there was this beam."""
+        self.head = head
+        self.num_reused = self.num_prompt_done = self.num_prompt
+        self.lookup, self.admitted_at = head.lookup, head.admitted_at
 
     def note_committed(self, length: int) -> None:
         self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))

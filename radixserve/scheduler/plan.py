@@ -41,7 +41,8 @@ class StepPlan:
         else:
             self.budget -= num_tokens
         targets = _targets(job, start, end)
-        is_sampled = end == len(job.tokens) and targets is None
+        request = job.request
+        is_sampled = end == len(job.tokens) and (request.targets is None or request.draws)
         if is_sampled:
             at = len(self._rows)
             for twin in job.twins:
@@ -49,16 +50,17 @@ class StepPlan:
         self._arrivals.add(job.arrival)
         if sequence.copies:
             self._copies += sequence.copies
-        self._rows.append(
-            Row(
-                request_id=job.request.request_id,
-                token_ids=job.tokens.view(start, end),
-                start=start,
-                page_ids=sequence.pages,
-                sample=_sample_spec(job) if is_sampled else None,
-                targets=targets,
-            )
+        row = Row(
+            request_id=request.request_id,
+            token_ids=job.tokens.view(start, end),
+            start=start,
+            page_ids=sequence.pages,
+            sample=_sample_spec(job) if is_sampled else None,
+            targets=targets,
         )
+        if targets is not None and request.draws:
+            row = row._replace(num_top=request.params.prompt_logprobs or 0)
+        self._rows.append(row)
 
     def build(self) -> Schedule:
         num_tokens = sum(len(row.token_ids) for row in self._rows)
@@ -73,12 +75,13 @@ class StepPlan:
 
 
 def _targets(job: Job, start: int, end: int) -> IntArray | None:
-    """What is to be scored behind the last of the tokens [start, end)."""
+    """What is to be scored behind the last of the tokens [start, end), and was not yet."""
     targets = job.request.targets
     if targets is None:
         return None
-    first = job.num_prompt - len(targets)  # the first token behind which something is scored
-    return targets[max(start, first) - first : end - first] if end > first else None
+    first = job.request.score_start
+    wanted = targets[max(start - first, job.num_scored) : max(0, end - first)]
+    return wanted if len(wanted) else None
 
 
 def _sample_spec(job: Job) -> SampleSpec:
@@ -92,4 +95,5 @@ def _sample_spec(job: Job) -> SampleSpec:
         num_prompt=job.num_prompt,
         token_ids=job.tokens.view(),
         banned_ids=banned,
+        num_candidates=0 if job.head is None else job.num_candidates,
     )

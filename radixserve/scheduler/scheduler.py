@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
 from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
-from radixserve.output import Finish, RequestOutput
+from radixserve.output import Finish, PromptScore, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
+from radixserve.scheduler.beams import Beams
+from radixserve.scheduler.counters import Counters
 from radixserve.scheduler.holders import Holders
 from radixserve.scheduler.job import Job
 from radixserve.scheduler.leaders import Leaders, free_followers
@@ -25,25 +27,6 @@ from radixserve.scheduler.plan import StepPlan
 from radixserve.scheduler.waiting import WaitingRoom
 
 _LOOKAHEAD = 8  # tokens of room kept for each running request when another is admitted
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start; tokens of prompts unless the name says otherwise."""
-
-    steps: int = 0
-    finished: int = 0  # requests
-    aborted: int = 0  # requests
-    failed: int = 0  # requests
-    preemptions: int = 0
-    prompted_tokens: int = 0
-    reused_tokens: int = 0
-    gained_while_waiting_tokens: int = 0  # of those, computed by others after it had arrived
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0  # computed again after a preemption, not part of the above
-    prefilled_tokens: int = 0  # in all prefill rows, recomputed ones included
-    decoded_tokens: int = 0  # in all decode rows
-    generated_tokens: int = 0
 
 
 class Scheduler:
@@ -66,6 +49,9 @@ class Scheduler:
         self._jobs: dict[str, Job] = {}
         self._waiting = WaitingRoom(cache, policy, max_overtake)
         self._running: dict[int, Job] = {}  # by arrival
+        self._beams = Beams(
+            self._jobs, self._running, self._waiting, self._requeue, self._num_startable
+        )
         self._holders = Holders(cache)
         self._num_arrived = 0
         self._counters = Counters()
@@ -88,21 +74,31 @@ class Scheduler:
                 f"got {request.max_len}"
             )
         holder = self._holders.get(request.holder) if request.holder else None
-        first = self._jobs.get(request.twin_of)
-        is_twin = first is not None and first.twin_of is None and not first.num_output
-        if first is not None and is_twin:
+        first = self._first_of(request)
+        if first is not None:
             probe = first.probe
-        else:
-            probe = self._cache.probe(_reusable(request), request.params.namespace)
+        else:  # a cache leaves the last token to be computed: see `Job.wanted`
+            wanted = request.token_ids[: request.score_start + 1]
+            probe = self._cache.probe(wanted, request.params.namespace)
         job = Job(request, self._num_arrived, probe, self._clock(), holder)
-        self._num_arrived += 1
+        self._num_arrived += 1 if request.beams is None else request.beams.width
         self._jobs[request.request_id] = job
-        if first is not None and is_twin:
+        if first is not None:
             assert first.num_prompt == job.num_prompt
             job.twin_of = first
             first.twins.append(job)
-        else:
-            self._waiting.add(job, is_returning=False)
+            return
+        if request.beams is not None:
+            self._beams.begin(job)
+        self._waiting.add(job, is_returning=False)
+
+    def _first_of(self, request: Request) -> Job | None:
+        """The one whose twin a request is: it has yet to draw, and scores what this one wants."""
+        first = self._jobs.get(request.twin_of) if request.twin_of else None
+        if first is None or first.twin_of is not None or first.num_output:
+            return None
+        is_search = first.head is not None or request.beams is not None
+        return None if is_search or first.request.draws != request.draws else first
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free all it holds; None if it has ended already."""
@@ -121,7 +117,8 @@ class Scheduler:
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
-        return [self._end(job, "error", error) for job in list(self._jobs.values())]
+        jobs = list(self._jobs.values())
+        return [self._end(j, "error", error) for j in jobs if j.request.request_id in self._jobs]
 
     def open_holder(self, name: str, lease_s: float | None = None) -> None:
         """Open a holder, or do nothing where one of that name is open; see the cache's own.
@@ -156,19 +153,27 @@ class Scheduler:
 
     def schedule(self) -> Schedule | None:
         """The next step's work, or None when there is nothing to do."""
-        plan = StepPlan(self._counters.steps, self._chunk_size)
-        self._plan_running(plan)
-        self._admit(plan)
+        plan = self._plan()
+        while plan.is_empty and self._beams.parked:  # they hold the room that the others need
+            self._preempt_parked(max(self._beams.parked.values(), key=lambda job: job.rank))
+            plan = self._plan()
         if plan.is_empty:
             assert not self._jobs, "requests are left but none can go on"
             return None
         self._counters.steps += 1
         return plan.build()
 
+    def _plan(self) -> StepPlan:
+        plan = StepPlan(self._counters.steps, self._chunk_size)
+        self._plan_running(plan)
+        self._admit(plan)
+        return plan
+
     def update(self, schedule: Schedule, output: StepOutput) -> list[RequestOutput]:
         """The step was computed: publish its tokens, append what was drawn, end what ended."""
         news, num_rows = [], len(schedule.rows)
         drawing: list[tuple[Job, RowOutput]] = []
+        searching: dict[int, Job] = {}
         for row, drawn in zip(schedule.rows, output.outputs[:num_rows], strict=True):
             job = self._jobs.get(row.request_id)
             if job is None or job.sequence is None:
@@ -181,10 +186,17 @@ class Scheduler:
             if job.followers:
                 self._waiting.note_freed(free_followers(job))
             self._count_row(job, row)
-            if row.targets is not None and drawn is not None:
-                news.append(self._note_scores(job, row, drawn))
-            elif drawn is not None:
+            if drawn is None:
+                continue
+            if row.targets is not None:
+                news += self._note_scores(job, row, drawn)
+                if row.sample is None:
+                    continue
+            if job.head is None:
                 drawing.append((job, drawn))
+            else:
+                job.drawn = drawn
+                searching[job.head.arrival] = job.head
         if schedule.twins:
             self._start_twins([job for job, _ in drawing])
         news += [self._append(job, drawn) for job, drawn in drawing]
@@ -192,7 +204,28 @@ class Scheduler:
             job = self._jobs.get(twin.request_id)
             if job is not None and drawn is not None:
                 news.append(self._update_twin(job, drawn))
+        for head in searching.values():
+            news += self._advance_search(head)
         return news
+
+    def _advance_search(self, head: Job) -> list[RequestOutput]:
+        """Beams of it have drawn; its answers when that was its last step."""
+        if head.request.request_id not in self._jobs:  # one of its rows was broken
+            return []
+        if head.first_token_at is None:
+            head.first_token_at = self._clock()
+        try:
+            children = self._beams.choose(head)
+        except Exception as cause:  # its check for stop strings is somebody else's
+            error = EngineDead(f"the next step of a beam search could not be chosen: {cause!r}")
+            error.__cause__ = cause
+            return [self._end(head, "error", error)]
+        if children is None:
+            return []
+        if not children:
+            return [self._end(head, "stop")]
+        self._beams.replace(head, children)
+        return []
 
     def _start_twins(self, firsts: list[Job]) -> None:
         """These are about to draw: their twins hold the prompts, too. By arrival, as many run at
@@ -201,7 +234,7 @@ class Scheduler:
         for job in sorted((t for first in firsts for t in first.twins), key=lambda t: t.arrival):
             assert job.twin_of is not None
             sequence, own = job.twin_of.sequence, None
-            may_start = may_start and self._has_room_for(job)
+            may_start = may_start and self._num_startable(job, 1) > 0
             if may_start and sequence is not None:
                 try:
                     own = sequence.fork()
@@ -219,16 +252,18 @@ class Scheduler:
             job.admit_twin(None, self._clock())
         first.twins = []
 
-    def _has_room_for(self, twin: Job) -> bool:
-        """Whether a twin may run at once: beside the others, and passing nobody it must not."""
+    def _num_startable(self, job: Job, count: int) -> int:
+        """How many of `count` forks of or like `job` may run at once: beside the others, and
+        passing nobody whom `job` must not."""
         waiting = self._waiting
-        if len(self._running) >= self._max_running or waiting.barrier < twin.arrival:
-            return False
-        if waiting.highest_priority > twin.request.params.priority:
-            return False
-        outstanding = sum(self._pages_ahead(job) for job in self._running.values())
+        slots = min(count, self._max_running - len(self._running))
+        if slots <= 0 or waiting.barrier < job.arrival:
+            return 0
+        if waiting.highest_priority > job.request.params.priority:
+            return 0
+        outstanding = sum(self._pages_ahead(other) for other in self._running.values())
         size = self._pages_for(_LOOKAHEAD) + 1
-        return self._cache.num_available - outstanding >= size
+        return max(0, min(slots, (self._cache.num_available - outstanding) // size))
 
     def _update_twin(self, job: Job, drawn: RowOutput) -> RequestOutput:
         if drawn.error is not None:
@@ -252,10 +287,14 @@ class Scheduler:
         counters.recomputed_tokens += max(0, again)
         job.note_committed(row.end)
 
-    def _note_scores(self, job: Job, row: Row, drawn: RowOutput) -> RequestOutput:
+    def _note_scores(self, job: Job, row: Row, drawn: RowOutput) -> list[RequestOutput]:
         job.num_scored += len(drawn.scores)
+        if job.request.draws:  # told at the end
+            tops = drawn.top_scores or ((),) * len(drawn.scores)
+            job.prompt_scores += map(PromptScore, drawn.scores, tops)
+            return []
         finish = self._close(job, "stop") if row.end == job.num_prompt else None
-        return RequestOutput(job.request.request_id, (), drawn.scores, (), finish)
+        return [RequestOutput(job.request.request_id, (), drawn.scores, (), finish)]
 
     def _append(self, job: Job, drawn: RowOutput) -> RequestOutput:
         job.tokens.append(drawn.token_id)
@@ -305,6 +344,10 @@ class Scheduler:
                 return count
             except OutOfPages:
                 plan.is_short = True
+                parked = self._beams.victim(job) if self._beams.parked else None
+                if parked is not None:
+                    self._preempt_parked(parked)
+                    continue
                 victim = self._victim(job, plan)
                 if victim is None:
                     return 0
@@ -331,6 +374,10 @@ class Scheduler:
         self._counters.preemptions += 1
         self._waiting.note_freed(free_followers(job))
         self._requeue(job)
+
+    def _preempt_parked(self, job: Job) -> None:
+        self._beams.unpark(job)
+        self._counters.preemptions += 1
 
     # -- waiting requests ---------------------------------------------------------------------
 
@@ -399,29 +446,44 @@ class Scheduler:
         self._waiting.note_admitted(job)
         self._running[job.arrival] = job
         job.admit(sequence, lookup, self._clock())
+        if job.head is not None:
+            job.head.num_reused = min(job.head.num_reused, job.num_reused)
         plan.add(job, count, is_decode=False)
         return True
 
     # -- the end ------------------------------------------------------------------------------
 
     def _end(self, job: Job, reason: str, error: BaseException | None = None) -> RequestOutput:
+        if job.head is not None:
+            return self._end_search(job.head, reason, error)
         return self._output(job, None, self._close(job, reason, error))
+
+    def _end_search(self, head: Job, reason: str, error: BaseException | None) -> RequestOutput:
+        assert head.search is not None
+        answers = head.search.answers([job.tokens for job in head.beams])
+        if reason == "stop":
+            if answers:
+                reason = answers[0].reason
+            else:
+                reason, error = "error", EngineDead("no token can be drawn: none is possible")
+        for job in head.beams:
+            if job is not head:
+                self._let_go(job)
+        finish = self._close(head, reason, error)
+        head.head, head.search, head.beams = None, None, []  # no ring that keeps it in memory
+        first = replace(finish.usage, completion_tokens=len(answers[0].token_ids) if answers else 0)
+        for _ in answers[1:]:  # the others count the prompt as cached
+            self._counters.prompted_tokens += first.prompt_tokens
+            self._counters.reused_tokens += first.prompt_tokens
+            gained = first.prompt_tokens - head.cached_on_arrival
+            self._counters.gained_while_waiting_tokens += max(0, gained)
+        self._counters.generated_tokens += sum(len(one.token_ids) for one in answers)
+        finish = replace(finish, usage=first)
+        return RequestOutput(head.request.request_id, (), (), (), finish, answers)
 
     def _close(self, job: Job, reason: str, error: BaseException | None = None) -> Finish:
         """Take a job out of every queue, free its private pages, and add up its numbers."""
-        if job.twin_of is not None:
-            job.twin_of.twins.remove(job)
-        elif job.sequence is None:
-            if job.follows is not None:
-                job.follows.followers.remove(job)
-            if job in self._waiting:  # else: a twin that has drawn but one token
-                self._waiting.remove(job)
-        else:
-            job.sequence.release()
-            job.sequence = None
-            del self._running[job.arrival]
-            self._waiting.note_freed(free_followers(job))
-        del self._jobs[job.request.request_id]
+        self._let_go(job)
         self._part_twins(job)
         counters, usage = self._counters, job.usage()
         counters.finished += reason in ("stop", "length")
@@ -432,13 +494,33 @@ class Scheduler:
         counters.computed_tokens += usage.computed_tokens
         gained = usage.cached_tokens - job.cached_on_arrival
         counters.gained_while_waiting_tokens += max(0, gained)
-        return Finish(reason, usage, job.metrics(self._clock()), job.lookup, error)
+        scores = tuple(job.prompt_scores) if job.prompt_scores else ()
+        return Finish(reason, usage, job.metrics(self._clock()), job.lookup, error, scores)
+
+    def _let_go(self, job: Job) -> None:
+        """Take a job out of every queue and free its private pages."""
+        if job.twin_of is not None:
+            job.twin_of.twins.remove(job)
+        elif job.sequence is None:
+            if job.follows is not None:
+                job.follows.followers.remove(job)
+            if job in self._waiting:  # else: it has drawn, and is a new twin or a beam
+                self._waiting.remove(job)
+        elif job.arrival in self._running:
+            job.sequence.release()
+            job.sequence = None
+            del self._running[job.arrival]
+            self._waiting.note_freed(free_followers(job))
+        else:
+            self._beams.unpark(job)
+        del self._jobs[job.request.request_id]
 
     def _part_twins(self, job: Job) -> None:
         """`job` ends before its prompt was computed: the first of its twins takes its place."""
         if not job.twins:
             return
         heir, *others = job.twins
+        heir.take_scores(job)
         heir.twin_of, heir.twins, job.twins = None, others, []
         for other in others:
             other.twin_of = heir
@@ -453,9 +535,3 @@ class Scheduler:
             return RequestOutput(request_id, (drawn.token_id,), (), (), finish)
         top = dict(drawn.top_logprobs)
         return RequestOutput(request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)
-
-
-def _reusable(request: Request) -> IntArray:
-    """What a cache that leaves the last token to be computed is asked for: see `Job.wanted`."""
-    targets = request.targets
-    return request.token_ids if targets is None else request.token_ids[: 1 - len(targets) or None]

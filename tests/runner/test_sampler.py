@@ -11,10 +11,12 @@ import torch
 from radixserve.request import SamplingParams
 from radixserve.runner.sampler import (
     apply_penalties,
+    best_tokens,
     draw_tokens,
     filter_tokens,
     invert_distribution,
     sample,
+    score,
     uniform_numbers,
 )
 from radixserve.schedule import SampleSpec
@@ -301,3 +303,101 @@ def test_the_least_values_that_are_allowed(field: str) -> None:
     for out in sample(logits, [spec(**{"temperature": 0.7, field: least})] * 2):
         assert out.error is None
         assert 0 <= out.token_id < VOCAB
+
+
+def beam(
+    count: int,
+    *,
+    banned: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+    **params: float,
+) -> SampleSpec:
+    plain = spec(temperature=0.0, output=output, banned=banned, **params)
+    return plain._replace(num_candidates=count)
+
+
+class TestCandidates:
+    def test_equal_to_sorting_the_log_probabilities(self) -> None:
+        logits = logits_of(4)
+        before = logits.clone()
+        specs = [
+            beam(6),
+            beam(3, banned=(5, 7)),
+            beam(8, repetition_penalty=1.3, output=(9, 11, 9)),
+            beam(VOCAB + 10, frequency_penalty=0.5, presence_penalty=0.25, output=(9, 11, 9)),
+        ]
+        own = logits.log_softmax(-1)
+        changed = own.clone()
+        changed[1, [5, 7]] = -math.inf
+        changed[2, [3, 4, 9, 11]] *= 1.3  # log-probabilities are below zero
+        changed[3, 9] -= 0.5 * 2 + 0.25
+        changed[3, 11] -= 0.5 + 0.25
+        outs = sample(logits, specs)
+        for row, (out, asked) in enumerate(zip(outs, specs, strict=True)):
+            best = changed[row].sort(descending=True)
+            count = min(asked.num_candidates, VOCAB)
+            found = out.candidates
+            assert found is not None
+            assert out.token_id == -1
+            assert found.token_ids.tolist() == best.indices[:count].tolist()
+            assert found.scores.tolist() == pytest.approx(best.values[:count].tolist())
+            expected = own[row, best.indices[:count]].tolist()
+            assert found.logprobs.tolist() == pytest.approx(expected)
+        assert torch.equal(logits, before)
+
+    def test_beside_rows_that_draw(self) -> None:
+        logits = logits_of(5)
+        others = [spec(temperature=0.0), spec(temperature=1.0, seed=5, logprobs=2)]
+        specs = [beam(4), others[0], beam(6, logprobs=3), others[1], beam(2)]
+        outs = sample(logits, specs)
+        assert [outs[1]] == sample(logits[1:2], others[:1])
+        alone = sample(logits[3:4], others[1:])[0]
+        assert outs[3].token_id == alone.token_id
+        assert outs[3].logprob == pytest.approx(alone.logprob)
+        assert [len(out.candidates.token_ids) for out in outs if out.candidates] == [4, 6, 2]
+        best = logits[2].log_softmax(-1).topk(3)
+        assert [i for i, _ in outs[2].top_logprobs] == best.indices.tolist()
+        assert [v for _, v in outs[2].top_logprobs] == pytest.approx(best.values.tolist())
+        assert outs[0].top_logprobs == ()
+
+    def test_broken_rows(self) -> None:
+        logits = logits_of(4)
+        logits[0, 3] = math.nan
+        logits[1] = -math.inf
+        logits[2, 8] = math.inf
+        outs = sample(logits, [beam(4), beam(4), beam(4), beam(4)])
+        assert [out.error is None for out in outs] == [False, False, False, True]
+        (banned,) = sample(logits[3:], [beam(4, banned=tuple(range(VOCAB)))])
+        assert banned.error is not None
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 300, 1000, 4096, 32_003])
+@pytest.mark.parametrize("count", [1, 2, 9, 60])
+def test_the_best_tokens_are_those_of_topk(vocab: int, count: int) -> None:
+    count = min(count, vocab)
+    values = torch.cat([torch.randperm(vocab, generator=torch.Generator().manual_seed(s))[None]
+                        for s in range(3)]).float()  # fmt: skip
+    values[1, : vocab // 2] = -math.inf
+    values[2, vocab - 1] = math.nan
+    expected = values.topk(count, -1)
+    best, places = best_tokens(values, count)
+    assert torch.equal(places[0], expected.indices[0])
+    assert torch.equal(best[:2], expected.values[:2])
+    assert best[2, 0].isnan()
+    assert torch.equal(best[2, 1:], expected.values[2, 1:])
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3, VOCAB + 5])
+def test_scores_and_the_best_in_their_places(num_top: int) -> None:
+    logits = logits_of(4)
+    targets = np.array([3, 0, 49, 7], np.int32)
+    out = score(logits, targets, num_top)
+    logprobs = logits.log_softmax(-1)
+    assert out.scores == pytest.approx([float(logprobs[at, t]) for at, t in enumerate(targets)])
+    assert len(out.top_scores) == (4 if num_top else 0)
+    for at, top in enumerate(out.top_scores):
+        best = logprobs[at].topk(min(num_top, VOCAB))
+        assert [i for i, _ in top] == best.indices.tolist()
+        assert [v for _, v in top] == pytest.approx(best.values.tolist())
+    logits[2, 5] = math.nan
+    assert score(logits, targets, num_top).error is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import random
 import threading
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 
 from radixserve import Branch, Completion, EngineDead, InvalidRequest, Runtime, SamplingParams
+from radixserve.request import BeamParams
 from tests.checkpoints import EOS_ID, all_logprobs, greedy, load_reference, make_checkpoint
+from tests.scheduler.beam_reference import search
 
 TOLERANCE = 1e-4  # of logprobs
 TIE = 1e-5  # best and second best closer than this: float32 cannot tell
@@ -514,6 +517,23 @@ class Model:
     def __init__(self, folder: Path) -> None:
         self._model = load_reference(folder)
 
+    def check_beams(self, prompt: list[int], outs: list[Completion], width: int) -> None:
+        """The answers of `beam_search` with a length penalty of 1 and without end tokens.
+
+        Most are compared as a whole, the others by their scores.
+        """
+        beams = BeamParams(width=width)
+        gaps: list[float] = []
+        num_tokens = len(outs[0].token_ids)
+        expected = search(self._last_logprobs, prompt, beams, frozenset(), num_tokens, gaps=gaps)
+        if min(gaps) > TIE:
+            assert [out.token_ids for out in outs] == [one.token_ids for one in expected]
+        scores = [one.score for one in expected]
+        assert [out.score for out in outs] == pytest.approx(scores, abs=TOLERANCE)
+
+    def _last_logprobs(self, tokens: list[int]) -> Any:
+        return all_logprobs(self._model, tokens)[-1].numpy()
+
     def check(self, prompt: list[int], out: Completion) -> None:
         """Greedy tokens and their logprobs."""
         count = len(out.token_ids)
@@ -606,7 +626,8 @@ class Program:
         self.rt, self.model, self.rng = rt, model, rng
         self.branches: list[Branch] = []
         self.acts = [self.fork, self.extend, self.generate, self.generate, self.leave_stream,
-                     self.truncate, self.release]  # fmt: skip
+                     self.truncate, self.release, self.search, self.search_beside,
+                     self.abort_search]  # fmt: skip
 
     def step(self) -> None:
         if not self.branches:
@@ -614,7 +635,7 @@ class Program:
             self.branches.append(self.rt.branch(ids))
         branch = self.rng.choice(self.branches)
         act = self.rng.choice(self.acts)
-        if branch.length < 150 or act not in (self.extend, self.generate, self.leave_stream):
+        if branch.length < 150 or act in (self.fork, self.truncate, self.release):
             act(branch)
 
     def fork(self, branch: Branch) -> None:
@@ -639,6 +660,49 @@ class Program:
             if seen >= self.rng.randint(1, 6):
                 break
         assert branch.length == length + seen
+
+    def search(self, branch: Branch) -> None:
+        """The beams of a branch; it takes the best one."""
+        prompt, width = branch.tokens.tolist(), self.rng.randint(2, 4)
+        outs = self.rt.beam_search(prompt, width, self.rng.randint(1, 5), ignore_eos=True)
+        self.model.check_beams(prompt, outs, width)
+        usage = outs[0].usage
+        assert usage.cached_tokens + usage.computed_tokens == len(prompt)
+        branch.extend(outs[0].token_ids)
+
+    def search_beside(self, branch: Branch) -> None:
+        """Two searches and twins at once."""
+        prompt, width, count = (
+            branch.tokens.tolist(),
+            self.rng.randint(2, 5),
+            self.rng.randint(1, 3),
+        )
+        other = self.rng.choice(self.branches).tokens.tolist()
+
+        async def run() -> list[Any]:
+            return await asyncio.gather(
+                self.rt.abeam_search(prompt, width, count, ignore_eos=True),
+                self.rt.abeam_search(other, width, 4, stop_token_ids=[7, 9, 200]),
+                self.rt.agenerate(other[:-1] or other, greedy_params(count, n=2)),
+            )
+
+        searched, _, twins = asyncio.run(run())
+        self.model.check_beams(prompt, searched, width)
+        for twin in twins:
+            self.model.check(other[:-1] or other, twin)
+
+    def abort_search(self, branch: Branch) -> None:
+        """The search of a branch is given up at any time."""
+        prompt, delay = branch.tokens.tolist(), self.rng.choice([0.0, 0.001, 0.003, 0.01])
+
+        async def run() -> None:
+            task = asyncio.ensure_future(self.rt.abeam_search(prompt, 4, 60, ignore_eos=True))
+            await asyncio.sleep(delay)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+        asyncio.run(run())
 
     def truncate(self, branch: Branch) -> None:
         branch.truncate(self.rng.randint(1, branch.length))

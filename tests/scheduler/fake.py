@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
-from radixserve.output import Finish, RequestOutput
-from radixserve.request import Request, SamplingParams
-from radixserve.schedule import Row, RowOutput, Schedule, StepOutput, Twin
+from radixserve.output import Beam, Finish, RequestOutput
+from radixserve.request import BeamParams, Request, SamplingParams
+from radixserve.schedule import Candidates, Row, RowOutput, Schedule, StepOutput, Twin
 from radixserve.scheduler import Scheduler
 
 VOCAB = 50
@@ -36,6 +36,13 @@ def prefix_hashes(tokens: list[int], start: list[int] | None = None) -> list[int
 
 def fake_score(prefix_hash: int, target: int) -> float:
     return -float((prefix_hash ^ int(target)) % 997)
+
+
+def fake_logprobs(prefix_hash: int) -> np.ndarray:
+    """[VOCAB] float32 "log-probabilities" of what may follow, each token's a hash of its own."""
+    mixed = np.arange(1, VOCAB + 1, dtype=np.uint64) * np.uint64(_MIX) ^ np.uint64(prefix_hash)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return -((mixed >> np.uint64(41)).astype(np.float32) / np.float32(2**21)) - np.float32(0.01)
 
 
 class FakeRunner:
@@ -70,6 +77,15 @@ class FakeRunner:
             self.next_token(self.hashes[row.request_id][: row.end], twin.sample.seed), None, ()
         )
 
+    def candidates(self, prefix_hash: int, row: Row) -> RowOutput:
+        assert row.sample is not None
+        own = fake_logprobs(prefix_hash)
+        scores = own.copy()
+        scores[list(row.sample.banned_ids)] = -np.inf
+        best = np.argsort(-scores, kind="stable")[: row.sample.num_candidates]
+        found = Candidates(best.astype(np.int32), scores[best], own[best])
+        return RowOutput(-1, None, (), candidates=found)
+
     def next_token(self, hashes: list[int], seed: int = 0) -> int:
         return (hashes[-1] + seed) % VOCAB
 
@@ -93,14 +109,26 @@ class FakeRunner:
             self.cells[cell] = hashes[at]
             key = namespace, hashes[at]
             self.computed[key] = self.computed.get(key, 0) + 1
-        if row.targets is not None:
-            assert row.sample is None
-            places = range(row.end - len(row.targets), row.end)
-            scores = [fake_score(hashes[at], t) for at, t in zip(places, row.targets, strict=True)]
-            return RowOutput(-1, None, (), None, tuple(scores))
+        output = self._draw(row)
+        if row.targets is None:
+            return output
+        end = row.end - (output is not None)
+        places = range(end - len(row.targets), end)
+        scores = tuple(
+            fake_score(hashes[at], target) for at, target in zip(places, row.targets, strict=True)
+        )
+        tops = tuple(((hashes[at] % VOCAB, -1.0),) * row.num_top for at in places)
+        if output is None:
+            return RowOutput(-1, None, (), None, scores, tops)
+        return output._replace(scores=scores, top_scores=tops)
+
+    def _draw(self, row: Row) -> RowOutput | None:
         if row.sample is None:
             return None
+        hashes = self.hashes[row.request_id]
         assert row.sample.token_ids.tolist() == self.tokens[row.request_id]
+        if row.sample.num_candidates:
+            return self.candidates(hashes[row.end - 1], row)
         return RowOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
 
 
@@ -132,8 +160,10 @@ class Driver:
         )
         self.runner = FakeRunner(self.num_pages, self.page_size)
         self.prompts: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
         self.seeds: dict[str, int] = {}
         self.logprobs: dict[str, list[float]] = {}
+        self.beams: dict[str, tuple[Beam, ...]] = {}
         self.admitted: list[str] = []
 
     def make_cache(self) -> PrefixCache:
@@ -156,7 +186,9 @@ class Driver:
         holder: str = "",
         twin_of: str = "",
         targets: list[int] | None = None,
+        draws: bool = False,
         seed: int = 0,
+        beams: BeamParams | None = None,
         **params: int,
     ) -> None:
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
@@ -171,10 +203,13 @@ class Driver:
             holder=holder,
             twin_of=twin_of,
             targets=None if targets is None else np.asarray(targets, np.int32),
+            beams=beams,
+            draws=draws,
         )
         self.seeds[name] = seed
         self.scheduler.add(request)
         self.prompts[name] = tokens
+        self.requests[name] = request
         self.runner.tokens[name] = list(tokens)
         self.runner.namespaces[name] = sampling.namespace
 
@@ -183,6 +218,7 @@ class Driver:
         if schedule is None:
             return None
         self.schedules.append(schedule)
+        self._name_beams()
         for row in schedule.rows:
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
@@ -192,6 +228,14 @@ class Driver:
             if job is None or job.sequence is not None:  # it runs, or it ended with one token
                 self.admitted.append(twin.request_id)
         return schedule
+
+    def _name_beams(self) -> None:
+        """Tell the runner what the rows of beams are to hold."""
+        for name, job in self.scheduler._jobs.items():
+            if job.head is not None:
+                self.runner.tokens[name] = job.tokens.view().tolist()
+                self.runner.hashes.pop(name, None)
+                self.runner.namespaces[name] = job.request.params.namespace
 
     def run(self) -> None:
         while self.step() is not None:
@@ -206,6 +250,8 @@ class Driver:
         for output in outputs:
             self.runner.tokens[output.request_id] += output.token_ids
             self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
+            if output.beams:
+                self.beams[output.request_id] = output.beams
             if output.finish is not None:
                 self.finished[output.request_id] = output.finish
 
