@@ -30,7 +30,8 @@ class EngineConfig(StrictFields):
                         "slru", "priority"; cache "hash" has "lru" only
     schedule_policy     "lpm" (longest cached prefix first), "fcfs", "dfs-weight"
     max_overtake        no request is overtaken by more than this many later ones
-    attention_backend   "auto" or "torch"
+    attention_backend   "cpu" (kernels compiled for this processor when they are first used),
+                        "torch" (PyTorch's operations), or "auto": "cpu" where it can be had
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
     seed                of the random streams of requests that bring none
@@ -77,7 +78,7 @@ class EngineConfig(StrictFields):
             )
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
-        check_choice("attention_backend", self.attention_backend, ("auto", "torch"))
+        check_choice("attention_backend", self.attention_backend, ("auto", "cpu", "torch"))
         if self.trace is not None and not check_str("trace", self.trace):
             raise InvalidRequest("trace must be None or the path of a file, got ''")
         if self.trace_hash_block is not None:

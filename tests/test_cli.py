@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import radixserve
 from radixserve.cli import main
@@ -21,6 +22,8 @@ from radixserve.commands.demo_script import Answer, Part, Performance
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
+from radixserve_kernels import cpu_ops
+from radixserve_kernels.cpu_ops import unavailable
 
 ROOT = Path(__file__).parents[1]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--num-pages", "4096"]
@@ -437,9 +440,14 @@ def test_info_json() -> None:
     assert facts["versions"]["radixserve"] == radixserve.__version__
     assert facts["versions"]["torch"]
     assert facts["machine"]["cores"] >= 1
-    assert facts["attention_backends"]["torch"]["used"] is True
+    backends = facts["attention_backends"]
+    assert backends["torch"]["used"] is True
+    assert backends["cpu"]["used"] is (not unavailable(torch.float32))
+    expected = "vectors of" if backends["cpu"]["used"] else unavailable(torch.float32)
+    assert expected in backends["cpu"]["why"]
     assert facts["attention_backends"]["flashinfer"]["used"] is False
     model = facts["model"]
+    assert model["attention_backend"] == ("cpu" if backends["cpu"]["used"] else "torch")
     assert model["pool_tokens"] == 1600
     assert model["pool_bytes"] == 1600 * model["kv_bytes_per_token"]
     assert model["weight_bytes"] == 4 * model["num_parameters"]
@@ -458,8 +466,28 @@ def test_the_hash_cache_answers_the_same() -> None:
 def test_info_for_people() -> None:
     code, out, _ = run("info", "--num-pages", "100")
     assert code == 0
+    assert ("bfloat16:" in out) == (not unavailable(torch.float32))
     for words in ("LlamaForCausalLM", "KV pool", "not used by this version yet", "page size"):
         assert words in out
     code, out, _ = run("info", "--no-model")
     assert code == 0
     assert "LlamaForCausalLM" not in out
+
+
+def test_info_says_why_there_are_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "there is no C++ compiler: c++ not found"
+    monkeypatch.setattr(cpu_ops, "unavailable", lambda _: reason)
+    code, out, _ = run("info", "--no-model")
+    assert code == 0
+    assert f"cannot be used: {reason}" in " ".join(out.split())
+    assert out.count('what "auto" takes') == 1
+    code, out, _ = run("info", "--no-model", "--json")
+    assert code == 0
+    backends = json.loads(out)["attention_backends"]
+    assert backends["cpu"] == {
+        "version": radixserve.__version__,
+        "usable": False,
+        "used": False,
+        "why": reason,
+    }
+    assert backends["torch"]["used"] is True

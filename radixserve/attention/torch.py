@@ -25,6 +25,7 @@ from torch import Tensor
 
 from radixserve.attention import dense
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray, check_dtype, kv_view
+from radixserve.attention.cascade import SharedNode, covered_pages, find_shared
 from radixserve.attention.segments import (
     Segments,
     cut_segments,
@@ -35,7 +36,6 @@ from radixserve.attention.segments import (
     slots_of,
     token_index,
 )
-from radixserve.attention.shared_pages import SharedRun, find_shared
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.torch_ops import attention_with_lse, merge_attention, store_kv
 
@@ -165,14 +165,16 @@ class TorchBackend:
         layer: int,
         scale: float,
     ) -> None:
-        """Add what `part`'s queries see in their shared pages to `result`, in place."""
+        """Add what `part`'s queries see in their shared pages to `result` and `lse`, in place."""
         other, other_lse = self._attend_shared(part, *qkv, layer, scale)
         own, own_lse = _take(result, part.tokens), _take(lse, part.tokens)
         merged = merge_attention(own, own_lse, other, other_lse)
+        both = torch.logaddexp(own_lse, other_lse)
         if isinstance(part.tokens, slice):
-            result[part.tokens] = merged
+            result[part.tokens], lse[part.tokens] = merged, both
         else:
             result.index_copy_(0, part.tokens, merged)
+            lse.index_copy_(0, part.tokens, both)
 
     def _attend_shared(
         self, part: Dense, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float
@@ -299,13 +301,8 @@ class TorchBackend:
 
     def _plan_rows(self, batch: ForwardBatch) -> Plan:
         host = batch.host
-        runs: list[SharedRun] = []
-        if self._shares:
-            runs = find_shared(host, self.page_size, SHARE_BYTES // self._token_bytes)
-        shared_pages = np.zeros(len(host.start), np.int64)
-        for run in runs:
-            shared_pages[run.rows] = run.num_pages
-        segments = cut_segments(host, self.page_size, shared_pages)
+        nodes = find_shared(host, self.page_size, self._pays_together) if self._shares else []
+        segments = cut_segments(host, self.page_size, covered_pages(nodes, len(host.start)))
         parts, order, rest = self._singles(host, segments)
         max_tokens = max(1, GATHER_BYTES // self._token_bytes)
         for members in pack_segments(segments, rest, max_tokens, MAX_FOLDED):
@@ -314,7 +311,7 @@ class TorchBackend:
             order.append(np.where(is_real(segments, members, tokens.shape[1]), tokens, -1).ravel())
         return Plan(
             parts=tuple(parts),
-            shared=tuple(self._shared(host, run) for run in runs),
+            shared=tuple(self._shared(host, node) for node in nodes),
             slot_mapping=batch.slot_mapping,
             out_index=self._out_index(np.concatenate(order)),
         )
@@ -362,13 +359,16 @@ class TorchBackend:
         mask = self._mask(hidden_keys(segments, members, q_len), q_len)
         return Group(len(members), q_len, kv_len, where, keys, mask)
 
-    def _shared(self, host: HostIndex, run: SharedRun) -> Dense:
-        first, last = host.qo_indptr[run.rows], host.qo_indptr[run.rows + 1]
+    def _pays_together(self, num_rows: int, num_tokens: int) -> bool:
+        return (num_rows - 1) * num_tokens * self._token_bytes >= SHARE_BYTES
+
+    def _shared(self, host: HostIndex, node: SharedNode) -> Dense:
+        first, last = host.qo_indptr[node.rows], host.qo_indptr[node.rows + 1]
         tokens = first
         if bool((last - first > 1).any()):
             tokens = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
-        kv_len = run.num_pages * self.page_size
-        start = host.kv_indptr[run.rows[:1]]
+        kv_len = (node.end - node.first) * self.page_size
+        start = host.kv_indptr[node.rows[:1]] + node.first
         keys = self._keys(host, start, np.array([kv_len]))
         return Dense(self._range_or_index(tokens), kv_len, keys, is_causal=False)
 

@@ -117,13 +117,19 @@ def _total_memory() -> int | None:
 
 
 def _attention_backends() -> dict[str, dict[str, Any]]:
-    """What is there; this version runs on the torch backend only."""
+    """What is there; on this version's device, the CPU, "auto" is the first that is usable."""
     import torch
 
-    has_cuda = torch.cuda.is_available()
-    found: dict[str, dict[str, Any]] = {
-        "torch": {"version": torch.__version__, "usable": True, "used": True, "why": "runs here"}
+    found = {
+        "cpu": _cpu_backend(),
+        "torch": {
+            "version": torch.__version__,
+            "usable": True,
+            "used": True,
+            "why": "PyTorch's operations, everywhere",
+        },
     }
+    has_cuda = torch.cuda.is_available()
     for name, package in _OPTIONAL_BACKENDS.items():
         version = _installed(package)
         why = "not installed" if version is None else "has a CUDA device"
@@ -132,6 +138,17 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
         usable = version is not None and has_cuda
         found[name] = {"version": version, "usable": usable, "used": False, "why": why}
     return found
+
+
+def _cpu_backend() -> dict[str, Any]:
+    """The kernels are compiled for it, unless they were before."""
+    import torch
+
+    from radixserve_kernels.cpu_ops import describe, unavailable
+
+    reason = unavailable(torch.float32)
+    why = reason or f"compiled for this processor; {describe()}"
+    return {"version": __version__, "usable": not reason, "used": not reason, "why": why}
 
 
 def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -199,12 +216,17 @@ def _machine_lines(machine: dict[str, Any]) -> dict[str, str]:
 
 
 def _backend_lines(backends: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {
-        name: "used by this version"
-        if backend["used"]
-        else f"{backend['why']}; not used by this version yet"
-        for name, backend in backends.items()
-    }
+    preferred = next(name for name, backend in backends.items() if backend["used"])
+    lines = {}
+    for name, backend in backends.items():
+        lines[name] = backend["why"]
+        if name == preferred:
+            lines[name] += '; what "auto" takes'
+        elif name in _OPTIONAL_BACKENDS:
+            lines[name] += "; not used by this version yet"
+        elif not backend["usable"]:
+            lines[name] = f"cannot be used: {backend['why']}"
+    return lines
 
 
 def _model_lines(model: dict[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ Projections that read the same input are fused at load: q, k, v into one, gate a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from radixserve_kernels.torch_ops import (
     silu_and_mul,
 )
 
+WeightAndBias = tuple[Tensor, Tensor | None]
+
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FIRST_POSITIONS = 2_048  # whose rotations are made at load
@@ -57,8 +60,38 @@ class DecoderShape:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """One layer's weights and biases; Q = Hq * D and KV = Hkv * D features, M of the MLP, H hidden.
+
+    Rows of q and k are in the order that `apply_rotary` wants.
+    """
+
+    input_norm: Tensor  # [H]
+    qkv: WeightAndBias  # [Q + 2 KV, H]
+    qk_norm: Tensor | None  # [Hq + Hkv, D] q's weight for the first Hq heads, then k's
+    o: WeightAndBias  # [H, Q]
+    post_norm: Tensor  # [H]
+    gate: WeightAndBias  # [M, H]
+    up: WeightAndBias  # [M, H]
+    down: WeightAndBias  # [H, M]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderTensors:
+    """A checkpoint as it was read."""
+
+    info: ModelInfo
+    shape: DecoderShape
+    embedding: Tensor  # [V, H]
+    layers: tuple[Any, ...]  # what was made of each LayerTensors
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [V, H]
+    rotary: RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; Q = Hq * D and KV = Hkv * D features, M of the MLP, H hidden."""
+    """One layer, ready to compute; see `LayerTensors`."""
 
     input_norm: Tensor  # [H]
     qkv: Linear  # H -> Q + 2 KV
@@ -79,9 +112,13 @@ class RotaryTable:
 
     def at(self, positions: Tensor, end: int) -> Tensor:
         """[T, 1, D/2] of `positions` [T], all below `end`."""
+        return self.up_to(end).index_select(0, positions)
+
+    def up_to(self, end: int) -> Tensor:
+        """[n >= end, 1, D/2] of positions 0, 1, 2 ..."""
         if end > len(self._rows):
             self._rows = self._make(max(end, 2 * len(self._rows)))
-        return self._rows.index_select(0, positions)
+        return self._rows
 
     def _make(self, num_positions: int) -> Tensor:
         positions = torch.arange(num_positions, device=self._inv_freq.device)
@@ -147,6 +184,20 @@ def _sampled(x: Tensor, batch: ForwardBatch) -> Tensor:
 
 def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Read a checkpoint of one of ARCHITECTURES; see `check_decoder` for what is refused."""
+    read = read_decoder(folder, config, dtype, device, _layer_weights)
+    head = Linear(read.lm_head)
+    return Decoder(read.info, read.shape, read.embedding, read.layers, read.norm, head, read.rotary)
+
+
+def read_decoder(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_layer: Callable[[LayerTensors], Any],
+) -> DecoderTensors:
+    """Read a checkpoint; layers go through `make_layer` one by one, so that no two copies of all
+    of them exist at a time."""
     check_decoder(config)
     shape = decoder_shape(config)
     inv_freq, scaling = rope_frequencies(config, shape.head_dim)
@@ -156,7 +207,8 @@ def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
     lm_head = _load_head(reader, shape, embedding)
     norm = reader.take("model.norm.weight", (shape.hidden_size,))
     layers = tuple(
-        _load_layer(reader, f"model.layers.{number}.", shape) for number in range(shape.num_layers)
+        make_layer(_load_layer(reader, f"model.layers.{number}.", shape))
+        for number in range(shape.num_layers)
     )
     reader.finish()
     info = ModelInfo(
@@ -174,7 +226,23 @@ def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
         num_parameters=reader.num_parameters,
     )
     rotary = RotaryTable(inv_freq.to(device), scaling)
-    return Decoder(info, shape, embedding, layers, norm, Linear(lm_head), rotary)
+    return DecoderTensors(info, shape, embedding, layers, norm, lm_head, rotary)
+
+
+def _layer_weights(tensors: LayerTensors) -> LayerWeights:
+    (gate, gate_bias), (up, up_bias) = tensors.gate, tensors.up
+    bias = None
+    if gate_bias is not None and up_bias is not None:
+        bias = torch.cat((gate_bias, up_bias))
+    return LayerWeights(
+        input_norm=tensors.input_norm,
+        qkv=Linear(*tensors.qkv),
+        qk_norm=tensors.qk_norm,
+        o=Linear(*tensors.o),
+        post_norm=tensors.post_norm,
+        gate_up=Linear(torch.cat((gate, up)), bias),
+        down=Linear(*tensors.down),
+    )
 
 
 def check_decoder(config: Any) -> None:
@@ -241,36 +309,38 @@ def _load_head(reader: WeightReader, shape: DecoderShape, embedding: Tensor) -> 
     return head
 
 
-def _load_layer(reader: WeightReader, prefix: str, shape: DecoderShape) -> LayerWeights:
-    """The rows of q and k are put in the order that `apply_rotary` wants."""
+def _load_layer(reader: WeightReader, prefix: str, shape: DecoderShape) -> LayerTensors:
     hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     q, kv = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
-    qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
 
     def take(name: str, size: tuple[int, ...]) -> Tensor:
         tensor = reader.take(prefix + name, size)
         is_rotated = name.startswith(("self_attn.q_", "self_attn.k_"))
         return pair_halves(tensor, head_dim) if is_rotated else tensor
 
-    def linear(parts: dict[str, int], num_in: int, *, has_bias: bool) -> Linear:
-        weight = torch.cat([take(f"{name}.weight", (n, num_in)) for name, n in parts.items()])
-        if not has_bias:
-            return Linear(weight)
-        return Linear(weight, torch.cat([take(f"{name}.bias", (n,)) for name, n in parts.items()]))
+    def both(name: str, num_out: int, num_in: int, *, has_bias: bool) -> WeightAndBias:
+        weight = take(f"{name}.weight", (num_out, num_in))
+        return weight, take(f"{name}.bias", (num_out,)) if has_bias else None
 
+    parts = [
+        both(f"self_attn.{name}_proj", size, hidden, has_bias=shape.qkv_bias)
+        for name, size in (("q", q), ("k", kv), ("v", kv))
+    ]
+    biases = [bias for _, bias in parts if bias is not None]
+    qkv = torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
     qk_norm = None
     if shape.qk_norm:
         q_norm = take("self_attn.q_norm.weight", (head_dim,))
         k_norm = take("self_attn.k_norm.weight", (head_dim,))
         repeats = (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
         qk_norm = torch.cat(repeats)
-    return LayerWeights(
+    return LayerTensors(
         input_norm=take("input_layernorm.weight", (hidden,)),
-        qkv=linear(qkv, hidden, has_bias=shape.qkv_bias),
+        qkv=qkv,
         qk_norm=qk_norm,
-        o=linear({"self_attn.o_proj": hidden}, q, has_bias=shape.o_bias),
+        o=both("self_attn.o_proj", hidden, q, has_bias=shape.o_bias),
         post_norm=take("post_attention_layernorm.weight", (hidden,)),
-        gate_up=linear(gate_up, hidden, has_bias=shape.mlp_bias),
-        down=linear({"mlp.down_proj": hidden}, inner, has_bias=shape.mlp_bias),
+        gate=both("mlp.gate_proj", inner, hidden, has_bias=shape.mlp_bias),
+        up=both("mlp.up_proj", inner, hidden, has_bias=shape.mlp_bias),
+        down=both("mlp.down_proj", hidden, inner, has_bias=shape.mlp_bias),
     )

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend
-from radixserve.attention.torch import TorchBackend
+from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
@@ -53,7 +52,9 @@ class ModelRunner:
         self._device = device
         if device.type == "cpu":
             keep_freed_memory()
-        self._model = load_model(self.folder, config.dtype, device)
+        self._model, backend = load_model(
+            self.folder, config.dtype, device, config.attention_backend
+        )
         self.info: ModelInfo = self._model.info
         longest = self.info.max_positions
         if config.max_seq_len is not None and config.max_seq_len > longest:
@@ -61,7 +62,7 @@ class ModelRunner:
         self.kv_bytes_per_token = self.info.kv_bytes_per_token
         self.num_pages = choose_num_pages(config, self.info)
         self._pool = KVPool(self.info, self.num_pages, config.page_size, device)
-        self._backend: AttentionBackend = TorchBackend(self._pool.kv, self.info.num_heads)
+        self._backend = make_backend(backend, self._pool.kv, self.info.num_heads)
         self.backend_name = self._backend.name
         logger.info(
             "%s, %d parameters, %s; %d pages of %d tokens (%d MiB)",
@@ -115,15 +116,19 @@ def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
         drawn = iter(sample(logits, specs))
         return tuple(None if row.sample is None else next(drawn) for row in rows)
     counts = num_logits(rows)
-    begins = np.cumsum(counts) - counts
-    sources = [int(begins[at]) for at, row in enumerate(rows) if row.sample is not None]
-    sources += [int(begins[twin.row]) for twin in twins]
+    ends = np.cumsum(counts)  # a token is drawn behind a row's last one
+    sources = [int(ends[at]) - 1 for at, row in enumerate(rows) if row.sample is not None]
+    sources += [int(ends[twin.row]) - 1 for twin in twins]
     specs += [twin.sample for twin in twins]
     drawn = iter(sample(logits[sources], specs))
     outputs: list[RowOutput | None] = []
-    for row, begin, count in zip(rows, begins.tolist(), counts.tolist(), strict=True):
+    for row, begin in zip(rows, (ends - counts).tolist(), strict=True):
+        output = None if row.sample is None else next(drawn)
         if row.targets is not None:
-            outputs.append(score(logits[begin : begin + count], row.targets))
-        else:
-            outputs.append(None if row.sample is None else next(drawn))
+            scored = score(logits[begin : begin + len(row.targets)], row.targets, row.num_top)
+            if output is None or scored.error is not None:
+                output = scored
+            else:
+                output = output._replace(scores=scored.scores, top_scores=scored.top_scores)
+        outputs.append(output)
     return (*outputs, *drawn)

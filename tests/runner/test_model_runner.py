@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from radixserve.attention.choice import choose_backend
 from radixserve.config import EngineConfig
-from radixserve.errors import InvalidRequest
+from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
 from radixserve.runner.kv_pool import KVPool, choose_num_pages, free_memory
 from radixserve.runner.model_runner import ModelRunner
 from radixserve.schedule import Schedule
+from radixserve_kernels.cpu_ops import unavailable
 from tests.checkpoints import (
     FAMILIES,
     NATIVE,
@@ -56,8 +58,10 @@ def runner_of(
     return ModelRunner(str(folder), config)
 
 
-def run_mixed(folder: Path, page_size: int, chunk: int, lengths: list[int], seed: int) -> None:
-    driver = Driver(runner_of(folder, page_size), page_size, seed)
+def run_mixed(
+    folder: Path, page_size: int, chunk: int, lengths: list[int], seed: int, **fields: object
+) -> None:
+    driver = Driver(runner_of(folder, page_size, **fields), page_size, seed)
     for prompt in prompts_of(lengths, seed):
         driver.add(prompt)
     driver.run(chunk)
@@ -79,10 +83,20 @@ def test_native_families(
     run_mixed(checkpoints[family], page_size, chunk, [1, 3, 20, 41, 90], seed=page_size + chunk)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", NATIVE)
+def test_native_families_on_torch(
+    checkpoints: dict[str, Path], family: str, page_size: int
+) -> None:
+    lengths = [1, 3, 20, 41, 90]
+    run_mixed(checkpoints[family], page_size, 7, lengths, 1, attention_backend="torch")
+
+
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE)))
 def test_transformers_families(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path, family, seed=1)
-    driver = Driver(runner_of(folder, 2), 2)
+    backend = "torch" if family in ("phi3", "gpt2") else "auto"
+    driver = Driver(runner_of(folder, 2, attention_backend=backend), 2)
     assert not driver.runner.info.is_native
     for prompt in prompts_of([1, 5, 37, 70]):
         driver.add(prompt)
@@ -190,7 +204,7 @@ def test_sizes(checkpoints: dict[str, Path]) -> None:
     info = runner.info
     assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert runner.num_pages == (1 << 20) // (runner.kv_bytes_per_token * 16)
-    assert runner.backend_name == "torch"
+    assert runner.backend_name == ("torch" if unavailable(torch.float32) else "cpu")
     reference = load_reference(checkpoints["llama"])
     assert info.num_parameters == sum(p.numel() for p in reference.parameters())
     plan = runner.memory_plan()
@@ -215,8 +229,12 @@ def test_too_small_or_too_large(checkpoints: dict[str, Path]) -> None:
         ModelRunner(folder, EngineConfig(num_pages=2**31 - 1, page_size=4096))
 
 
-def test_the_pool_is_never_copied(checkpoints: dict[str, Path]) -> None:
-    runner = runner_of(checkpoints["llama"], 4)
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_the_pool_is_never_copied(checkpoints: dict[str, Path], backend: str) -> None:
+    if backend == "cpu" and (reason := unavailable(torch.float32)):
+        pytest.skip(reason)
+    runner = runner_of(checkpoints["llama"], 4, attention_backend=backend)
+    assert runner.backend_name == backend
     where = runner._pool.kv.data_ptr()
     driver = Driver(runner, 4)
     first = driver.add(prompts_of([90])[0])
@@ -224,7 +242,20 @@ def test_the_pool_is_never_copied(checkpoints: dict[str, Path]) -> None:
     driver.add([*first.tokens[:50], 1, 2, 3], share=(first, 50))  # copies a page's head
     driver.run(chunk=32)
     assert runner._pool.kv.data_ptr() == where
-    backend = runner._backend
-    for keys, values in (*backend._slots, *backend._pages):
-        for view in (keys, values):
-            assert view.untyped_storage().data_ptr() == where
+    held = runner._backend
+    views = [view for pair in held._slots for view in pair]
+    views += [held.kv] if backend == "cpu" else [view for pair in held._pages for view in pair]
+    for view in views:
+        assert view.untyped_storage().data_ptr() == where
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="attention_backend must be one of auto, cpu, torch"):
+        EngineConfig(attention_backend="flash")
+
+
+def test_choice_of_a_backend() -> None:
+    with pytest.raises(ModelNotSupported, match="the device is meta"):
+        choose_backend("cpu", torch.float32, torch.device("meta"))
+    assert choose_backend("auto", torch.float64, torch.device("cpu")) == "torch"
+    assert choose_backend("torch", torch.bfloat16, torch.device("cpu")) == "torch"

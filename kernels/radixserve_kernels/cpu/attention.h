@@ -1,0 +1,291 @@
+// Attention over pages, by jobs: some queries against one run of a page table.
+//
+// A job's keys are packed block by block and read once for all its queries and all query heads of a
+// K/V head, by an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022). A token whose keys
+// are spread over several jobs, as with shared prefixes, carries its maximum, sum and mixed values
+// from one to the next: jobs of one wave have no token in common, waves follow each other.
+#pragma once
+
+#include <vector>
+
+#include "crew.h"
+#include "transpose.h"
+
+constexpr int KEYS = 128;         // in a block
+constexpr int SOME_KEYS = 32;     // packed at a time
+constexpr int TASK_ROWS = 768;    // queries x query heads of a K/V head that share a packed block
+constexpr int LEAST_ROWS = 192;   // of a task that leaves work to other threads
+constexpr int FEW_ROWS = 32;      // of a job whose K/V heads are better read side by side, as they lie
+constexpr int SCORE_ROWS = 96;    // of them in one product
+constexpr int64_t FAR_BYTES = 8 << 20;
+constexpr float LOWEST = -3.0e38f;
+
+enum JobFlags { CAUSAL = 1, BEGINS = 2, ENDS = 4 };
+
+// As it comes from the host; all arrays are borrowed until the step is over.
+struct Jobs {
+    int64_t num_jobs, num_waves, num_tokens;
+    const int64_t *wave_indptr;   // [num_waves + 1] wave w's jobs are [w, w + 1)
+    const int64_t *query_indptr;  // [num_jobs + 1] job j's queries in query_tokens
+    const int64_t *query_tokens;  // among the step's tokens
+    const int64_t *first_page;    // [num_jobs] index into page_ids
+    const int64_t *num_keys;      // [num_jobs] with CAUSAL the last query sees all of them, the one
+                                  // before it all but the last ...
+    const int64_t *flags;         // [num_jobs] CAUSAL; BEGINS: nothing seen before; ENDS: all seen
+    const int32_t *page_ids;
+    int64_t page_size;
+};
+
+struct Heads {
+    int64_t num_heads, num_kv_heads, dim;
+    float scale;
+    int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Some queries of a job and some K/V heads.
+struct Task {
+    int64_t job, first_head, num_heads, first_query, num_queries;
+};
+
+struct Plan {
+    Jobs jobs;
+    std::vector<Task> tasks;
+    std::vector<size_t> wave_ends;
+    double key_rows = 0;     // sum of keys x queries x query heads
+    bool has_state = false;  // some tokens are served by several jobs
+    bool is_far = false;     // K and V of a layer are more than the caches hold
+
+    Plan(const Jobs &jobs, const Heads &heads) : jobs(jobs) {
+        const int64_t rows = max_threads > 1 ? LEAST_ROWS : TASK_ROWS;
+        const int64_t most = (rows + heads.group() - 1) / heads.group();
+        int64_t num_keys = 0;
+        for (int64_t wave = 0; wave < jobs.num_waves; wave++) {
+            for (int64_t job = jobs.wave_indptr[wave]; job < jobs.wave_indptr[wave + 1]; job++) {
+                int64_t count = jobs.query_indptr[job + 1] - jobs.query_indptr[job];
+                has_state |= (jobs.flags[job] & (BEGINS | ENDS)) != (BEGINS | ENDS);
+                num_keys += jobs.num_keys[job];
+                key_rows += double(count) * jobs.num_keys[job] * heads.num_heads;
+                const bool is_small = max_threads == 1 && count * heads.group() <= FEW_ROWS;
+                const int64_t some = is_small ? heads.num_kv_heads : 1;
+                for (int64_t first = 0; first < count; first += most)
+                    for (int64_t head = 0; head < heads.num_kv_heads; head += some)
+                        tasks.push_back({job, head, some, first, least(count - first, most)});
+            }
+            wave_ends.push_back(tasks.size());
+        }
+        is_far = num_keys * heads.num_kv_heads * heads.dim * 4 > FAR_BYTES;
+    }
+};
+
+// What one thread needs for a task.
+template <class T> struct Desk {
+    Room queries, keys, values, scores, weights, mixed, highest, sums, zeros;
+};
+
+template <class T> class Attention {
+  public:
+    Attention(const Plan &plan, const Heads &heads)
+        : plan(plan), jobs(plan.jobs), heads(heads), exponent_scale(heads.scale * 1.44269504f) {}
+
+    // q, out: [tokens, heads, dim] with a stride a token; k, v: [slots, kv_heads, dim].
+    void run(const T *q, int64_t q_stride, const T *k, const T *v, T *out, int64_t out_stride,
+             std::vector<Desk<T>> &desks, Room &state) {
+        this->q = q, this->q_stride = q_stride, this->out = out, this->out_stride = out_stride;
+        this->k = k, this->v = v;
+        if (plan.has_state)
+            kept = state.of<float>(jobs.num_tokens * heads.num_heads * (heads.dim + 2));
+        size_t first = 0;
+        int crew = crew_for(4.0 * plan.key_rows * heads.dim);
+        for (size_t end : plan.wave_ends) {
+#pragma omp parallel for num_threads(crew) schedule(dynamic, 1) if (crew > 1)
+            for (size_t i = first; i < end; i++) attend(plan.tasks[i], desks[crew_member()]);
+            first = end;
+        }
+    }
+
+  private:
+    const Plan &plan;
+    const Jobs &jobs;
+    const Heads &heads;
+    const float exponent_scale;
+    const T *q = nullptr, *k = nullptr, *v = nullptr;
+    T *out = nullptr;
+    int64_t q_stride = 0, out_stride = 0;
+    float *kept = nullptr;
+
+    // The rows of one K/V head in a task: what is asked and what has been found so far.
+    struct Part {
+        T *queries;      // [rows][depth]
+        float *mixed;    // [rows][width]
+        float *highest;  // [rows]
+        float *sums;     // [rows]
+    };
+
+    void attend(const Task &task, Desk<T> &desk) {
+        const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
+        const int64_t depth = padded_depth<T>(dim), width = round_up(dim, PANEL);
+        const int64_t *tokens = jobs.query_tokens + jobs.query_indptr[task.job] + task.first_query;
+        const int64_t all = jobs.query_indptr[task.job + 1] - jobs.query_indptr[task.job];
+        const bool causal = jobs.flags[task.job] & CAUSAL;
+        // Query i of the task sees keys [0, seen + i), or [0, num_keys).
+        const int64_t num_keys = jobs.num_keys[task.job];
+        const int64_t seen = num_keys - all + task.first_query + 1;
+        const int64_t end = causal ? seen + task.num_queries - 1 : num_keys;
+
+        const int64_t total = rows * task.num_heads;
+        const Part whole{desk.queries.template of<T>(total * depth), desk.mixed.template of<float>(total * width),
+                         desk.highest.template of<float>(total), desk.sums.template of<float>(total)};
+        auto part_of = [&](int64_t head) {
+            const int64_t at = head * rows;
+            return Part{whole.queries + at * depth, whole.mixed + at * width, whole.highest + at, whole.sums + at};
+        };
+        for (int64_t head = 0; head < task.num_heads; head++)
+            begin(task, task.first_head + head, tokens, part_of(head), depth, width);
+
+        T *keys = desk.keys.template of<T>(task.num_heads * KEYS * depth);
+        T *values = desk.values.template of<T>(task.num_heads * KEYS * width);
+        float *scores = desk.scores.template of<float>(SCORE_ROWS * KEYS);
+        T *weights = desk.weights.template of<T>(SCORE_ROWS * KEYS);
+        const T *zeros = desk.zeros.template of<T>(width);
+        for (int64_t from = 0; from < end; from += KEYS) {
+            const int64_t count = least<int64_t>(end - from, KEYS), used = padded_depth<T>(count);
+            for (int64_t some = 0; some < count; some += SOME_KEYS)
+                pack(task, from + some, least(count - some, int64_t(SOME_KEYS)), zeros, keys + some * depth,
+                     KEYS * depth, values + some * PANEL, KEYS * width, used);
+            for (int64_t head = 0; head < task.num_heads; head++) {
+                const T *own_keys = keys + head * KEYS * depth, *own_values = values + head * KEYS * width;
+                const Part part = part_of(head);
+                for (int64_t top = 0; top < rows; top += SCORE_ROWS) {
+                    const int some = int(least<int64_t>(rows - top, SCORE_ROWS));
+                    const int64_t last = seen + (top + some - 1) / group;  // keys that its last row sees
+                    const int64_t reach = causal ? least(last - from, count) : count;
+                    if (reach <= 0) continue;
+                    const int64_t deep = least(padded_depth<T>(reach), used);
+                    product_into<false>(part.queries + top * depth, depth, some, own_keys, PANEL * depth,
+                                        int((reach + PANEL - 1) / PANEL), depth, scores, KEYS);
+                    for (int m = 0; m < some; m++) {
+                        const int64_t row = top + m;
+                        const int64_t visible = causal ? least(seen + row / group - from, count) : count;
+                        weigh(scores + m * KEYS, weights + m * KEYS, visible, deep, part.highest[row],
+                              part.sums[row], part.mixed + row * width, width);
+                    }
+                    product_into<true>(weights, KEYS, some, own_values, PANEL * used, int(width / PANEL), deep,
+                                       part.mixed + top * width, width);
+                }
+            }
+        }
+        release_tiles();
+        for (int64_t head = 0; head < task.num_heads; head++)
+            finish(task, task.first_head + head, tokens, part_of(head), width);
+    }
+
+    // Packs `count` keys and values from `first` on, for each head of the task: all of a row's heads
+    // lie side by side, and are read while they are at hand.
+    void pack(const Task &task, int64_t first, int64_t count, const T *zeros, T *keys, int64_t keys_stride,
+              T *values, int64_t values_stride, int64_t used) const {
+        const int64_t dim = heads.dim, padded = round_up(count, PANEL), deep = padded_depth<T>(count);
+        const T *key_rows[SOME_KEYS], *value_rows[SOME_KEYS];
+        if (plan.is_far || task.num_queries > 1) {
+            const int64_t end = least(first + 2 * SOME_KEYS, jobs.num_keys[task.job]);
+            for (int64_t j = first + SOME_KEYS; j < end; j++) fetch(place_of(task, j), task.num_heads * dim);
+        }
+        for (int64_t head = 0; head < task.num_heads; head++) {
+            for (int64_t j = 0; j < SOME_KEYS; j++) {
+                const int64_t at = j < count && !head ? place_of(task, first + j) : 0;
+                key_rows[j] = j >= count ? zeros : head ? key_rows[j] + dim : k + at;
+                value_rows[j] = j >= count ? zeros : head ? value_rows[j] + dim : v + at;
+            }
+            pack_keys(key_rows, padded, dim, keys + head * keys_stride);
+            pack_values(value_rows, deep, dim, used, values + head * values_stride);
+        }
+    }
+
+    // Lines that are packed next: rows of pages lie apart, so that the processor cannot guess them.
+    void fetch(int64_t place, int64_t count) const {
+        for (int64_t line = 0; line < count * int64_t(sizeof(T)); line += 64) {
+            __builtin_prefetch((const char *)(k + place) + line);
+            __builtin_prefetch((const char *)(v + place) + line);
+        }
+    }
+
+    // Where a key of the task's job and first head begins in k, and its value in v.
+    int64_t place_of(const Task &task, int64_t key) const {
+        const int32_t *pages = jobs.page_ids + jobs.first_page[task.job];
+        const int64_t size = jobs.page_size;
+        const int64_t slot = size == 1 ? pages[key] : pages[key / size] * size + key % size;
+        return (slot * heads.num_kv_heads + task.first_head) * heads.dim;
+    }
+
+    // One row's weights of a block's keys, zeros from `visible` to `deep`; what was mixed before is
+    // scaled down where the maximum rises. Exponents are to the base 2.
+    void weigh(float *scores, T *weights, int64_t visible, int64_t deep, float &highest, float &sum,
+               float *mixed, int64_t width) {
+        if (visible <= 0) {
+            memset((void *)weights, 0, deep * sizeof(T));
+            return;
+        }
+        const int64_t whole = round_up(visible, LANES);
+        for (int64_t j = visible; j < whole; j++) scores[j] = LOWEST;
+        vec most = load(scores);
+        for (int64_t j = LANES; j < whole; j += LANES) most = larger(most, load(scores + j));
+        const float top = max_of(most) * exponent_scale;
+        if (!(top <= highest)) {  // NaN as well
+            const float factor = __builtin_exp2f(highest - top);
+            highest = top;
+            sum *= factor;
+            for (int64_t d = 0; d < width; d += LANES) store(mixed + d, load(mixed + d) * fill(factor));
+        }
+        vec total = {}, shift = fill(-highest), scale = fill(exponent_scale);
+        for (int64_t j = 0; j < whole; j += LANES) {
+            vec weight = exp2_of<T>(load(scores + j) * scale + shift);
+            if (j + LANES > visible)
+                for (int64_t i = visible - j; i < LANES; i++) weight[i] = 0;
+            total += weight;
+            store(weights + j, weight);
+        }
+        for (int64_t j = whole; j < deep; j++) put(weights + j, 0.0f);
+        sum += sum_of(total);
+    }
+
+    float *kept_of(int64_t token, int64_t head) {
+        return kept + (token * heads.num_heads + head) * (heads.dim + 2);
+    }
+
+    void begin(const Task &task, int64_t kv_head, const int64_t *tokens, const Part &part, int64_t depth,
+               int64_t width) {
+        const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
+        memset(part.mixed, 0, rows * width * sizeof(float));
+        const bool begins = jobs.flags[task.job] & BEGINS;
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t token = tokens[row / group], head = kv_head * group + row % group;
+            T *query = part.queries + row * depth;
+            memcpy((void *)query, q + token * q_stride + head * dim, dim * sizeof(T));
+            if (depth > dim) memset((void *)(query + dim), 0, (depth - dim) * sizeof(T));
+            part.highest[row] = LOWEST, part.sums[row] = 0;
+            if (begins) continue;
+            const float *from = kept_of(token, head);
+            memcpy(part.mixed + row * width, from, dim * sizeof(float));
+            part.highest[row] = from[dim], part.sums[row] = from[dim + 1];
+        }
+    }
+
+    void finish(const Task &task, int64_t kv_head, const int64_t *tokens, const Part &part, int64_t width) {
+        const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
+        const bool ends = jobs.flags[task.job] & ENDS;
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t token = tokens[row / group], head = kv_head * group + row % group;
+            const float *from = part.mixed + row * width;
+            if (!ends) {
+                float *to = kept_of(token, head);
+                memcpy(to, from, dim * sizeof(float));
+                to[dim] = part.highest[row], to[dim + 1] = part.sums[row];
+                continue;
+            }
+            T *to = out + token * out_stride + head * dim;
+            const float share = 1.0f / part.sums[row];
+            int64_t d = 0;
+            for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d) * fill(share));
+            for (; d < dim; d++) put(to + d, from[d] * share);
+        }
+    }
+};

@@ -1,0 +1,141 @@
+// From a step's rows to attention jobs: pages that several rows begin with are attended to together
+// where that pays, node by node of the tree that they form; then each row's own part.
+// The nodes are those of radixserve/attention/cascade.py.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+
+// A step's rows as the host knows them; all arrays are borrowed until the step is over.
+struct Rows {
+    int64_t num_rows, page_size;
+    const int64_t *start;      // [R] position of each row's first new token
+    const int64_t *qo_indptr;  // [R + 1] its new tokens
+    const int64_t *kv_indptr;  // [R + 1] its pages
+    const int64_t *seq_lens;   // [R] tokens after the step
+    const int32_t *kv_indices;
+};
+
+// Pages [first, end) of each of `rows`.
+struct SharedNode {
+    std::vector<int64_t> rows;
+    int64_t first, end, level;
+};
+
+class SharedPages {
+  public:
+    // A node pays if (rows - 1) x tokens > rows x merge_tokens.
+    SharedPages(const Rows &step, int64_t merge_tokens) : step(step), merge_tokens(merge_tokens) {
+        std::vector<int64_t> all(step.num_rows);
+        for (int64_t r = 0; r < step.num_rows; r++) all[r] = r;
+        descend(all, 0, 0, 0);
+        std::stable_sort(nodes.begin(), nodes.end(), [](const SharedNode &a, const SharedNode &b) {
+            return a.level < b.level;
+        });
+    }
+    std::vector<SharedNode> nodes;  // parents before their children
+
+  private:
+    struct Visit {
+        std::vector<int64_t> rows;
+        int64_t first, depth, level;  // first page not covered, first page not compared
+    };
+    const Rows &step;
+    const int64_t merge_tokens;
+    std::vector<Visit> waiting;
+
+    int64_t whole(int64_t row) const { return step.start[row] / step.page_size; }
+    const int32_t *pages(int64_t row) const { return step.kv_indices + step.kv_indptr[row]; }
+
+    void descend(const std::vector<int64_t> &all, int64_t first, int64_t depth, int64_t level) {
+        waiting.push_back({all, first, depth, level});
+        while (!waiting.empty()) {
+            Visit visit = std::move(waiting.back());
+            waiting.pop_back();
+            std::vector<int64_t> &rows = visit.rows;
+            rows.erase(std::remove_if(rows.begin(), rows.end(),
+                                      [&](int64_t r) { return whole(r) <= visit.depth; }),
+                       rows.end());
+            std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) {
+                return pages(a)[visit.depth] < pages(b)[visit.depth];
+            });
+            for (size_t from = 0, to; from < rows.size(); from = to) {
+                const int32_t page = pages(rows[from])[visit.depth];
+                for (to = from + 1; to < rows.size() && pages(rows[to])[visit.depth] == page;) to++;
+                if (to - from > 1) visit_group({rows.begin() + from, rows.begin() + to}, visit);
+            }
+        }
+    }
+
+    void visit_group(const std::vector<int64_t> &group, const Visit &visit) {
+        int64_t end = whole(group[0]);
+        const int32_t *model = pages(group[0]);
+        for (int64_t row : group) {
+            end = least(end, whole(row));
+            const int32_t *own = pages(row);
+            if (memcmp(own + visit.depth, model + visit.depth, (end - visit.depth) * 4) == 0) continue;
+            int64_t same = visit.depth;
+            while (same < end && own[same] == model[same]) same++;
+            end = same;
+        }
+        const int64_t count = int64_t(group.size());
+        const int64_t tokens = (end - visit.first) * step.page_size;
+        if ((count - 1) * tokens > count * merge_tokens) {
+            nodes.push_back({group, visit.first, end, visit.level});
+            waiting.push_back({group, end, end, visit.level + 1});
+        } else {
+            waiting.push_back({group, visit.first, end, visit.level});
+        }
+    }
+};
+
+// `Jobs` and the arrays that they consist of.
+class StepJobs {
+  public:
+    StepJobs(const Rows &step, bool shares, int64_t merge_tokens) {
+        std::vector<int64_t> covered(step.num_rows, 0);
+        query_indptr.push_back(0);
+        if (shares && step.num_rows > 1) {
+            SharedPages shared(step, merge_tokens);
+            int64_t level = -1;
+            for (const SharedNode &node : shared.nodes) {
+                if (node.level != level) wave_indptr.push_back(int64_t(flags.size()));
+                level = node.level;
+                for (int64_t row : node.rows) {
+                    add_tokens(step, row);
+                    covered[row] = node.end;
+                }
+                add_job(step.kv_indptr[node.rows[0]] + node.first,
+                        (node.end - node.first) * step.page_size, node.level ? 0 : BEGINS);
+            }
+        }
+        wave_indptr.push_back(int64_t(flags.size()));
+        for (int64_t row = 0; row < step.num_rows; row++) {
+            add_tokens(step, row);
+            add_job(step.kv_indptr[row] + covered[row], step.seq_lens[row] - covered[row] * step.page_size,
+                    CAUSAL | ENDS | (covered[row] ? 0 : BEGINS));
+        }
+        wave_indptr.push_back(int64_t(flags.size()));
+        jobs = {int64_t(flags.size()),  int64_t(wave_indptr.size()) - 1,
+                step.qo_indptr[step.num_rows], wave_indptr.data(),
+                query_indptr.data(),    query_tokens.data(),
+                first_page.data(),      num_keys.data(),
+                flags.data(),           step.kv_indices,
+                step.page_size};
+    }
+    StepJobs(const StepJobs &) = delete;
+    Jobs jobs;
+
+  private:
+    std::vector<int64_t> wave_indptr, query_indptr, query_tokens, first_page, num_keys, flags;
+
+    void add_tokens(const Rows &step, int64_t row) {
+        for (int64_t t = step.qo_indptr[row]; t < step.qo_indptr[row + 1]; t++) query_tokens.push_back(t);
+    }
+    void add_job(int64_t page, int64_t keys, int64_t flag) {
+        query_indptr.push_back(int64_t(query_tokens.size()));
+        first_page.push_back(page), num_keys.push_back(keys), flags.push_back(flag);
+    }
+};

@@ -1,0 +1,346 @@
+// Matrix products with a weight that was laid out once: x [M, K] times W [N, K] transposed.
+//
+// A weight lies in panels of PANEL of its N rows, padded with zeros:
+//   float   panel[k][PANEL]
+//   bf16    panel[k / 32][PANEL / 16][16][16][2]: tiles of 16 pairs of k by 16 columns, which AMX
+//           takes as they are and AVX-512's bfloat16 dot product row by row
+// A row of the result depends on its own row of x alone, to the bit: every sum runs over k in the
+// same order however many rows there are.
+#pragma once
+
+#include "vectors.h"
+
+constexpr int PANEL = 2 * LANES;  // columns
+constexpr int ROWS = LANES == 16 ? 12 : 4;  // of x in one pass over a panel: what the registers hold
+constexpr int DEPTH = 32;  // k of a bf16 panel is padded to a multiple of it
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+constexpr bool HAS_BF16 = true;
+#else
+constexpr bool HAS_BF16 = false;
+#endif
+
+extern bool has_tiles;  // whether the system lets this process use AMX
+
+template <class T> inline int64_t padded_depth(int64_t k);
+template <> inline int64_t padded_depth<float>(int64_t k) { return k; }
+template <> inline int64_t padded_depth<bf16>(int64_t k) { return round_up(k, DEPTH); }
+
+// Where element k of column n of a panel lies.
+template <class T> inline int64_t place(int64_t k, int n);
+template <> inline int64_t place<float>(int64_t k, int n) { return k * PANEL + n; }
+template <> inline int64_t place<bf16>(int64_t k, int n) {
+    return (k / 32) * (32 * PANEL) + (n / 16) * 512 + (k % 32 / 2) * 32 + (n % 16) * 2 + k % 2;
+}
+
+inline void release_tiles();
+
+// -- float --------------------------------------------------------------------------------------
+
+// M rows with P panels, to out[M][P * PANEL] or, with ADDS, on top of it. Row m of x is at
+// three_rows[m / 3][m % 3 * stride]: few pointers, so that none is spilled.
+template <int M, int P, bool ADDS>
+inline void float_tile(const float *x, int64_t stride, const float *panel, int64_t panel_size,
+                       int64_t depth, float *out, int64_t out_stride) {
+    constexpr int N = 2 * P;
+    vec sums[M][N] = {};
+    const float *three_rows[(M + 2) / 3];
+    for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
+    for (int64_t k = 0; k < depth; k++) {
+        vec w[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++)
+            w[n] = load(panel + (n / 2) * panel_size + (n % 2) * LANES);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            vec one = fill(three_rows[m / 3][m % 3 * stride]);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) sums[m][n] += one * w[n];
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < (M + 2) / 3; i++) three_rows[i]++;
+        panel += PANEL;
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            float *to = out + m * out_stride + n * LANES;
+            store(to, ADDS ? load(to) + sums[m][n] : sums[m][n]);
+        }
+}
+
+template <int P, bool ADDS>
+inline void float_rows(int rows, const float *x, int64_t stride, const float *panel,
+                       int64_t panel_size, int64_t depth, float *out, int64_t out_stride) {
+    switch (rows) {
+#define RADIXSERVE_CASE(M)                                                                         \
+    case M:                                                                                        \
+        if constexpr (M * P <= ROWS)                                                               \
+            float_tile<M, P, ADDS>(x, stride, panel, panel_size, depth, out, out_stride);          \
+        break;
+        RADIXSERVE_CASE(1)
+        RADIXSERVE_CASE(2)
+        RADIXSERVE_CASE(3)
+        RADIXSERVE_CASE(4)
+        RADIXSERVE_CASE(5)
+        RADIXSERVE_CASE(6)
+        RADIXSERVE_CASE(7)
+        RADIXSERVE_CASE(8)
+        RADIXSERVE_CASE(9)
+        RADIXSERVE_CASE(10)
+        RADIXSERVE_CASE(11)
+        RADIXSERVE_CASE(12)
+#undef RADIXSERVE_CASE
+    }
+}
+
+// Rows in blocks of nearly equal size, each calling block(first, count).
+template <class Block> inline void in_blocks(int rows, Block &&block) {
+    const int blocks = (rows + ROWS - 1) / ROWS;
+    for (int b = 0; b < blocks; b++) {
+        const int first = int(int64_t(rows) * b / blocks), last = int(int64_t(rows) * (b + 1) / blocks);
+        block(first, last - first);
+    }
+}
+
+// Products of some rows with `count` panels: out[row][panel * PANEL ...], added to it with ADDS.
+template <bool ADDS>
+inline void product_into(const float *x, int64_t stride, int rows, const float *panels,
+                         int64_t panel_size, int count, int64_t depth, float *out,
+                         int64_t out_stride) {
+    int panel = 0;
+    if (rows * 4 <= ROWS)  // too few rows to hide the latency of the sums: four panels at a time
+        for (; panel + 4 <= count; panel += 4)
+            float_rows<4, ADDS>(rows, x, stride, panels + panel * panel_size, panel_size, depth,
+                                out + panel * PANEL, out_stride);
+    for (; panel < count; panel++)
+        in_blocks(rows, [&](int first, int some) {
+            float_rows<1, ADDS>(some, x + first * stride, stride, panels + panel * panel_size,
+                                panel_size, depth, out + first * out_stride + panel * PANEL,
+                                out_stride);
+        });
+}
+
+// Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns.
+template <class Epilogue>
+inline void panels_product(const float *x, int64_t stride, int rows, const float *panels,
+                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
+    alignas(64) float sums[4 * ROWS * PANEL];
+    const int at_once = rows * 4 <= ROWS ? 4 : 1;
+    for (int panel = 0; panel < count; panel += at_once) {
+        const int some_panels = least(count - panel, at_once);
+        in_blocks(rows, [&](int first, int some) {
+            product_into<false>(x + first * stride, stride, some, panels + panel * panel_size,
+                                panel_size, some_panels, depth, sums, some_panels * PANEL);
+            for (int p = 0; p < some_panels; p++)
+                for (int m = 0; m < some; m++) {
+                    const float *row = sums + (m * some_panels + p) * PANEL;
+                    epilogue(first + m, panel + p, load(row), load(row + LANES));
+                }
+        });
+    }
+}
+
+// -- bfloat16 -----------------------------------------------------------------------------------
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+
+constexpr int TILE_ROWS = 512;  // whose sums are kept at a time
+
+#if defined(__AMX_BF16__)
+struct TileConfig {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t width[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Products of up to 32 rows with one panel, added to out[rows][PANEL] or, with `starts`, put there.
+// Sums lie in tiles 0 to 3, rows of x in 4 and 5, the panel in 6 and 7.
+inline void tile_product(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
+                         float *out, int64_t out_stride, bool starts) {
+    const int64_t bytes = stride * 2, out_bytes = out_stride * 4;
+    float *out_below = out + 16 * out_stride;
+    const bf16 *below = x + 16 * stride;
+    const bool two = rows > 16;
+    if (starts) {
+        _tile_zero(0);
+        _tile_zero(1);
+    } else {
+        _tile_loadd(0, out, out_bytes);
+        _tile_loadd(1, out + 16, out_bytes);
+    }
+    if (two) {
+        if (starts) {
+            _tile_zero(2);
+            _tile_zero(3);
+        } else {
+            _tile_loadd(2, out_below, out_bytes);
+            _tile_loadd(3, out_below + 16, out_bytes);
+        }
+        for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
+            _tile_loadd(6, panel, 64);
+            _tile_loadd(4, x + k, bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, panel + 512, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, below + k, bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, out_below, out_bytes);
+        _tile_stored(3, out_below + 16, out_bytes);
+    } else {
+        for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
+            _tile_loadd(6, panel, 64);
+            _tile_loadd(4, x + k, bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, panel + 512, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+    _tile_stored(0, out, out_bytes);
+    _tile_stored(1, out + 16, out_bytes);
+}
+
+inline thread_local int tiles_for = 0;  // rows that this thread's tiles are configured for
+
+// Tiles for so many rows, at most 32: the upper 16 and the rest. Whoever calls for products calls
+// release_tiles when it is done with them: between operations the tiles are everybody's.
+inline void configure_tiles(int rows) {
+    if (tiles_for == rows) return;
+    tiles_for = rows;
+    const int upper = least(rows, 16), lower = rows - upper;
+    const int of_tile[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+    TileConfig config;
+    for (int i = 0; i < 8; i++) {
+        config.rows[i] = uint8_t(of_tile[i]);
+        config.width[i] = of_tile[i] ? 64 : 0;
+    }
+    // GCC believes that only the first bytes are read, and would leave out writing the others.
+    asm volatile("" : : "r"(&config) : "memory");
+    _tile_loadconfig(&config);
+}
+
+constexpr int64_t TILE_DEPTH = 256;  // of a panel that stays in the first-level cache
+
+// One panel with all rows.
+inline void panel_by_tiles(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
+                           float *out, int64_t out_stride, bool adds) {
+    const int whole = rows / 32 * 32;
+    if (whole) configure_tiles(32);
+    for (int64_t k = 0; whole && k < depth; k += TILE_DEPTH)
+        for (int row = 0; row < whole; row += 32)
+            tile_product(x + row * stride + k, stride, 32, panel + k * PANEL,
+                         least(depth - k, TILE_DEPTH), out + row * out_stride, out_stride, !adds && !k);
+    if (whole == rows) return;
+    configure_tiles(rows - whole);
+    tile_product(x + whole * stride, stride, rows - whole, panel, depth, out + whole * out_stride,
+                 out_stride, !adds);
+}
+#endif
+
+template <int M, bool ADDS>
+inline void pair_tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
+                      int64_t out_stride) {
+    __m512 sums[M][2] = {};
+    for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
+        for (int pair = 0; pair < 16; pair++) {
+            __m512bh low = (__m512bh)_mm512_loadu_si512(panel + pair * 32);
+            __m512bh high = (__m512bh)_mm512_loadu_si512(panel + 512 + pair * 32);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                int32_t two;
+                memcpy(&two, x + m * stride + k + 2 * pair, 4);
+                __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, low);
+                sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, high);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < 2; n++) {
+            float *to = out + m * out_stride + n * LANES;
+            store(to, ADDS ? load(to) + (vec)sums[m][n] : (vec)sums[m][n]);
+        }
+}
+
+template <bool ADDS>
+inline void pair_rows(int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth,
+                      float *out, int64_t out_stride) {
+    switch (rows) {
+#define RADIXSERVE_CASE(M)                                                                         \
+    case M:                                                                                        \
+        return pair_tile<M, ADDS>(x, stride, panel, depth, out, out_stride);
+        RADIXSERVE_CASE(1)
+        RADIXSERVE_CASE(2)
+        RADIXSERVE_CASE(3)
+        RADIXSERVE_CASE(4)
+        RADIXSERVE_CASE(5)
+        RADIXSERVE_CASE(6)
+        RADIXSERVE_CASE(7)
+        RADIXSERVE_CASE(8)
+        RADIXSERVE_CASE(9)
+        RADIXSERVE_CASE(10)
+        RADIXSERVE_CASE(11)
+        RADIXSERVE_CASE(12)
+#undef RADIXSERVE_CASE
+    }
+}
+
+template <bool ADDS>
+inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *panels,
+                         int64_t panel_size, int count, int64_t depth, float *out,
+                         int64_t out_stride) {
+    for (int panel = 0; panel < count; panel++) {
+        const bf16 *from = panels + panel * panel_size;
+        float *to = out + panel * PANEL;
+#if defined(__AMX_BF16__)
+        if (has_tiles) {
+            panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS);
+            continue;
+        }
+#endif
+        in_blocks(rows, [&](int first, int some) {
+            pair_rows<ADDS>(some, x + first * stride, stride, from, depth, to + first * out_stride,
+                            out_stride);
+        });
+    }
+}
+
+template <class Epilogue>
+inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *panels,
+                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
+    alignas(64) static thread_local float sums[TILE_ROWS * PANEL];
+    for (int top = 0; top < rows; top += TILE_ROWS) {
+        const int some = least(rows - top, TILE_ROWS);
+        for (int panel = 0; panel < count; panel++) {
+            product_into<false>(x + top * stride, stride, some, panels + panel * panel_size,
+                                panel_size, 1, depth, sums, PANEL);
+            for (int m = 0; m < some; m++)
+                epilogue(top + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+        }
+    }
+    release_tiles();
+}
+
+#else  // no bfloat16 arithmetic: nobody calls this, see HAS_BF16
+
+template <bool ADDS>
+inline void product_into(const bf16 *, int64_t, int, const bf16 *, int64_t, int, int64_t, float *,
+                         int64_t) {}
+
+template <class Epilogue>
+inline void panels_product(const bf16 *, int64_t, int, const bf16 *, int64_t, int, int64_t,
+                           Epilogue &&) {}
+
+#endif
+
+inline void release_tiles() {
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512F__)
+    if (!tiles_for) return;
+    tiles_for = 0;
+    _tile_release();
+#endif
+}

@@ -1,0 +1,142 @@
+// Vectors of floats in the machine's own width, bfloat16, and exp. GCC's and clang's vector types:
+// the compiler chooses the instructions.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef float loose_vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
+typedef uint16_t loose_half __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline vec fill(float x) { return x - vec{}; }  // x - 0, not x + 0: that would have to turn -0 into 0
+inline vec load(const float *from) { return *reinterpret_cast<const loose_vec *>(from); }
+inline void store(float *to, vec x) { *reinterpret_cast<loose_vec *>(to) = x; }
+
+inline vec load(const bf16 *from) {
+    half_vec bits = *reinterpret_cast<const loose_half *>(from);
+    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+}
+
+// To the nearest bfloat16, ties to even; a NaN stays one.
+inline half_vec narrow(vec x) {
+#if defined(__AVX512BF16__)
+    return (half_vec)_mm512_cvtneps_pbh((__m512)x);
+#else
+    uvec bits = (uvec)x;
+    uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    uvec quiet = (bits >> 16) | 0x40;
+    return __builtin_convertvector((uvec)(x == x ? (ivec)rounded : (ivec)quiet), half_vec);
+#endif
+}
+
+inline void store(bf16 *to, vec x) { *reinterpret_cast<loose_half *>(to) = narrow(x); }
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+inline void put(float *to, float x) { *to = x; }
+inline void put(bf16 *to, float x) { to->bits = narrow(fill(x))[0]; }
+
+// x as it is after a round trip through T.
+template <class T> inline vec rounded_to(vec x);
+template <> inline vec rounded_to<float>(vec x) { return x; }
+template <> inline vec rounded_to<bf16>(vec x) {
+    return (vec)(__builtin_convertvector(narrow(x), uvec) << 16);
+}
+
+inline vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+inline float sum_of(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+#endif
+}
+
+inline float max_of(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = most > x[i] ? most : x[i];
+    return most;
+#endif
+}
+
+// exp(x) for x <= 88, within 2 units in the last place; 0 below -87.
+inline vec exp_of(vec x) {
+    const vec magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    vec n = x * fill(1.44269504088896341f) + magic;
+    ivec power = ((ivec)n - 0x4b400000) << 23;
+    n -= magic;
+    vec r = x - n * fill(0.693359375f);
+    r -= n * fill(-2.12194440e-4f);
+    vec y = fill(1.9875691500e-4f);
+    y = y * r + fill(1.3981999507e-3f);
+    y = y * r + fill(8.3334519073e-3f);
+    y = y * r + fill(4.1665795894e-2f);
+    y = y * r + fill(1.6666665459e-1f);
+    y = y * r + fill(5.0000001201e-1f);
+    y = y * (r * r) + r + fill(1.0f);
+    vec scaled = (vec)((ivec)y + power);
+    return x < fill(-87.0f) ? vec{} : scaled;
+}
+
+// 2 to the power of x <= 127, for weights of type T: float within 2 units in the last place, bf16
+// to 5e-5. About 0 below -126.
+template <class T> inline vec exp2_of(vec x) {
+    x = larger(x, fill(-126.0f));
+    const vec magic = fill(12582912.0f);
+    vec n = x + magic;
+    ivec power = ((ivec)n - 0x4b400000) << 23;
+    vec r = x - (n - magic), y;
+    if (sizeof(T) == 2) {
+        y = fill(9.6181291e-3f) * r + fill(5.5504109e-2f);
+    } else {
+        y = fill(1.5353362e-4f) * r + fill(1.3398874e-3f);
+        y = y * r + fill(9.6184374e-3f);
+        y = y * r + fill(5.5503325e-2f);
+    }
+    y = y * r + fill(2.4022648e-1f);
+    y = y * r + fill(6.9314720e-1f);
+    y = y * r + fill(1.0f);
+    return (vec)((ivec)y + power);
+}
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+template <class N> inline N least(N a, N b) { return a < b ? a : b; }

@@ -1,0 +1,353 @@
+"""Python's side of the CPU kernels in `cpu/`: records as C sees them, and objects with an owner.
+
+Tensors are on the CPU, contiguous unless a stride is asked for, float32 or bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixserve_kernels.cpu_library import Unavailable, cpu_library
+
+IndexArray = NDArray[np.int64]
+CAUSAL, BEGINS, ENDS = 1, 2, 4  # flags of a job
+
+
+def unavailable(dtype: torch.dtype) -> str:
+    """Why these kernels cannot be used with tensors of `dtype` here; "" if they can."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"they compute in float32 and bfloat16, not in {dtype}"
+    try:
+        library = cpu_library()
+    except Unavailable as reason:
+        return str(reason)
+    if dtype == torch.bfloat16 and not library.radixserve_bf16():
+        return "this processor has no bfloat16 arithmetic"
+    return ""
+
+
+def describe() -> str:
+    """What the compiled code uses of the processor. Raises Unavailable."""
+    library = cpu_library()
+    bf16 = ("none", "AVX-512", "AMX")[library.radixserve_bf16()]
+    return f"vectors of {32 * library.radixserve_lanes()} bits, bfloat16: {bf16}"
+
+
+def _is_bf16(dtype: torch.dtype) -> int:
+    return int(dtype == torch.bfloat16)
+
+
+class _Jobs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_jobs", "num_waves", "num_tokens")),
+        ("wave_indptr", ctypes.c_void_p),
+        ("query_indptr", ctypes.c_void_p),
+        ("query_tokens", ctypes.c_void_p),
+        ("first_page", ctypes.c_void_p),
+        ("num_keys", ctypes.c_void_p),
+        ("flags", ctypes.c_void_p),
+        ("page_ids", ctypes.c_void_p),
+        ("page_size", ctypes.c_int64),
+    )
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "dim")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("num_rows", ctypes.c_int64),
+        ("page_size", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("start", "qo_indptr", "kv_indptr", "seq_lens", "kv_indices")
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """One step's attention: job j lets some queries attend to one run of a page table.
+
+    Jobs of a wave have no token in common; waves follow each other. A token that several jobs serve
+    has BEGINS in the first and ENDS in the last of them.
+    """
+
+    wave_indptr: IndexArray  # [W + 1] wave w has jobs [wave_indptr[w], wave_indptr[w + 1])
+    query_indptr: IndexArray  # [J + 1] job j has queries [query_indptr[j], query_indptr[j + 1])
+    query_tokens: IndexArray  # [all queries] among the step's tokens
+    first_page: IndexArray  # [J] where its pages begin in page_ids
+    num_keys: IndexArray  # [J] with CAUSAL the last query sees all of them, the one before it one
+    flags: IndexArray  # [J] fewer, and so on; without it every query sees all
+    page_ids: NDArray[np.int32]
+    page_size: int
+    num_tokens: int  # of the step
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRows:
+    """A step's rows: R of them, with T new tokens; int64 arrays without gaps."""
+
+    start: IndexArray  # [R] position of each row's first new token
+    qo_indptr: IndexArray  # [R + 1] its new tokens
+    kv_indptr: IndexArray  # [R + 1] its pages in kv_indices
+    seq_lens: IndexArray  # [R] tokens after the step
+    kv_indices: NDArray[np.int32]
+
+
+class Plan:
+    """A step's rows cut into `Jobs` and these into tasks, for heads of a shape.
+
+    With `merge_tokens` rows attend together to pages that they begin with, where
+    (rows - 1) x tokens > rows x merge_tokens: so many keys cost as much to read as one more job for
+    a row. None: every row is on its own.
+    """
+
+    __slots__ = ("__weakref__", "_rows", "pointer")
+
+    def __init__(
+        self,
+        rows: PlanRows,
+        page_size: int,
+        heads: tuple[int, int, int],  # query heads, K/V heads, features of a head
+        merge_tokens: int | None,
+    ) -> None:
+        library = cpu_library()
+        self._rows = rows  # C borrows their memory
+        record = _Rows(
+            *(len(rows.start), page_size, rows.start.ctypes.data, rows.qo_indptr.ctypes.data),
+            *(rows.kv_indptr.ctypes.data, rows.seq_lens.ctypes.data, rows.kv_indices.ctypes.data),
+        )
+        shape = _Heads(*heads, heads[2] ** -0.5)
+        shares = merge_tokens is not None
+        self.pointer = library.radixserve_plan(
+            ctypes.byref(record), ctypes.byref(shape), shares, merge_tokens or 0
+        )
+        weakref.finalize(self, library.radixserve_end_plan, self.pointer)
+
+    def jobs(self) -> Jobs:
+        """A copy of the jobs, to look at."""
+        record = _Jobs()
+        cpu_library().radixserve_jobs(self.pointer, ctypes.byref(record))
+
+        def array(address: int, length: int) -> IndexArray:
+            borrowed = (ctypes.c_int64 * length).from_address(address)
+            return np.array(borrowed, np.int64)
+
+        query_indptr = array(record.query_indptr, record.num_jobs + 1)
+        return Jobs(
+            wave_indptr=array(record.wave_indptr, record.num_waves + 1),
+            query_indptr=query_indptr,
+            query_tokens=array(record.query_tokens, int(query_indptr[-1])),
+            first_page=array(record.first_page, record.num_jobs),
+            num_keys=array(record.num_keys, record.num_jobs),
+            flags=array(record.flags, record.num_jobs),
+            page_ids=self._rows.kv_indices,
+            page_size=record.page_size,
+            num_tokens=record.num_tokens,
+        )
+
+
+class Attender:
+    """Attention over pages by a plan's jobs; owns the memory that it works in. One thread."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        library = cpu_library()
+        self._run, self._is_bf16 = library.radixserve_attend, _is_bf16(dtype)
+        self._pointer = library.radixserve_attender(self._is_bf16)
+        weakref.finalize(self, library.radixserve_end_attender, self._is_bf16, self._pointer)
+
+    def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D]."""
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        stride = q.shape[1] * q.shape[2]
+        cpu_library().radixserve_set_threads(torch.get_num_threads())
+        self._run(
+            *(self._is_bf16, self._pointer, plan.pointer, q.data_ptr(), stride),
+            *(k.data_ptr(), v.data_ptr(), out.data_ptr(), stride, scale),
+        )
+        return out
+
+
+class PackedWeight:
+    """A weight [N, K] in panels, with a bias [N] or None; see cpu/product.h."""
+
+    __slots__ = ("bias", "depth", "panels", "size")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        library, weight = cpu_library(), weight.contiguous()
+        self.size, self.depth = weight.shape
+        self.bias = None if bias is None else bias.contiguous()
+        is_bf16 = _is_bf16(weight.dtype)
+        length = library.radixserve_packed_size(is_bf16, self.size, self.depth)
+        self.panels = torch.empty(length, dtype=weight.dtype)
+        library.radixserve_pack(
+            is_bf16, weight.data_ptr(), self.size, self.depth, self.panels.data_ptr()
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x @ weight.T + bias`: x [M, K], returns [M, N]."""
+        library, dtype = cpu_library(), self.panels.dtype
+        padded = x.new_zeros((len(x), -(-self.depth // 32) * 32))
+        padded[:, : self.depth] = x
+        out = x.new_empty((len(x), self.size))
+        library.radixserve_set_threads(torch.get_num_threads())
+        library.radixserve_linear(
+            *(_is_bf16(dtype), padded.data_ptr(), padded.shape[1], len(x), self.panels.data_ptr()),
+            *(_address(self.bias), self.size, self.depth, out.data_ptr()),
+        )
+        return out
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows of gate and up [M, ...] in turns of as many as a vector holds, zeros behind the last:
+    [2 * (M rounded up), ...]. A panel then has both halves of the same columns."""
+    lanes = cpu_library().radixserve_lanes()
+    count = -(-len(gate) // lanes) * lanes
+    halves = gate.new_zeros((2, count, *gate.shape[1:]))
+    halves[0, : len(gate)], halves[1, : len(up)] = gate, up
+    parts = halves.view(2, -1, lanes, *gate.shape[1:]).transpose(0, 1)
+    return parts.reshape(-1, *gate.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """The numbers of a decoder that its arithmetic needs."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class StackLayer:
+    """One layer's weights; Q = Hq * D and KV = Hkv * D features, M of the MLP, H hidden."""
+
+    input_norm: Tensor  # [H]
+    qkv: PackedWeight  # H -> Q + 2 KV
+    qk_norm: Tensor | None  # [Hq + Hkv, D]
+    o: PackedWeight  # Q -> H
+    post_norm: Tensor  # [H]
+    gate_up: PackedWeight  # H -> 2 M, interleaved
+    down: PackedWeight  # M -> H
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("num_layers", "num_heads", "num_kv_heads", "head_dim"),
+                *("hidden_size", "intermediate_size", "vocab_size"),
+            )
+        ),
+        ("eps", ctypes.c_float),
+    )
+
+
+_LAYER_POINTERS = (
+    *("input_norm", "qkv", "qkv_bias", "qk_norm", "o", "o_bias", "post_norm"),
+    *("gate_up", "gate_up_bias", "down", "down_bias"),
+)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _LAYER_POINTERS)
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("num_tokens", ctypes.c_int64),
+        ("num_sampled", ctypes.c_int64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("input_ids", "positions", "slots", "sampled"),
+                *("rotations", "logits"),
+            )
+        ),
+    )
+
+
+class DecoderStack:
+    """All layers of a Llama-like decoder in one call, from token ids to logits. One thread."""
+
+    def __init__(
+        self,
+        shape: StackShape,
+        layers: Sequence[StackLayer],
+        embedding: Tensor,  # [V, H]
+        norm: Tensor,  # [H]
+        head: PackedWeight,  # H -> V
+    ) -> None:
+        library = cpu_library()
+        self._is_bf16, self._vocab_size = _is_bf16(embedding.dtype), shape.vocab_size
+        self._kept: tuple[Any, ...] = (layers, embedding, norm, head)  # C borrows their memory
+        self._run = library.radixserve_run
+        self._set_threads = library.radixserve_set_threads
+        record = _Shape(*(getattr(shape, field[0]) for field in _Shape._fields_))
+        pointers = (_Layer * len(layers))(*map(_layer_record, layers))
+        self._pointer = library.radixserve_decoder(
+            *(self._is_bf16, ctypes.byref(record), pointers, embedding.data_ptr()),
+            *(norm.data_ptr(), head.panels.data_ptr()),
+        )
+        weakref.finalize(self, library.radixserve_end_decoder, self._is_bf16, self._pointer)
+
+    def run(
+        self,
+        input_ids: Tensor,  # [T] int64
+        positions: Tensor,  # [T] int64
+        slots: Tensor,  # [T] int64
+        sampled: Tensor,  # [S] int64, ascending
+        rotations: Tensor,  # [n, D/2] complex64, of every position
+        plan: Plan,
+        kv: Tensor,  # [L, 2, num_pages, P, Hkv, D]
+    ) -> Tensor:
+        """Logits [S, V] float32 behind the tokens `sampled`; writes the new tokens' slots of kv."""
+        logits = torch.empty((len(sampled), self._vocab_size))
+        step = _Step(
+            *(len(input_ids), len(sampled), input_ids.data_ptr(), positions.data_ptr()),
+            *(slots.data_ptr(), sampled.data_ptr(), rotations.data_ptr(), logits.data_ptr()),
+        )
+        self._set_threads(torch.get_num_threads())
+        self._run(
+            *(self._is_bf16, self._pointer, ctypes.byref(step), plan.pointer),
+            *(kv.data_ptr(), kv.stride(0)),
+        )
+        return logits
+
+
+def _layer_record(layer: StackLayer) -> _Layer:
+    weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
+    record = _Layer(
+        input_norm=_address(layer.input_norm),
+        qk_norm=_address(layer.qk_norm),
+        post_norm=_address(layer.post_norm),
+    )
+    for name, weight in weights.items():
+        setattr(record, name, _address(weight.panels))
+        setattr(record, f"{name}_bias", _address(weight.bias))
+    return record
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

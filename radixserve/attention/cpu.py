@@ -1,0 +1,79 @@
+"""The `cpu` backend: paged attention by compiled kernels, all rows of a step in one call.
+
+`plan` turns the step's rows into jobs: nodes of pages that rows share first, level by level, then
+each row's own part. A job's keys are read once for all its queries and query heads. The nodes are
+those that cascade.py finds, found in compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from radixserve.attention.base import ForwardBatch, HostIndex, kv_view
+from radixserve.errors import ModelNotSupported
+from radixserve_kernels.cpu_ops import Attender, Plan, PlanRows, unavailable
+from radixserve_kernels.torch_ops import store_kv
+
+MERGE_TOKENS = 24  # tokens of K and V whose reading costs a row as much as one more level
+
+
+class CpuBackend:
+    """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float32 or bfloat16.
+
+    `shares`: whether rows attend together to pages that they have in common, where that pays.
+    Raises ModelNotSupported, with the reason, where the kernels cannot be had.
+    """
+
+    name = "cpu"
+
+    def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
+        if reason := unavailable(kv.dtype):
+            raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
+        num_kv_heads, self.head_dim = kv.shape[-2:]
+        if num_heads % num_kv_heads:
+            raise ModelNotSupported(
+                f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
+            )
+        self.num_heads, self.num_kv_heads, self.kv = num_heads, num_kv_heads, kv
+        self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
+        self._attender = Attender(kv.dtype)
+        self._shares = shares
+        self._planned: Plan | None = None
+        self._slot_mapping: Tensor | None = None
+
+    def plan(self, batch: ForwardBatch) -> None:
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        self._planned = plan_step(batch.host, batch.page_size, heads, shares=self._shares)
+        self._slot_mapping = batch.slot_mapping
+
+    @property
+    def planned(self) -> Plan:
+        """The current plan, for kernels that do more than attention."""
+        assert self._planned is not None, "used before plan"
+        return self._planned
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
+    ) -> Tensor:
+        k_slots, v_slots = self._slots[layer]
+        assert self._slot_mapping is not None, "run before plan"
+        store_kv(k, v, k_slots, v_slots, self._slot_mapping)
+        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+        return self._attender.run(self.planned, q, k_slots, v_slots, scale)
+
+
+def plan_step(
+    host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
+) -> Plan:
+    """Jobs: one a shared node, each level of them a wave; then one a row, in the last wave."""
+    rows = PlanRows(
+        start=np.ascontiguousarray(host.start),
+        qo_indptr=host.qo_indptr,
+        kv_indptr=host.kv_indptr,
+        seq_lens=np.ascontiguousarray(host.seq_lens),
+        kv_indices=host.kv_indices,
+    )
+    return Plan(rows, page_size, heads, MERGE_TOKENS if shares else None)

@@ -1,0 +1,85 @@
+"""The native decoder on compiled CPU kernels: a step is one call, from token ids to logits.
+
+The same checkpoints and the same arithmetic as decoder.py; attention is part of the call, so that
+it runs with the `cpu` backend only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.attention.cpu import CpuBackend
+from radixserve.models.base import ModelInfo
+from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBias, read_decoder
+from radixserve_kernels.cpu_ops import (
+    DecoderStack,
+    PackedWeight,
+    StackLayer,
+    StackShape,
+    interleave,
+)
+
+
+class CpuDecoder:
+    """See `LanguageModel`. Made by `load_cpu_decoder`."""
+
+    def __init__(self, read: DecoderTensors) -> None:
+        self.info: ModelInfo = read.info
+        shape = read.shape
+        stack_shape = StackShape(
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            vocab_size=shape.vocab_size,
+            eps=shape.eps,
+        )
+        embedding, norm = read.embedding.contiguous(), read.norm.contiguous()
+        head = PackedWeight(read.lm_head)
+        self._stack = DecoderStack(stack_shape, read.layers, embedding, norm, head)
+        self._rotary = read.rotary
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """`backend` is a planned CpuBackend."""
+        assert isinstance(backend, CpuBackend), f"not on the {backend.name} backend"
+        return self._stack.run(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            slots=batch.slot_mapping,
+            sampled=batch.logits_indices,
+            rotations=self._rotary.up_to(int(batch.host.seq_lens.max())),
+            plan=backend.planned,
+            kv=backend.kv,
+        )
+
+
+def load_cpu_decoder(folder: Path, config: Any, dtype: torch.dtype) -> CpuDecoder:
+    """Read a checkpoint that decoder.py can read."""
+    return CpuDecoder(read_decoder(folder, config, dtype, torch.device("cpu"), _pack_layer))
+
+
+def _pack_layer(tensors: LayerTensors) -> StackLayer:
+    qk_norm = tensors.qk_norm
+    return StackLayer(
+        input_norm=tensors.input_norm.contiguous(),
+        qkv=PackedWeight(*tensors.qkv),
+        qk_norm=None if qk_norm is None else qk_norm.contiguous(),
+        o=PackedWeight(*tensors.o),
+        post_norm=tensors.post_norm.contiguous(),
+        gate_up=_interleaved(tensors.gate, tensors.up),
+        down=PackedWeight(*tensors.down),
+    )
+
+
+def _interleaved(gate: WeightAndBias, up: WeightAndBias) -> PackedWeight:
+    weight, bias = interleave(gate[0], up[0]), None
+    if gate[1] is not None and up[1] is not None:
+        bias = interleave(gate[1], up[1])
+    return PackedWeight(weight, bias)

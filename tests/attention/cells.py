@@ -1,0 +1,117 @@
+"""Which cells (page, offset) every new token of a plan sees: the page-content oracle of backends.
+
+A cell is a page of the pool and an offset in it. A token must see those of its row's positions up
+to its own, each exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from radixserve.attention.base import ForwardBatch
+from radixserve.attention.torch import Dense, Group, Keys, Part, Plan, Single
+from radixserve.schedule import Row
+from radixserve_kernels.cpu_ops import BEGINS, CAUSAL, ENDS, Jobs
+
+Cells = list[int]  # page * page_size + offset
+
+
+def expected_cells(rows: Sequence[Row], page_size: int) -> list[Cells]:
+    """Of each token of the step, in order of position."""
+    found = []
+    for row in rows:
+        cells = (row.page_ids[:, None].astype(np.int64) * page_size + np.arange(page_size)).ravel()
+        found += [cells[: at + 1].tolist() for at in range(row.start, row.end)]
+    return found
+
+
+def cells_of_jobs(jobs: Jobs) -> list[Cells]:
+    """Of each token, in the order of the waves; the jobs' own laws are checked on the way."""
+    seen: list[Cells] = [[] for _ in range(jobs.num_tokens)]
+    state = ["waiting"] * jobs.num_tokens
+    bounds = jobs.wave_indptr.tolist()
+    assert bounds[0] == 0
+    assert bounds[-1] == len(jobs.num_keys) == len(jobs.flags) == len(jobs.query_indptr) - 1
+    for first, end in pairwise(bounds):
+        queries = jobs.query_tokens[jobs.query_indptr[first] : jobs.query_indptr[end]].tolist()
+        assert len(set(queries)) == len(queries), "jobs of a wave share a token"
+        for job in range(first, end):
+            _read_job(jobs, job, seen, state)
+    assert set(state) == {"done"}
+    return seen
+
+
+def _read_job(jobs: Jobs, job: int, seen: list[Cells], state: list[str]) -> None:
+    first, end = jobs.query_indptr[job : job + 2].tolist()
+    num_keys, flags = int(jobs.num_keys[job]), int(jobs.flags[job])
+    places = int(jobs.first_page[job]) + np.arange(num_keys) // jobs.page_size
+    pages = jobs.page_ids[places].astype(np.int64)
+    cells = (pages * jobs.page_size + np.arange(num_keys) % jobs.page_size).tolist()
+    for at, token in enumerate(jobs.query_tokens[first:end].tolist()):
+        assert state[token] == ("waiting" if flags & BEGINS else "begun")
+        state[token] = "done" if flags & ENDS else "begun"
+        visible = num_keys - (end - first) + 1 + at if flags & CAUSAL else num_keys
+        assert visible > 0
+        seen[token] += cells[:visible]
+
+
+def cells_of_parts(plan: Plan, batch: ForwardBatch, group_size: int) -> list[Cells]:
+    """Of each token, what it shares with others last: those of the torch backend's plan."""
+    laid: list[tuple[int, Cells]] = []  # the parts' results end to end: whose, and what it saw
+    for part in plan.parts:
+        laid += _read_part(part, batch, group_size)
+    order = range(len(laid)) if plan.out_index is None else plan.out_index.tolist()
+    assert [laid[at][0] for at in order] == list(range(batch.num_tokens))
+    seen = [list(laid[at][1]) for at in order]
+    for part in plan.shared:
+        for token, cells in _read_part(part, batch, group_size):
+            seen[token] += cells
+    return seen
+
+
+def _read_part(part: Part, batch: ForwardBatch, group_size: int) -> list[tuple[int, Cells]]:
+    if isinstance(part, Single):
+        return [(part.token.start, [slot for run in part.runs for slot in _range(run)])]
+    tokens = _range(part.tokens)
+    cells = _slots(part.keys, tokens, batch)
+    if isinstance(part, Dense):
+        cells = cells[: part.kv_len]
+        behind = len(cells) - len(tokens) + 1 if part.is_causal else len(cells)
+        step = 1 if part.is_causal else 0
+        return [(token, cells[: behind + step * at]) for at, token in enumerate(tokens)]
+    return _read_group(part, tokens, cells, group_size)
+
+
+def _read_group(
+    group: Group, tokens: list[int], cells: Cells, group_size: int
+) -> list[tuple[int, Cells]]:
+    slots = torch.tensor(cells).view(group.size, -1)[:, : group.kv_len]  # [B, Lk]
+    shape = (group.size, group.q_len, group.kv_len)
+    visible = torch.ones(shape, dtype=torch.bool)
+    if group.mask is not None:
+        heads = group.mask[:, 0].view(group.size, -1, *group.mask.shape[2:][-1:])
+        repeats = heads.view(group.size, heads.shape[1] // group.q_len, *shape[1:])
+        assert repeats.shape[1] == (1 if group.q_len == 1 else group_size)
+        assert bool((repeats == repeats[:, :1]).all())  # the same for each query head
+        visible = (repeats[:, 0] == 0).expand(shape)
+    return [
+        (token, slots[at // group.q_len][visible[at // group.q_len, at % group.q_len]].tolist())
+        for at, token in enumerate(tokens)
+    ]
+
+
+def _slots(keys: Keys, tokens: list[int], batch: ForwardBatch) -> Cells:
+    """Of a part's keys, as they are laid before it."""
+    if keys.pages is None:  # the step's own K and V, not yet read from the pool
+        return batch.slot_mapping[tokens].tolist()
+    if isinstance(keys.pages, slice):
+        return _range(keys.pages)
+    return (keys.pages[:, None] * batch.page_size + torch.arange(batch.page_size)).ravel().tolist()
+
+
+def _range(which: slice | torch.Tensor) -> list[int]:
+    return list(range(which.start, which.stop)) if isinstance(which, slice) else which.tolist()

@@ -1,0 +1,256 @@
+"""Nodes of shared pages against a naive tree, and what every token of a plan gets to see."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.attention import cpu as cpu_backend
+from radixserve.attention import torch as torch_backend
+from radixserve.attention.base import ForwardBatch
+from radixserve.attention.cascade import covered_pages, find_shared
+from radixserve.attention.cpu import plan_step
+from radixserve.attention.torch import TorchBackend
+from radixserve.request import BeamParams
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.schedule import Row
+from radixserve_kernels.cpu_ops import CAUSAL, Jobs, unavailable
+from tests.attention.cases import CPU, SharedCase
+from tests.attention.cells import cells_of_jobs, cells_of_parts, expected_cells
+from tests.scheduler.fake import Driver, random_prompt
+
+HAS_KERNELS = not unavailable(torch.float32)
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="there are no CPU kernels here")
+Pays = Callable[[int, int], bool]
+Node = tuple[tuple[int, ...], int, int, int]  # rows, first page, end, level
+
+PAYS: dict[str, Pays] = {
+    "always": lambda *_: True,
+    "never": lambda *_: False,
+    "many rows": lambda num_rows, _: num_rows > 2,
+    "many tokens": lambda _, num_tokens: num_tokens >= 12,
+    "by cost": lambda num_rows, num_tokens: (num_rows - 1) * num_tokens > num_rows * 5,
+    "at random": lambda num_rows, num_tokens: (num_rows * 7 + num_tokens * 5) % 3 > 0,
+}
+
+
+def random_rows(rng: random.Random, page_size: int) -> list[Row]:
+    """Rows that fork off each other at every depth: whole pages are shared, the next is copied."""
+    unused = iter(rng.sample(range(2_000), 2_000))
+    tables: list[list[int]] = []
+    rows = []
+    for number in range(rng.randint(1, 12)):
+        start = rng.choice([0, rng.randrange(8), rng.randrange(40), 60])
+        new = rng.choice([1, 1, 1, 2, rng.randint(1, 30), 70])
+        pages: list[int] = []
+        if tables and rng.random() < 0.8:
+            other = rng.choice(tables)
+            pages = other[: rng.randint(0, len(other))][: start // page_size]
+        while len(pages) * page_size < start + new:
+            pages.append(next(unused))
+        if rng.random() < 0.9:
+            tables.append(pages)
+        ids = np.array(pages, np.int32)
+        rows.append(Row(f"r{number}", np.ones(new, np.int32), start, ids, None))
+    if rng.random() < 0.2:  # the very same pages, new tokens and all
+        rows += [rng.choice(rows) for _ in range(3)]
+    rng.shuffle(rows)
+    return rows
+
+
+def naive_nodes(rows: list[Row], page_size: int, pays: Pays) -> list[Node]:
+    """The same from a dictionary of all heads of all page tables."""
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for number, row in enumerate(rows):
+        whole = row.page_ids[: row.start // page_size].tolist()
+        for length in range(1, len(whole) + 1):
+            holders.setdefault(tuple(whole[:length]), []).append(number)
+    found: list[Node] = []
+
+    def walk(head: tuple[int, ...], first: int, level: int) -> None:
+        for longer in [one for one in holders if len(one) == len(head) + 1]:
+            if longer[:-1] != head or len(holders[longer]) < 2:
+                continue
+            group, grown = holders[longer], longer
+            while more := [one for one in holders if one[:-1] == grown and holders[one] == group]:
+                grown = more[0]
+            if pays(len(group), (len(grown) - first) * page_size):
+                found.append((tuple(group), first, len(grown), level))
+                walk(grown, len(grown), level + 1)
+            else:
+                walk(grown, first, level)
+
+    walk((), 0, 0)
+    return found
+
+
+@pytest.mark.parametrize("pays", PAYS)
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_nodes_are_those_of_a_naive_tree(page_size: int, pays: str) -> None:
+    for seed in range(15):
+        check_nodes(seed, page_size, PAYS[pays])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16])
+def test_many_trees(page_size: int) -> None:
+    for seed in range(100, 600):
+        for pays in PAYS.values():
+            check_nodes(seed, page_size, pays)
+            check_plans(random_rows(random.Random(seed), page_size), page_size)
+
+
+def check_nodes(seed: int, page_size: int, pays: Pays) -> None:
+    rows = random_rows(random.Random(seed), page_size)
+    host = build_forward_batch(rows, page_size, CPU).host
+    nodes = find_shared(host, page_size, pays)
+    plain = [(tuple(node.rows.tolist()), node.first, node.end, node.level) for node in nodes]
+    assert sorted(plain) == sorted(naive_nodes(rows, page_size, pays))
+    assert [node.level for node in nodes] == sorted(node.level for node in nodes)
+    covered = covered_pages(nodes, len(rows))
+    for number, row in enumerate(rows):
+        own = [node for node in nodes if number in node.rows]
+        assert [node.level for node in own] == list(range(len(own)))
+        assert all(a.end == b.first for a, b in pairwise(own))
+        assert not own or own[0].first == 0
+        assert covered[number] == (own[-1].end if own else 0)
+        assert covered[number] * page_size <= row.start
+
+
+def test_pages_with_new_tokens_are_never_shared() -> None:
+    case = SharedCase([(63, 1), (63, 2)], 2, [((0, 1), 31)], heads=4, kv_heads=2, dim=8)
+    (found,) = find_shared(case.batch.host, 2, PAYS["always"])
+    assert (found.first, found.end) == (0, 31)  # the page of position 63 is each row's own
+    same = [row._replace(page_ids=case.rows[1].page_ids) for row in case.rows[1:] * 2]
+    (found,) = find_shared(build_forward_batch(same, 2, CPU).host, 2, PAYS["always"])
+    assert (found.first, found.end) == (0, 31)
+
+
+def test_a_node_that_does_not_pay_is_read_with_its_child() -> None:
+    """The child's pages begin where the last ancestor that pays ends."""
+    pages = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7], [1, 2, 8], [1, 9]]
+    rows = [Row("", np.ones(1, np.int32), len(p) - 1, np.array(p, np.int32), None) for p in pages]
+    host = build_forward_batch(rows, 1, CPU).host
+    found = find_shared(host, 1, lambda num_rows, num_tokens: num_rows == 5 or num_tokens > 2)
+    assert [(n.rows.tolist(), n.first, n.end, n.level) for n in found] == [
+        ([0, 1, 2, 3, 4], 0, 1, 0),
+        ([0, 1], 1, 4, 1),
+    ]
+
+
+def jobs_of(batch: ForwardBatch, *, shares: bool = True) -> Jobs:
+    return plan_step(batch.host, batch.page_size, (4, 2, 4), shares=shares).jobs()
+
+
+def check_jobs(seed: int, page_size: int, merge_tokens: int) -> None:
+    """The nodes that compiled code finds are those of the naive tree, level by level."""
+    rows = random_rows(random.Random(seed), page_size)
+    batch = build_forward_batch(rows, page_size, CPU)
+    jobs = jobs_of(batch)
+    row_of = np.repeat(np.arange(len(rows)), [len(row.token_ids) for row in rows]).tolist()
+    found: list[Node] = []
+    for wave, (first, end) in enumerate(pairwise(jobs.wave_indptr.tolist())):
+        for job in range(first, end):
+            if jobs.flags[job] & CAUSAL:
+                continue
+            tokens = jobs.query_tokens[jobs.query_indptr[job] : jobs.query_indptr[job + 1]]
+            members = tuple(dict.fromkeys(row_of[token] for token in tokens.tolist()))
+            at = int(jobs.first_page[job] - batch.host.kv_indptr[members[0]])
+            found.append((members, at, at + int(jobs.num_keys[job]) // page_size, wave))
+            assert jobs.num_keys[job] % page_size == 0
+    pays: Pays = lambda n, tokens: (n - 1) * tokens > n * merge_tokens  # noqa: E731
+    assert sorted(found) == sorted(naive_nodes(rows, page_size, pays))
+
+
+@needs_kernels
+@pytest.mark.parametrize("merge_tokens", [0, 1, 5, 24, 1 << 40])
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_jobs_are_those_of_a_naive_tree(
+    page_size: int, merge_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", merge_tokens)
+    for seed in range(20):
+        check_jobs(seed, page_size, merge_tokens)
+
+
+# -- what tokens see ------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["always", "never", "by cost"])
+def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "by cost":
+        always = request.param == "always"
+        monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0 if always else 1 << 40)
+        monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1 if always else 1 << 40)
+    return str(request.param)
+
+
+def check_plans(rows: list[Row], page_size: int) -> ForwardBatch:
+    """Both backends' plans show every token its own cells, each once. Returns the batch."""
+    batch = build_forward_batch(rows, page_size, CPU)
+    expected = expected_cells(rows, page_size)
+    for shares in (True, False):
+        if HAS_KERNELS:
+            assert cells_of_jobs(jobs_of(batch, shares=shares)) == expected
+        backend = TorchBackend(torch.empty(1, 2, 1, page_size, 2, 4), 4, shares=shares)
+        backend.plan(batch)
+        assert backend._plan is not None
+        found = cells_of_parts(backend._plan, batch, group_size=2)
+        assert [sorted(cells) for cells in found] == [sorted(cells) for cells in expected]
+    return batch
+
+
+@pytest.mark.usefixtures("sharing")
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_every_token_sees_its_own_cells_once(page_size: int) -> None:
+    for seed in range(25):
+        check_plans(random_rows(random.Random(seed), page_size), page_size)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1 << 40])
+def test_however_decodes_are_read(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RUN_BYTES", "LONG_BYTES"):
+        monkeypatch.setattr(torch_backend, name, num_bytes)
+    for seed in range(15):
+        check_plans(random_rows(random.Random(seed), 2), 2)
+
+
+# -- rows as the scheduler makes them -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks, twins and beams of one prompt, under memory pressure: plans hold in every step."""
+    monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
+    monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
+    rng = random.Random(page_size)
+    driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running=10)
+    prompt = [rng.randrange(2, 50) for _ in range(100)]
+    driver.add("first", prompt, max_tokens=6, ignore_eos=True)
+    known = [prompt]
+    levels, num_shared = 0, 0
+    for step in range(80):
+        if step % 3 == 1 and step < 40:
+            known.append(random_prompt(rng, known, 160))
+            driver.add(f"fork {step}", known[-1], max_tokens=rng.randint(1, 12), ignore_eos=True)
+        if step in (6, 20):
+            beams = BeamParams(width=3)
+            driver.add(f"beams {step}", [*prompt, 7], beams=beams, max_tokens=9, ignore_eos=True)
+        if step == 30:
+            driver.abort("beams 20")
+        schedule = driver.step()
+        if schedule is None:
+            continue
+        batch = check_plans(list(schedule.rows), page_size)
+        nodes = find_shared(batch.host, page_size, PAYS["always"])
+        num_shared += len(nodes)
+        levels = max([levels, *(node.level + 1 for node in nodes)])
+    driver.run()
+    driver.drain()
+    assert num_shared > 10
+    assert levels >= 2

@@ -1,0 +1,172 @@
+"""The CPU kernels' own borders: blocks of keys and rows, ways to multiply, threads, big numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.attention import cpu as cpu_backend
+from radixserve.attention.cpu import CpuBackend, plan_step
+from radixserve.errors import ModelNotSupported
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve_kernels.cpu_ops import Attender, unavailable
+from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
+from tests.attention.conftest import Make
+from tests.attention.test_backends import BOTH, check
+
+KEYS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257]  # a block has 128
+QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193]  # a task has 192 rows
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("group", [1, 4])
+def test_block_borders(group: int, dtype: torch.dtype, make_cpu: Make) -> None:
+    lengths = [(keys - 1, 1) for keys in KEYS]
+    lengths += [(0, queries) for queries in QUERIES]
+    lengths += [(keys - 1, queries) for keys in (127, 128, 129) for queries in (2, 64, 129)]
+    check(make_cpu, Case(lengths, 16, 2 * group, 2, 24, dtype=dtype))
+
+
+@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.parametrize("dim", [8, 16, 20, 32, 40, 64, 80, 96, 128])
+def test_bfloat16_by_both_routines(dim: int, make_cpu: Make) -> None:
+    check(make_cpu, Case(LENGTHS["everything"], 3, 6, 2, dim, dtype=torch.bfloat16))
+
+
+@pytest.mark.usefixtures("bf16_routine", "always_share")
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_pages_by_both_routines(name: str, make_cpu: Make) -> None:
+    lengths, groups = SHARED[name]
+    check(
+        make_cpu, SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=32, dtype=torch.bfloat16)
+    )
+
+
+@pytest.mark.usefixtures("bf16_routine")
+def test_odd_rows_by_both_routines(make_cpu: Make) -> None:
+    """Tiles hold 16 and 32 rows; a query here is three rows."""
+    lengths = [(130, queries) for queries in (1, 5, 6, 10, 11, 21, 22, 32, 33, 64, 65)]
+    check(make_cpu, Case(lengths, 1, 3, 1, 40, dtype=torch.bfloat16))
+
+
+@pytest.mark.usefixtures("num_threads", "always_share")
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("name", ["long chunks", "everything", "three levels"])
+def test_threads(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
+    shape = {"heads": 16, "kv_heads": 4, "dim": 64, "dtype": dtype}
+    if name in SHARED:
+        case: Case = SharedCase(SHARED[name][0], 2, SHARED[name][1], **shape)
+    else:
+        case = Case(LENGTHS[name], 2, **shape)
+    out = check(make_cpu, case)
+    torch.set_num_threads(1)
+    assert torch.equal(run(make_cpu(case.kv.clone(), 16), case), out)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("name", ["everything", "three levels"])
+def test_a_row_does_not_depend_on_others(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
+    """To the bit, without sharing: a request's answer is the same in any company."""
+    lengths, groups = SHARED.get(name, (LENGTHS.get(name), []))
+    case = SharedCase(lengths, 2, groups, heads=6, kv_heads=2, dim=32, dtype=dtype)
+    together = run(make_cpu(case.kv.clone(), 6, shares=False), case)
+    q, k, v = case.q, case.k, case.v
+    bounds = itertools.pairwise(case.batch.host.qo_indptr.tolist())
+    for row, (first, end) in zip(case.rows, bounds, strict=True):
+        case.batch = build_forward_batch((row,), 2, CPU)
+        case.q, case.k, case.v = q[first:end], k[first:end], v[first:end]
+        assert torch.equal(run(make_cpu(case.kv.clone(), 6), case), together[first:end])
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize("dtype", BOTH)
+def test_cells_without_a_token_are_not_read(dtype: torch.dtype, make_cpu: Make) -> None:
+    """Not even those behind a row's last token in its last page, nor ids that are no page's."""
+    case = Case(LENGTHS["everything"], 16, 4, 2, 16, dtype=dtype)
+    clean = check(make_cpu, case)
+    is_used = torch.zeros(case.kv.shape[2] * 16, dtype=torch.bool)
+    for row in case.rows:
+        slots = (row.page_ids[:, None] * 16 + np.arange(16)).ravel()[: row.end]
+        is_used[slots] = True
+    case.kv.view(2, 2, -1, 2, 16)[:, :, ~is_used] = torch.nan
+    assert torch.equal(run(make_cpu(case.kv, 4), case), clean)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_huge_scores_in_shared_pages(sign: int, size: float, make_cpu: Make) -> None:
+    """A level may be worth nothing beside another one, whichever comes first."""
+    lengths, groups = SHARED["three levels"]
+    case = SharedCase(lengths, 2, groups, heads=2, kv_heads=1, dim=8)
+    scores = torch.tensor([-3.0, -1.0, 0.0, 2.0]) * size * sign
+    for keys in (case.k, case.kv[:, 0]):
+        keys[:] = 0.0
+        keys[..., 0] = scores[torch.randint(4, keys.shape[:-1])]
+    case.q = torch.zeros_like(case.q)
+    case.q[..., 0] = 1.0
+    out = run(make_cpu(case.kv.clone(), 2), case, scale=1.0)
+    torch.testing.assert_close(out.double(), case.expected(1, 1.0)[0], atol=3e-6, rtol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_a_long_row(dtype: torch.dtype, make_cpu: Make) -> None:
+    """Many blocks: what was mixed before is scaled down again and again as scores rise."""
+    case = Case([(2_900, 3), (2_000, 200)], 16, 4, 2, 16, dtype=dtype)
+    case.kv[:, 0] *= torch.linspace(0.1, 4, case.kv.shape[2])[:, None, None, None].to(dtype)
+    check(make_cpu, case)
+
+
+def test_memory_is_given_back() -> None:
+    """Plans and attenders by the thousand, and a plan's jobs after the plan itself is gone."""
+    if reason := unavailable(torch.float32):
+        pytest.skip(reason)
+    case = SharedCase(SHARED["decodes"][0], 2, SHARED["decodes"][1], heads=4, kv_heads=2, dim=8)
+    for _ in range(2_000):
+        jobs = plan_step(case.batch.host, 2, (4, 2, 8), shares=True).jobs()
+        Attender(torch.float32)
+    assert jobs.num_tokens == 3
+    assert jobs.wave_indptr.tolist() == [0, 1, 4]
+
+
+def test_what_pays(make_cpu: Make) -> None:
+    """All but one reading of the pages must cost more than one more level does for each row."""
+    least = cpu_backend.MERGE_TOKENS
+    for num_rows, num_tokens, is_shared in (
+        *((2, 2 * least, False), (2, 2 * least + 1, True)),
+        *((50, least, False), (50, least + 1, True)),
+    ):
+        lengths = [(num_tokens, 1)] * num_rows
+        case = SharedCase(lengths, 1, [(range(num_rows), num_tokens)], heads=1, kv_heads=1, dim=8)
+        backend = make_cpu(case.kv, 1)
+        backend.plan(case.batch)
+        assert isinstance(backend, CpuBackend)
+        assert len(backend.planned.jobs().num_keys) == num_rows + is_shared
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_refuses_other_dtypes(dtype: torch.dtype) -> None:
+    with pytest.raises(ModelNotSupported, match=str(dtype)):
+        CpuBackend(torch.zeros(1, 2, 1, 1, 2, 8, dtype=dtype), 2)
+
+
+def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_backend, "unavailable", lambda _: "there is no C++ compiler")
+    with pytest.raises(ModelNotSupported, match=r"cannot be used: there is no C\+\+ compiler"):
+        CpuBackend(torch.zeros(1, 2, 1, 1, 2, 8), 2)
+
+
+def test_threads_may_change_between_steps(make_cpu: Make) -> None:
+    case = Case(LENGTHS["long chunks"], 2, heads=8, kv_heads=2, dim=64)
+    backend, before = make_cpu(case.kv, 8), torch.get_num_threads()
+    expected = case.expected(1)[0]
+    try:
+        for count in (1, 2, 1, 2, 3, 1):
+            torch.set_num_threads(count)
+            torch.testing.assert_close(run(backend, case).double(), expected, atol=2e-6, rtol=2e-5)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,397 @@
+"""Compiling the CPU kernels where it cannot be done, or was done badly: torch's operations remain.
+
+Compilers are scripts here, but for two tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from radixserve import Runtime
+from radixserve.config import EngineConfig
+from radixserve.errors import ModelNotSupported
+from radixserve.runner.model_runner import ModelRunner
+from radixserve_kernels import cpu_library as library
+from radixserve_kernels.cpu_ops import PackedWeight, unavailable
+from tests.checkpoints import make_checkpoint
+from tests.runner.driver import Driver
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
+PRODUCT = """
+import torch
+from radixserve_kernels.cpu_ops import PackedWeight
+x, weight = torch.ones(3, 5), torch.ones(7, 5)
+assert torch.equal(PackedWeight(weight)(x), x @ weight.T)
+print("right")
+"""
+Script = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has not looked for the kernels yet, with an empty cache folder."""
+    monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    library._load.cache_clear()
+    yield
+    library._load.cache_clear()
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Makes a shell script the compiler; `$out` is where it has to write, "" if asked --version.
+
+    Every other call of it is a line of the file "calls".
+    """
+
+    def make(body: str) -> Path:
+        path, calls = tmp_path / "a compiler", tmp_path / "calls"
+        find_out = 'for a in "$@"; do [ "$last" = -o ] && out="$a"; last="$a"; done'
+        path.write_text(
+            f'#!/bin/sh\nout=; last=; {find_out}\n[ -n "$out" ] && echo "$@" >> "{calls}"\n{body}\n'
+        )
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", f"'{path}'")
+        return calls
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the real library: a copy of what this user has."""
+    folder = tmp_path_factory.mktemp("compiled")
+    library.cpu_library()
+    compiler = library._find_compiler()
+    made = library._find_compiled(library.cache_folder(), f"cpu-{library._fingerprint(compiler)}")
+    assert made is not None
+    return Path(shutil.copy(made, folder)).parent
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("CXX", "RADIXSERVE_CACHE")}
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**kept, **environment},
+        check=False,
+    )
+
+
+def check_torch_remains(folder: Path, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint runs on torch with a warning; who asks for the kernels is told why not."""
+    make_checkpoint(folder, "llama")
+    with caplog.at_level(logging.WARNING, "radixserve"):
+        runner = ModelRunner(str(folder), EngineConfig(num_pages=64))
+    assert runner.backend_name == "torch"
+    assert reason in caplog.text
+    assert "PyTorch's operations are used" in caplog.text
+    driver = Driver(runner, 1)
+    stream = driver.add([1, 2, 3])
+    driver.run()
+    assert stream.is_done
+    with pytest.raises(ModelNotSupported) as error:
+        ModelRunner(str(folder), EngineConfig(num_pages=64, attention_backend="cpu"))
+    assert reason in str(error.value)
+    assert "attention_backend" in str(error.value)
+
+
+# -- nothing that compiles ------------------------------------------------------------------------
+
+
+def test_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")
+    reason = "there is no C++ compiler: CXX=/nonexistent not found"
+    check_torch_remains(tmp_path / "model", reason, caplog)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    library._load.cache_clear()
+    reason = "there is no C++ compiler: c++, g++ and clang++ not found"
+    assert unavailable(torch.float32) == reason
+
+
+def test_the_demo_needs_no_compiler() -> None:
+    code = """
+from radixserve import Runtime
+with Runtime("demo", num_pages=200) as runtime:
+    out = runtime.generate("Hello")
+    print(runtime.attention_backend, len(out.token_ids) > 0)
+"""
+    done = run_python(code, CXX="/nonexistent")
+    assert done.stdout == "torch True\n", done.stderr
+    assert "there is no C++ compiler: CXX=/nonexistent not found" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            "echo note; echo 'x.h:1: error: no such thing' >&2; echo bye >&2; exit 1",
+            "no such thing",
+        ),
+        ('[ -n "$out" ] && kill -9 $$', "no message"),
+        ('printf half > "$out"; echo "no space left on device" >&2; exit 1', "no space left"),
+        ('[ -n "$out" ] && : > "$out"; exit 0', "cannot be loaded"),
+        ('[ -n "$out" ] && echo "no library" > "$out"; exit 0', "cannot be loaded"),
+        ('[ -n "$out" ] && rm "$out"; exit 0', "compiled code cannot be kept"),
+    ],
+)
+def test_a_broken_compiler(
+    body: str, reason: str, script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = script(body)
+    check_torch_remains(tmp_path / "model", reason, caplog)
+    assert len(calls.read_text().splitlines()) <= 2  # with OpenMP and without, once a process
+    left = {path.suffix for path in (tmp_path / "cache").iterdir()}
+    assert left <= ({".so"} if "loaded" in reason else set())
+
+
+def test_a_compiler_that_does_not_run(script: Script, tmp_path: Path) -> None:
+    script("")
+    (tmp_path / "a compiler").write_bytes(b"\x7fELF nonsense")
+    assert "does not run" in unavailable(torch.float32)
+
+
+def test_a_compiler_that_never_ends(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "PATIENCE_S", 0.2)
+    script('[ -n "$out" ] && exec sleep 60')
+    assert "timed out" in unavailable(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["a file", "a file/below"])
+def test_a_cache_folder_that_cannot_be(
+    name: str,
+    script: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = script("exit 0")
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / name))
+    reason = f"compiled code cannot be kept in {tmp_path / name}"
+    check_torch_remains(tmp_path / "model", reason, caplog)
+    assert "RADIXSERVE_CACHE may name another folder" in caplog.text
+    assert not calls.exists()
+
+
+def test_a_full_disk(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script("exit 0")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(library.tempfile, "mkstemp", full)
+    assert "No space left on device" in unavailable(torch.float32)
+    library._load.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / "cache"))
+    script("exit 0")
+    monkeypatch.setattr(library.os, "replace", full)
+    assert "No space left on device" in unavailable(torch.float32)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("home", ["nothing", "a file"])
+def test_no_home(
+    home: str, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = script("exit 0")
+    monkeypatch.delenv("RADIXSERVE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if home == "nothing":
+
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(library.Path, "home", homeless)
+    else:
+        (tmp_path / home).write_text("")
+        monkeypatch.setenv("HOME", str(tmp_path / home))
+    assert "RADIXSERVE_CACHE" in unavailable(torch.float32)
+    assert not calls.exists()
+
+
+def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXSERVE_CACHE", "/here")
+    assert library.cache_folder() == Path("/here")
+    monkeypatch.delenv("RADIXSERVE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/there")
+    assert library.cache_folder() == Path("/there/radixserve")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert library.cache_folder() == Path("/home/me/.cache/radixserve")
+
+
+@needs_compiler
+def test_without_openmp(compiled: Path, script: Script) -> None:
+    """A compiler that refuses -fopenmp is asked again without it."""
+    (made,) = compiled.glob("*.so")
+    calls = script(
+        'case "$*" in *-fopenmp*) echo "error: -fopenmp" >&2; exit 1;; esac\n'
+        f'[ -n "$out" ] && cp "{made}" "$out"; exit 0'
+    )
+    assert unavailable(torch.float32) == ""
+    first, second = calls.read_text().splitlines()
+    assert "-fopenmp" in first
+    assert "-fopenmp" not in second
+
+
+@needs_compiler
+def test_the_compiler_may_bring_flags(
+    compiled: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (made,) = compiled.glob("*.so")
+    calls = script(f'[ -n "$out" ] && cp "{made}" "$out"; exit 0')
+    monkeypatch.setenv("CXX", f"{os.environ['CXX']} -O1 '-DNAME=two words'")
+    assert unavailable(torch.float32) == ""
+    assert calls.read_text().startswith("-O1 -DNAME=two words -O3")
+
+
+# -- what was compiled ----------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_compiled_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that has it is only read: nothing is compiled, nothing written."""
+    before = {path: path.stat().st_mtime_ns for path in compiled.iterdir()}
+    assert len(before) == 1
+    monkeypatch.setenv("RADIXSERVE_CACHE", str(compiled))
+    monkeypatch.setattr(library, "_compile", None)
+    compiled.chmod(0o555)
+    try:
+        assert unavailable(torch.float32) == ""
+    finally:
+        compiled.chmod(0o755)
+    x, weight = torch.randn(3, 20), torch.randn(9, 20)
+    torch.testing.assert_close(PackedWeight(weight)(x), x @ weight.T)
+    assert {path: path.stat().st_mtime_ns for path in compiled.iterdir()} == before
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut off", "empty", "a byte", "a folder"])
+def test_a_damaged_library_is_replaced(
+    damage: str,
+    compiled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is never loaded: that would end the process. The compiler runs again, once."""
+    (sound,) = compiled.glob("*.so")
+    content = sound.read_bytes()
+    path = tmp_path / "cache" / sound.name
+    path.parent.mkdir()
+    if damage == "a folder":
+        path.mkdir()
+    elif damage == "cut off":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        path.write_bytes(content[:9_000] + bytes([content[9_000] ^ 1]) + content[9_001:])
+    compilations = []
+
+    def compiler(command: list[str], made: str) -> None:
+        compilations.append(command)
+        Path(made).write_bytes(content)
+
+    monkeypatch.setattr(library, "_run_compiler", compiler)
+    with caplog.at_level(logging.WARNING, "radixserve"):
+        reason = unavailable(torch.float32)
+    if damage == "a folder":
+        assert "cannot be kept" in reason
+        return
+    assert reason == ""
+    assert "damaged" in caplog.text
+    assert len(compilations) == 1
+    assert path.read_bytes() == content
+    library._load.cache_clear()
+    assert unavailable(torch.float32) == ""
+    assert len(compilations) == 1
+
+
+@needs_compiler
+def test_other_sources_or_compilers_are_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert COMPILER is not None
+    first = library._fingerprint([COMPILER])
+    assert library._fingerprint([COMPILER]) == first
+    assert library._fingerprint([COMPILER, "-O1"]) != first
+    monkeypatch.setattr(library, "_processor", lambda: "another one")
+    assert library._fingerprint([COMPILER]) != first
+    monkeypatch.undo()
+    copy = tmp_path / "cpu"
+    shutil.copytree(library.SOURCES, copy)
+    monkeypatch.setattr(library, "SOURCES", copy)
+    assert library._fingerprint([COMPILER]) == first
+    (copy / "layers.h").write_text("// nothing")
+    assert library._fingerprint([COMPILER]) != first
+
+
+@needs_compiler
+def test_two_processes_at_the_same_time(compiled: Path, tmp_path: Path) -> None:
+    """Both compile, both work, one file is left; the compiler waits until both have begun."""
+    (made,) = compiled.glob("*.so")
+    slow = tmp_path / "slow"
+    slow.write_text(
+        f"""#!/bin/sh
+out=; last=; for a in "$@"; do [ "$last" = -o ] && out="$a"; last="$a"; done
+[ -n "$out" ] || exit 0
+: > "{tmp_path}/begun.$$"
+while [ $(ls "{tmp_path}" | grep -c begun) -lt 2 ]; do sleep 0.05; done
+head -c 9000 "{made}" > "$out"; sleep 0.05; cat "{made}" > "$out"
+"""
+    )
+    slow.chmod(0o755)
+    folder = tmp_path / "cache"
+    environment = {
+        **os.environ,
+        "CXX": str(slow),
+        "RADIXSERVE_CACHE": str(folder),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PRODUCT],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert out == "right\n", err
+    assert len(list(folder.iterdir())) == 1
+
+
+@needs_compiler
+def test_two_runtimes_at_the_same_time(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RADIXSERVE_CACHE", str(compiled))
+    with (
+        Runtime("demo", num_pages=200) as first,
+        Runtime("demo", num_pages=200, attention_backend="torch") as second,
+    ):
+        assert (first.attention_backend, second.attention_backend) == ("cpu", "torch")
+        assert first.generate("Hello").token_ids == second.generate("Hello").token_ids

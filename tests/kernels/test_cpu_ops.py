@@ -1,0 +1,132 @@
+"""The compiled kernels' products against torch's, over odd shapes, and row by row to the bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from radixserve_kernels import cpu_ops
+from radixserve_kernels.cpu_ops import PackedWeight, interleave, unavailable
+
+SIZES = [1, 5, 15, 16, 17, 31, 32, 33, 100, 688]
+SHAPES = [
+    *itertools.product([1, 5, 13, 33, 100], [1, 15, 33, 100], [1, 17, 31, 100]),
+    *((m, n, k) for m, n, k in zip(SIZES, SIZES[3:] + SIZES[:3], SIZES[::-1], strict=True)),
+    (688, 688, 100),
+    (17, 100, 1000),
+    (70, 33, 1000),
+    (600, 33, 400),
+]
+COUNTS = [1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 31, 32, 33, 63, 64, 65, 100, 201]
+
+needs_kernels = pytest.mark.skipif(
+    bool(unavailable(torch.float32)), reason=unavailable(torch.float32) or "they are here"
+)
+pytestmark = needs_kernels
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [M, K], weight [N, K], bias [N]."""
+    generator = torch.Generator().manual_seed(m + 1000 * n + 100_000 * k)
+    sizes = ((m, k), (n, k), (n,))
+    x, weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return x, weight, bias
+
+
+def check_product(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(m, n, k, dtype)
+    for some_bias in (None, bias):
+        out = PackedWeight(weight, some_bias)(x)
+        assert (out.dtype, out.shape) == (dtype, (m, n))
+        exact = F.linear(
+            x.double(), weight.double(), None if some_bias is None else some_bias.double()
+        )
+        tolerance = 2e-6 if dtype == torch.float32 else 5e-3
+        atol = tolerance * (k**0.5 + 1)
+        torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=atol)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_products_in_float32(m: int, n: int, k: int) -> None:
+    check_product(m, n, k, torch.float32)
+
+
+@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_products_in_bfloat16(m: int, n: int, k: int) -> None:
+    check_product(m, n, k, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads(dtype: torch.dtype) -> None:
+    if reason := unavailable(dtype):
+        pytest.skip(reason)
+    x, weight, bias = operands(300, 333, 257, dtype)
+    packed = PackedWeight(weight, bias)
+    out = packed(x)
+    torch.set_num_threads(1)
+    assert torch.equal(packed(x), out)
+    check_product(300, 333, 257, dtype)
+
+
+def check_rows(n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(max(COUNTS), n, k, dtype)
+    packed = PackedWeight(weight, bias)
+    alone = torch.cat([packed(row[None]) for row in x])
+    for count in COUNTS:
+        assert torch.equal(packed(x[:count]), alone[:count]), f"{count} rows"
+        assert torch.equal(packed(x[-count:]), alone[-count:]), f"{count} rows"
+    x[1::2] = torch.nan
+    assert torch.equal(packed(x)[::2], alone[::2])
+
+
+@pytest.mark.parametrize(("n", "k"), [(33, 40), (100, 688), (31, 1000), (200, 17)])
+def test_a_row_does_not_depend_on_others(n: int, k: int) -> None:
+    check_rows(n, k, torch.float32)
+
+
+@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.parametrize(("n", "k"), [(33, 40), (100, 688), (31, 1000), (200, 17)])
+def test_a_row_does_not_depend_on_others_in_bfloat16(n: int, k: int) -> None:
+    check_rows(n, k, torch.bfloat16)
+
+
+def test_what_lies_behind_a_weight_is_not_seen() -> None:
+    """Weights and inputs that are parts of wider tensors full of NaN."""
+    x, weight, _ = operands(7, 19, 23, torch.float32)
+    wide_x, wide = torch.full((9, 50), torch.nan), torch.full((40, 50), torch.nan)
+    wide_x[:7, :23], wide[:19, :23] = x, weight
+    out = PackedWeight(wide[:19, :23])(wide_x[:7, :23])
+    torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 100])
+def test_interleave(count: int) -> None:
+    lanes = cpu_ops.cpu_library().radixserve_lanes()
+    gate, up = torch.randn(2, count, 3)
+    woven = interleave(gate, up)
+    padded = -(-count // lanes) * lanes
+    assert woven.shape == (2 * padded, 3)
+    turns = woven.view(-1, 2, lanes, 3)
+    for half, original in ((turns[:, 0], gate), (turns[:, 1], up)):
+        flat = half.reshape(-1, 3)
+        assert torch.equal(flat[:count], original)
+        assert not flat[count:].any()
+    assert torch.equal(interleave(gate[:, 0], up[:, 0]), woven[:, 0])
+
+
+def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "float16" in unavailable(torch.float16)
+    assert cpu_ops.describe().startswith("vectors of ")
+
+    class OldProcessor:
+        radixserve_bf16 = staticmethod(int)
+
+    monkeypatch.setattr(cpu_ops, "cpu_library", OldProcessor)
+    assert unavailable(torch.float32) == ""
+    assert unavailable(torch.bfloat16) == "this processor has no bfloat16 arithmetic"

@@ -1,0 +1,226 @@
+"""The decoder on CPU kernels against the one on torch: the same logits, the same K and V."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.attention.cpu import CpuBackend
+from radixserve.attention.torch import TorchBackend
+from radixserve.models.base import LanguageModel
+from radixserve.models.cpu_decoder import load_cpu_decoder
+from radixserve.models.decoder import FIRST_POSITIONS, load_decoder
+from radixserve.models.weights import load_config
+from radixserve.request import SamplingParams
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.schedule import Row, SampleSpec
+from radixserve_kernels.cpu_ops import unavailable
+from tests.checkpoints import NATIVE, make_checkpoint
+
+CPU = torch.device("cpu")
+VOCAB = 101
+ODD: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+ODD |= {"intermediate_size": 100, "hidden_size": 40, "head_dim": 20}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0}
+YARN["original_max_position_embeddings"] = 64
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in NATIVE},
+    "wide heads": ("llama", {"hidden_size": 72, "head_dim": 48}),
+    "one key head": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 1}),
+    "a key head each": ("llama", {"num_key_value_heads": 4, "head_dim": 8}),
+    "all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qk-norm and biases": ("qwen3", {"attention_bias": True, "head_dim": 48}),
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "yarn rope": ("qwen3", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "one layer": ("mistral", {"num_hidden_layers": 1, "rms_norm_eps": 1e-3}),
+}
+
+pytestmark = pytest.mark.skipif(
+    bool(unavailable(torch.float32)), reason=unavailable(torch.float32) or "they are here"
+)
+
+
+@dataclass
+class World:
+    """A model with a pool of its own, and how it is run."""
+
+    model: LanguageModel
+    page_size: int
+    is_cpu: bool
+    num_pages: int = 1_500
+    kv: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        info = self.model.info
+        shape = (info.num_layers, 2, self.num_pages, self.page_size)
+        self.kv = torch.zeros(*shape, info.num_kv_heads, info.head_dim, dtype=info.dtype)
+        make = CpuBackend if self.is_cpu else TorchBackend
+        self.backend = make(self.kv, info.num_heads)
+
+    @torch.inference_mode()
+    def run(self, rows: list[Row]) -> Tensor:
+        batch = build_forward_batch(rows, self.page_size, CPU)
+        self.backend.plan(batch)
+        return self.model.forward(batch, self.backend)
+
+
+def worlds(
+    folder: Path, page_size: int = 2, dtype: torch.dtype = torch.float32
+) -> tuple[World, World]:
+    """On CPU kernels, and on torch."""
+    if reason := unavailable(dtype):
+        pytest.skip(reason)
+    config = load_config(folder)
+    return (
+        World(load_cpu_decoder(folder, config, dtype), page_size, True),
+        World(load_decoder(folder, config, dtype, CPU), page_size, False),
+    )
+
+
+SPEC = SampleSpec(SamplingParams(), 0, 1, np.ones(1, np.int32), ())
+
+
+def steps(seed: int, page_size: int, vocab: int = VOCAB) -> list[list[Row]]:
+    """Chunks and decodes of sequences that fork off each other, mixed; some draw, some score."""
+    rng = random.Random(seed)
+    unused = iter(rng.sample(range(1_500), 1_500))
+    sequences: list[tuple[list[int], list[int]]] = []  # pages, and [tokens computed]
+    plan = []
+    for _ in range(9):
+        if len(sequences) < 6:
+            pages, done = [], 0
+            if sequences and rng.random() < 0.6:
+                other, (num_done,) = rng.choice(sequences)
+                whole = rng.randint(0, num_done // page_size)
+                pages, done = other[:whole], whole * page_size
+            sequences.append((pages, [done]))
+        rows = []
+        for number, (pages, at) in enumerate(sequences):
+            if rng.random() < 0.2 and rows:
+                continue
+            count = rng.choice([1, 1, 1, rng.randint(2, 9), rng.randint(20, 70)])
+            while len(pages) * page_size < at[0] + count:
+                pages.append(next(unused))
+            ids = np.array([rng.randrange(vocab) for _ in range(count)], np.int32)
+            used = np.array(pages[: -(-(at[0] + count) // page_size)], np.int32)
+            sample = SPEC if rng.random() < 0.7 or number == 0 else None
+            targets = ids[:2] if count > 2 and rng.random() < 0.3 else None
+            rows.append(Row(f"r{number}", ids, at[0], used, sample, targets))
+            at[0] += count
+        rng.shuffle(rows)
+        if not any(row.sample or row.targets is not None for row in rows):
+            rows[0] = rows[0]._replace(sample=SPEC)
+        plan.append(rows)
+    return plan
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_as_torch(tmp_path: Path, name: str, page_size: int) -> None:
+    family, fields = VARIANTS[name]
+    make_checkpoint(tmp_path, family, seed=len(name), **{**ODD, **fields})
+    own, plain = worlds(tmp_path, page_size)
+    assert own.model.info == plain.model.info
+    for rows in steps(len(name), page_size):
+        logits, expected = own.run(rows), plain.run(rows)
+        assert (logits.dtype, logits.shape) == (torch.float32, expected.shape)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(own.kv, plain.kv, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "wide heads", "all biases"])
+def test_bfloat16_is_as_close_as_torch(tmp_path: Path, name: str, bf16_routine: str) -> None:
+    """To float32 on the same weights, rounded once."""
+    family, fields = VARIANTS[name]
+    make_checkpoint(tmp_path, family, seed=3, dtype=torch.bfloat16, **{**ODD, **fields})
+    own, plain = worlds(tmp_path, 2, torch.bfloat16)
+    _, exact = worlds(tmp_path, 2)
+    errors = torch.zeros(2, dtype=torch.float64)
+    for rows in steps(5, 2):
+        right = exact.run(rows).double()
+        for at, world in enumerate((own, plain)):
+            errors[at] += ((world.run(rows) - right) ** 2).mean() / (right**2).mean()
+    mine, theirs = errors.sqrt().tolist()
+    assert 0 < mine < 1.3 * theirs + 1e-3, f"by {bf16_routine}"
+
+
+def big_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Big enough for a second thread to be used in every operation."""
+    sizes = {"hidden_size": 136, "intermediate_size": 300, "head_dim": 40, "num_attention_heads": 8}
+    return make_checkpoint(folder, "qwen3", dtype=dtype, **{**ODD, **sizes})
+
+
+def test_two_threads_equal_one(tmp_path: Path) -> None:
+    own, plain = worlds(big_checkpoint(tmp_path))
+    before = torch.get_num_threads()
+    try:
+        for rows in steps(1, 2):
+            torch.set_num_threads(1)
+            alone = own.run(rows)
+            torch.set_num_threads(2)
+            assert torch.equal(own.run(rows), alone)
+            torch.testing.assert_close(alone, plain.run(rows), atol=1e-4, rtol=1e-4)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_others(tmp_path: Path, dtype: torch.dtype) -> None:
+    """To the bit, where no pages are shared: logits, and K and V in the pool."""
+    own, _ = worlds(big_checkpoint(tmp_path, dtype), 2, dtype)
+    own.backend = CpuBackend(own.kv, own.model.info.num_heads, shares=False)
+    for rows in steps(2, 2):
+        rows = [row._replace(sample=SPEC, targets=None) for row in rows]
+        together = own.run(rows)
+        kv = own.kv.clone()
+        for number in random.Random(0).sample(range(len(rows)), len(rows)):
+            assert torch.equal(own.run([rows[number]])[0], together[number])
+        assert torch.equal(own.kv, kv)
+
+
+def test_positions_beyond_the_first_table(tmp_path: Path) -> None:
+    long = FIRST_POSITIONS + 300
+    make_checkpoint(tmp_path, "llama", max_position_embeddings=2 * long, **ODD)
+    own, plain = worlds(tmp_path, 16)
+    generator = np.random.default_rng(0)
+    ids, pages = generator.integers(0, VOCAB, long).astype(np.int32), np.arange(170, dtype=np.int32)
+    for start, end in ((0, long - 1), (long - 1, long)):
+        row = Row("r", ids[start:end], start, pages[: -(-end // 16)], SPEC)
+        torch.testing.assert_close(own.run([row]), plain.run([row]), atol=1e-4, rtol=1e-4)
+
+
+def test_many_models_do_not_mix(tmp_path: Path) -> None:
+    """Their memory is their own, and is given back with them."""
+    pairs = []
+    for number, (family, fields) in enumerate([("llama", {}), ("qwen3", {"head_dim": 48})]):
+        folder = make_checkpoint(tmp_path / str(number), family, **{**ODD, **fields})
+        pairs.append(worlds(folder))
+        worlds(folder)  # dropped at once
+    for rows in steps(4, 2):
+        for own, plain in pairs:
+            torch.testing.assert_close(own.run(rows), plain.run(rows), atol=1e-4, rtol=1e-4)
+
+
+def test_runs_on_the_cpu_backend_only(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", **ODD)
+    own, plain = worlds(tmp_path)
+    (rows, *_) = steps(0, 2)
+    own.backend = plain.backend
+    with pytest.raises(AssertionError, match="not on the torch backend"):
+        own.run(rows)
