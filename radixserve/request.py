@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from radixserve.arrays import IntArray
 from radixserve.checks import StrictFields, check_float, check_int, check_str, shown
@@ -105,6 +105,11 @@ class SamplingParams(StrictFields):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether logits alone decide and nothing else is asked for: no history counts."""
+        return self.is_greedy and self.logprobs is None and not self.has_penalty
 
     @property
     def has_penalty(self) -> bool:

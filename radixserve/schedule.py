@@ -22,7 +22,8 @@ class SampleSpec(NamedTuple):
     params: SamplingParams
     seed: int  # of the request's own random stream, 64 bits
     num_prompt: int  # `token_ids[:num_prompt]` is the prompt, the rest was generated
-    token_ids: IntArray  # [n] prompt and output so far; a view, read it within the step
+    token_ids: IntArray  # [n] prompt and output so far; a view, read it within the step. Where
+    # params.is_plain it may lack the latest ones
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
     num_candidates: int = 0  # of a beam: the best tokens wanted; none is drawn then
 

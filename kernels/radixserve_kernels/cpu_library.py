@@ -205,6 +205,7 @@ def _declare(library: ctypes.CDLL) -> None:
                 *(pointer, pointer, pointer, number, ctypes.c_float),
             ),
         ),
+        "best": (number, (pointer, number, number, pointer)),
         "decoder": (pointer, (flag, pointer, pointer, pointer, pointer, pointer)),
         "end_decoder": (None, (flag, pointer)),
         "run": (None, (flag, pointer, pointer, pointer, pointer, number)),

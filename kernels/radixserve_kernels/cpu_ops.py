@@ -224,6 +224,17 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return parts.reshape(-1, *gate.shape[1:])
 
 
+def best_tokens(logits: Tensor) -> tuple[list[int], int]:
+    """Where each row's largest value is, the first of equals; where its first NaN is if it has one.
+
+    logits [S, V] float32. Also how many of the values found are not finite.
+    """
+    logits = logits.contiguous()
+    ids = np.empty(len(logits), np.int64)
+    broken = cpu_library().radixserve_best(logits.data_ptr(), *logits.shape, ids.ctypes.data)
+    return ids.tolist(), broken
+
+
 @dataclass(frozen=True, slots=True)
 class StackShape:
     """The numbers of a decoder that its arithmetic needs."""

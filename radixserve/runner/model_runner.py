@@ -113,7 +113,10 @@ def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
     rows, twins = schedule.rows, schedule.twins
     specs = [row.sample for row in rows if row.sample is not None]
     if not twins and len(specs) == len(logits):
-        drawn = iter(sample(logits, specs))
+        outputs = sample(logits, specs)
+        if len(outputs) == len(rows):
+            return tuple(outputs)
+        drawn = iter(outputs)
         return tuple(None if row.sample is None else next(drawn) for row in rows)
     counts = num_logits(rows)
     ends = np.cumsum(counts)  # a token is drawn behind a row's last one
@@ -121,7 +124,7 @@ def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
     sources += [int(ends[twin.row]) - 1 for twin in twins]
     specs += [twin.sample for twin in twins]
     drawn = iter(sample(logits[sources], specs))
-    outputs: list[RowOutput | None] = []
+    answers: list[RowOutput | None] = []
     for row, begin in zip(rows, (ends - counts).tolist(), strict=True):
         output = None if row.sample is None else next(drawn)
         if row.targets is not None:
@@ -130,5 +133,5 @@ def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
                 output = scored
             else:
                 output = output._replace(scores=scored.scores, top_scores=scored.top_scores)
-        outputs.append(output)
-    return (*outputs, *drawn)
+        answers.append(output)
+    return (*answers, *drawn)

@@ -7,7 +7,7 @@ from radixserve.cache import CacheProbe, CacheSequence, Holder, Lookup
 from radixserve.int_buffer import IntBuffer
 from radixserve.output import Metrics, PromptScore, Usage
 from radixserve.request import Request
-from radixserve.schedule import RowOutput
+from radixserve.schedule import RowOutput, SampleSpec
 from radixserve.scheduler.beam_group import BeamGroup
 
 
@@ -36,6 +36,7 @@ class Job:
         "order_key",
         "overtaken",
         "passed_on_entry",
+        "plain_spec",
         "probe",
         "prompt_scores",
         "queued_at",
@@ -83,6 +84,7 @@ class Job:
         self.num_reused = 0  # prompt tokens that this request never computed
         self.num_scored = 0  # targets whose scores are known
         self.prompt_scores: list[PromptScore] = []  # those of the prompt's own tokens
+        self.plain_spec: SampleSpec | None = None  # of a request that needs no other one
         self.num_prompt_done = 0  # prompt tokens whose K/V it has had
         self.queued_at = now
         self.admitted_at: float | None = None

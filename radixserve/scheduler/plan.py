@@ -50,14 +50,9 @@ class StepPlan:
         self._arrivals.add(job.arrival)
         if sequence.copies:
             self._copies += sequence.copies
-        row = Row(
-            request_id=request.request_id,
-            token_ids=job.tokens.view(start, end),
-            start=start,
-            page_ids=sequence.pages,
-            sample=_sample_spec(job) if is_sampled else None,
-            targets=targets,
-        )
+        spec = _sample_spec(job) if is_sampled else None
+        tokens, pages = job.tokens.view(start, end), sequence.pages
+        row = Row(request.request_id, tokens, start, pages, spec, targets)
         if targets is not None and request.draws:
             row = row._replace(num_top=request.params.prompt_logprobs or 0)
         self._rows.append(row)
@@ -85,11 +80,15 @@ def _targets(job: Job, start: int, end: int) -> IntArray | None:
 
 
 def _sample_spec(job: Job) -> SampleSpec:
+    """Of a plain request always the same one, from min_tokens on."""
+    if job.plain_spec is not None:
+        return job.plain_spec
     request = job.request
     banned: tuple[int, ...] = ()
-    if job.num_output < request.params.min_tokens:
+    is_short = job.num_output < request.params.min_tokens
+    if is_short:
         banned = tuple(sorted(request.end_ids))
-    return SampleSpec(
+    spec = SampleSpec(
         params=request.params,
         seed=request.seed,
         num_prompt=job.num_prompt,
@@ -97,3 +96,6 @@ def _sample_spec(job: Job) -> SampleSpec:
         banned_ids=banned,
         num_candidates=0 if job.head is None else job.num_candidates,
     )
+    if request.params.is_plain and not is_short and job.head is None:
+        job.plain_spec = spec
+    return spec

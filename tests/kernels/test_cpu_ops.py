@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,3 +131,22 @@ def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cpu_ops, "cpu_library", OldProcessor)
     assert unavailable(torch.float32) == ""
     assert unavailable(torch.bfloat16) == "this processor has no bfloat16 arithmetic"
+
+
+@pytest.mark.parametrize("columns", [1, 5, 16, 17, 100, 4_099])
+def test_best_tokens_are_argmax(columns: int) -> None:
+    if reason := cpu_ops.unavailable(torch.float32):
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(columns)
+    plain = torch.randn(7, columns, generator=generator)
+    odd = plain.clone()
+    odd[0, 0] = odd[0, -1] = odd[2, columns // 2] = torch.nan
+    odd[1] = -torch.inf
+    odd[3, -1] = torch.inf
+    odd[4] = 0
+    for logits in (plain, plain.round(), odd, torch.full_like(plain, -torch.inf)):
+        values = logits.numpy()
+        expected = values.argmax(-1)
+        found, num_broken = cpu_ops.best_tokens(logits)
+        assert found == expected.tolist()
+        assert num_broken == (~np.isfinite(values[np.arange(7), expected])).sum()

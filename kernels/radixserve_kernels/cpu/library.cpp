@@ -107,6 +107,37 @@ void radixserve_attend(int is_bf16, void *attender, void *plan, const void *q, i
         attend(0.0f);
 }
 
+// The first largest value of each row of x [rows][columns], or its first NaN: ids [rows]. Returns how
+// many of these values are not finite.
+int64_t radixserve_best(const float *x, int64_t rows, int64_t columns, int64_t *ids) {
+    int64_t broken = 0;
+    for (int64_t row = 0; row < rows; row++, x += columns) {
+        vec most = fill(x[0]), odd = {};  // odd: NaN as soon as there is one
+        int64_t i = 0;
+        for (; i + LANES <= columns; i += LANES) {
+            const vec some = load(x + i);
+            most = larger(most, some), odd += some - some;
+        }
+        float top = max_of(most);
+        float rest = sum_of(odd);
+        for (; i < columns; i++) top = x[i] > top ? x[i] : top, rest += x[i] - x[i];
+        const bool has_odd = rest != rest;  // a NaN or an infinity
+        int64_t at = 0;
+        if (has_odd) {
+            for (at = 0; at < columns && x[at] == x[at];) at++;
+            if (at == columns) {
+                at = 0;
+                for (i = 1; i < columns; i++) at = x[i] > x[at] ? i : at;
+            }
+        } else {
+            while (x[at] != top) at++;
+        }
+        ids[row] = at;
+        broken += x[at] - x[at] != 0;
+    }
+    return broken;
+}
+
 void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const LayerPointers *layers,
                          const void *embedding, const void *norm, const void *head) {
     if (is_bf16)
