@@ -51,6 +51,11 @@ def cpu_library() -> ctypes.CDLL:
     return found
 
 
+def is_loaded() -> bool:
+    """Whether the library was asked for before, and is there: nothing is compiled."""
+    return _load.cache_info().currsize > 0 and not isinstance(_load(), str)
+
+
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
@@ -72,7 +77,7 @@ def cache_folder() -> Path:
     """Where compiled code is kept. Raises Unavailable where the user has no home."""
     chosen = os.environ.get("RADIXSERVE_CACHE")
     if chosen:
-        return Path(chosen)
+        return Path(chosen).absolute()  # a bare name would be searched for by the loader
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "radixserve"
@@ -84,7 +89,10 @@ def _find_compiler() -> list[str]:
     """The compiler and what the user wants it to be called with."""
     chosen = os.environ.get("CXX", "").strip()
     for name in (chosen,) if chosen else ("c++", "g++", "clang++"):
-        words = shlex.split(name)
+        try:
+            words = shlex.split(name)
+        except ValueError as error:
+            raise Unavailable(f"CXX={chosen} cannot be read: {error}") from error
         if shutil.which(words[0]):
             return words
     wanted = f"CXX={chosen}" if chosen else "c++, g++ and clang++"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +133,11 @@ class Plan:
         )
         shape = _Heads(*heads, heads[2] ** -0.5)
         shares = merge_tokens is not None
+        library.radixserve_set_threads(torch.get_num_threads())  # tasks are cut for so many
         self.pointer = library.radixserve_plan(
             ctypes.byref(record), ctypes.byref(shape), shares, merge_tokens or 0
         )
-        weakref.finalize(self, library.radixserve_end_plan, self.pointer)
+        _give_back(self, library.radixserve_end_plan, self.pointer)
 
     def jobs(self) -> Jobs:
         """A copy of the jobs, to look at."""
@@ -168,7 +169,7 @@ class Attender:
         library = cpu_library()
         self._run, self._is_bf16 = library.radixserve_attend, _is_bf16(dtype)
         self._pointer = library.radixserve_attender(self._is_bf16)
-        weakref.finalize(self, library.radixserve_end_attender, self._is_bf16, self._pointer)
+        _give_back(self, library.radixserve_end_attender, self._is_bf16, self._pointer)
 
     def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D]."""
@@ -194,7 +195,8 @@ class PackedWeight:
         self.bias = None if bias is None else bias.contiguous()
         is_bf16 = _is_bf16(weight.dtype)
         length = library.radixserve_packed_size(is_bf16, self.size, self.depth)
-        self.panels = torch.empty(length, dtype=weight.dtype)
+        memory = np.zeros(length * weight.dtype.itemsize, np.uint8)  # numpy asks for large pages
+        self.panels = torch.from_numpy(memory).view(weight.dtype)
         library.radixserve_pack(
             is_bf16, weight.data_ptr(), self.size, self.depth, self.panels.data_ptr()
         )
@@ -321,7 +323,7 @@ class DecoderStack:
             *(self._is_bf16, ctypes.byref(record), pointers, embedding.data_ptr()),
             *(norm.data_ptr(), head.panels.data_ptr()),
         )
-        weakref.finalize(self, library.radixserve_end_decoder, self._is_bf16, self._pointer)
+        _give_back(self, library.radixserve_end_decoder, self._is_bf16, self._pointer)
 
     def run(
         self,
@@ -334,7 +336,8 @@ class DecoderStack:
         kv: Tensor,  # [L, 2, num_pages, P, Hkv, D]
     ) -> Tensor:
         """Logits [S, V] float32 behind the tokens `sampled`; writes the new tokens' slots of kv."""
-        logits = torch.empty((len(sampled), self._vocab_size))
+        size = (len(sampled), self._vocab_size)
+        logits = torch.empty(size, dtype=torch.float32, device="cpu")  # whatever is the default
         step = _Step(
             *(len(input_ids), len(sampled), input_ids.data_ptr(), positions.data_ptr()),
             *(slots.data_ptr(), sampled.data_ptr(), rotations.data_ptr(), logits.data_ptr()),
@@ -358,6 +361,12 @@ def _layer_record(layer: StackLayer) -> _Layer:
         setattr(record, name, _address(weight.panels))
         setattr(record, f"{name}_bias", _address(weight.bias))
     return record
+
+
+def _give_back(owner: object, end: Callable[..., None], *arguments: Any) -> None:
+    """Call `end` when `owner` is gone, but not at the end of the process: the engine's thread may
+    be computing with it then."""
+    weakref.finalize(owner, end, *arguments).atexit = False
 
 
 def _address(tensor: Tensor | None) -> int | None:

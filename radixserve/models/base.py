@@ -16,7 +16,7 @@ class ModelInfo:
     """What a loaded model is; sizes in tokens, heads or features."""
 
     architecture: str  # as in config.json, "LlamaForCausalLM"
-    is_native: bool  # runs in decoder.py, not through transformers' code
+    is_native: bool  # runs in decoder.py or cpu_decoder.py, not through transformers' code
     num_layers: int
     num_heads: int
     num_kv_heads: int

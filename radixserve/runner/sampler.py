@@ -19,7 +19,7 @@ from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 from radixserve.schedule import Candidates, RowOutput, SampleSpec
 from radixserve_kernels import cpu_ops
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_library import is_loaded
 
 TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
 BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
@@ -82,7 +82,7 @@ def _is_plain(spec: SampleSpec) -> bool:
 
 def _best_tokens(logits: Tensor) -> list[RowOutput]:
     """`sample` for plain rows, in one pass: what it calls lies cold after a forward pass."""
-    if not unavailable(logits.dtype):
+    if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
         token_ids, num_broken = cpu_ops.best_tokens(logits)
     else:
         rows = logits.numpy()

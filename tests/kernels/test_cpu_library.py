@@ -19,6 +19,7 @@ import torch
 from radixserve import Runtime
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
+from radixserve.request import SamplingParams
 from radixserve.runner.model_runner import ModelRunner
 from radixserve_kernels import cpu_library as library
 from radixserve_kernels.cpu_ops import PackedWeight, unavailable
@@ -163,10 +164,26 @@ def test_a_broken_compiler(
     assert left <= ({".so"} if "loaded" in reason else set())
 
 
+def test_the_torch_backend_compiles_nothing(script: Script, tmp_path: Path) -> None:
+    calls = script("exit 1")
+    make_checkpoint(tmp_path / "model", "llama")
+    config = EngineConfig(num_pages=64, attention_backend="torch")
+    driver = Driver(ModelRunner(str(tmp_path / "model"), config), 1)
+    stream = driver.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2))
+    driver.run()
+    assert stream.is_done
+    assert not calls.exists()
+
+
 def test_a_compiler_that_does_not_run(script: Script, tmp_path: Path) -> None:
     script("")
     (tmp_path / "a compiler").write_bytes(b"\x7fELF nonsense")
     assert "does not run" in unavailable(torch.float32)
+
+
+def test_a_command_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", 'g++ "-DNAME')
+    assert unavailable(torch.float32) == 'CXX=g++ "-DNAME cannot be read: No closing quotation'
 
 
 def test_a_compiler_that_never_ends(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +249,8 @@ def test_no_home(
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXSERVE_CACHE", "/here")
     assert library.cache_folder() == Path("/here")
+    monkeypatch.setenv("RADIXSERVE_CACHE", ".")  # the loader takes a bare name for another place
+    assert library.cache_folder() == Path.cwd()
     monkeypatch.delenv("RADIXSERVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/there")
     assert library.cache_folder() == Path("/there/radixserve")

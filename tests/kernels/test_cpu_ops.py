@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,8 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve_kernels import cpu_ops
-from radixserve_kernels.cpu_ops import PackedWeight, interleave, unavailable
+from radixserve_kernels.cpu_ops import PackedWeight, Plan, PlanRows, interleave, unavailable
 
+AT_EXIT = """
+import atexit
+ended = []
+atexit.register(lambda: print("ended:", ended))
+import numpy as np, torch
+from radixserve_kernels import cpu_ops
+library = cpu_ops.cpu_library()
+for name in ("radixserve_end_plan", "radixserve_end_attender"):
+    setattr(library, name, lambda *_, name=name: ended.append(name))
+rows = cpu_ops.PlanRows(*map(np.array, ([0], [0, 1], [0, 1], [1])), np.zeros(1, np.int32))
+plans = [cpu_ops.Plan(rows, 1, (1, 1, 8), None) for _ in range(2)]
+attender = cpu_ops.Attender(torch.float32)
+plans.pop()
+"""
 SIZES = [1, 5, 15, 16, 17, 31, 32, 33, 100, 688]
 SHAPES = [
     *itertools.product([1, 5, 13, 33, 100], [1, 15, 33, 100], [1, 17, 31, 100]),
@@ -119,6 +135,23 @@ def test_interleave(count: int) -> None:
         assert torch.equal(flat[:count], original)
         assert not flat[count:].any()
     assert torch.equal(interleave(gate[:, 0], up[:, 0]), woven[:, 0])
+
+
+def test_what_is_in_use_at_the_end_of_the_process_is_kept() -> None:
+    """The engine's thread may be computing with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "ended: ['radixserve_end_plan']\n", done.stderr
+
+
+def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    library = cpu_ops.cpu_library()
+    monkeypatch.setattr(library, "radixserve_set_threads", told.append)
+    rows = PlanRows(*map(np.array, ([0], [0, 1], [0, 1], [1])), np.zeros(1, np.int32))
+    Plan(rows, 1, (1, 1, 8), None)
+    assert told == [torch.get_num_threads()]
 
 
 def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

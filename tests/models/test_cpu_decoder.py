@@ -217,6 +217,21 @@ def test_many_models_do_not_mix(tmp_path: Path) -> None:
             torch.testing.assert_close(own.run(rows), plain.run(rows), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_does_not_matter(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_checkpoint(tmp_path, "llama", **ODD)
+    own, plain = worlds(tmp_path)
+    (rows, *_) = steps(0, 2)
+    expected = plain.run(rows)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = own.run(rows)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_runs_on_the_cpu_backend_only(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", **ODD)
     own, plain = worlds(tmp_path)

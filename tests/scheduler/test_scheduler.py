@@ -10,10 +10,11 @@ import pytest
 from radixserve.cache import RadixCache
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
+from radixserve.schedule import SampleSpec
 from radixserve.scheduler import Scheduler
 from radixserve.scheduler.job import Job
 from radixserve.scheduler.waiting import WaitingRoom
-from tests.scheduler.fake import VOCAB, Driver, random_prompt
+from tests.scheduler.fake import EOS, VOCAB, Driver, random_prompt
 
 POLICIES = ["lpm", "fcfs", "dfs-weight"]
 PAGE_SIZES = [1, 2, 16, 64]
@@ -441,3 +442,29 @@ def test_an_empty_prompt_is_refused() -> None:
     driver = Driver(10, 1)
     with pytest.raises(InvalidRequest):
         driver.add("a", [])
+
+
+def test_plain_rows_keep_their_spec_once_their_ends_are_free() -> None:
+    """Greedy ones that ask for nothing else; a penalty or log-probabilities need the latest one."""
+    driver = Driver(30, 1, max_running=8)  # too few pages: some are preempted
+    tokens = prompt(5, 6)
+    common = {"max_tokens": 12, "temperature": 0}
+    driver.add("plain", tokens, min_tokens=3, **common)
+    driver.add("telling", tokens, logprobs=1, ignore_eos=True, **common)
+    driver.add("drawn", tokens, max_tokens=12, ignore_eos=True)
+    driver.run()
+    assert driver.scheduler.stats()["preemptions"] > 0
+    specs: dict[str, list[SampleSpec]] = {name: [] for name in driver.prompts}
+    for schedule in driver.schedules:
+        for row in schedule.rows:
+            if row.sample is not None:
+                specs[row.request_id].append(row.sample)
+    plain = specs["plain"]
+    assert [spec.banned_ids for spec in plain[:4]] == [(EOS,), (EOS,), (EOS,), ()]
+    assert all(spec is plain[3] for spec in plain[3:])
+    for name in ("telling", "drawn"):
+        assert [spec.num_drawn for spec in specs[name]] == list(range(12))
+    for name, found in specs.items():
+        output = driver.output(name)
+        assert output == driver.expected(name, len(output))
+        assert len(found) == len(output)

@@ -9,8 +9,11 @@
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
-extern int max_threads;  // as torch is told
+extern thread_local int max_threads;  // as torch is told; of the thread that calls
 
 constexpr double CREW_FLOPS = 4e6;  // work that pays for one more thread: about 50 us
 
@@ -35,7 +38,9 @@ inline int crew_size() {
 #endif
 }
 
-// Grows and never shrinks; 64-byte aligned; what was in it is lost when it grows.
+constexpr size_t HUGE_PAGE = 2 << 20, HUGE_FROM = 4 << 20;
+
+// Grows and never shrinks; 64-byte aligned, large ones in the system's large pages; what was in it is lost when it grows.
 class Room {
   public:
     Room() = default;
@@ -50,12 +55,16 @@ class Room {
         size_t bytes = size_t(round_up(count * int64_t(sizeof(T)), 64));
         if (bytes > size) {
             free(data);
-            size = round_up(int64_t(bytes + bytes / 4), 64);
-            data = aligned_alloc(64, size);
+            const size_t page = bytes < HUGE_FROM ? 64 : HUGE_PAGE;
+            size = round_up(int64_t(bytes + bytes / 4), int64_t(page));
+            data = aligned_alloc(page, size);
             if (!data) {
                 size = 0;
                 throw std::bad_alloc();
             }
+#if defined(__linux__)
+            if (page == HUGE_PAGE) madvise(data, size, MADV_HUGEPAGE);
+#endif
             memset(data, 0, size);
         }
         return static_cast<T *>(data);

@@ -49,8 +49,10 @@ inline int block_rows(int64_t row_bytes) {
 }
 
 // epilogue(row, first column, low, high); columns may lie behind the last one of the weight.
-template <class T, class Epilogue>
-void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, Epilogue &&epilogue) {
+// place(row, first column) is where it will write.
+template <class T, class Epilogue, class Place>
+void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, Epilogue &&epilogue,
+              Place &&place) {
     const int64_t depth = padded_depth<T>(w.depth), count = w.num_panels();
     const int most = block_rows(depth * sizeof(T));
     const int crew = crew_for(2.0 * rows * count * PANEL * depth + 2.0 * count * PANEL * depth);
@@ -63,6 +65,9 @@ void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, Epil
                            w.panels + first * w.panel_size(), w.panel_size(), int(last - first), depth,
                            [&](int m, int panel, vec low, vec high) {
                                epilogue(top + m, (first + panel) * PANEL, low, high);
+                           },
+                           [&](int m, int panel) {
+                               __builtin_prefetch(place(top + m, (first + panel) * PANEL), 1);
                            });
     }
 }
@@ -92,7 +97,7 @@ void linear(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const 
             if (plus) sum += load_some(plus + row * out_stride, column, w.columns);
             store_some(out + row * out_stride, column, w.columns, sum);
         }
-    });
+    }, [&](int64_t row, int64_t column) { return out + row * out_stride + column; });
 }
 
 // out = silu(gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
@@ -108,7 +113,7 @@ void gated(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, T *out,
         exponent = exponent < fill(87.0f) ? exponent : fill(87.0f);
         vec silu = gate / (fill(1.0f) + exp_of(exponent));
         store_some(out + row * out_stride, column / 2, out_stride, rounded_to<T>(silu) * up);
-    });
+    }, [&](int64_t row, int64_t column) { return out + row * out_stride + column / 2; });
 }
 
 template <class T>

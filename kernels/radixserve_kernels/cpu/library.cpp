@@ -1,4 +1,5 @@
-// The C interface, see native.py. Nothing here throws across it or keeps Python's lock.
+// The C interface, see cpu_ops.py. Nothing here keeps Python's lock; running out of memory ends the
+// process.
 #include <cstdio>
 
 #include "cascade.h"
@@ -15,7 +16,7 @@ static bool ask_for_tiles() { return false; }
 #endif
 
 bool has_tiles = false;
-int max_threads = 1;
+thread_local int max_threads = 1;
 
 template <class T>
 static void pack(const T *weight, int64_t columns, int64_t depth, T *panels) {

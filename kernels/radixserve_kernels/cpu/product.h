@@ -95,6 +95,15 @@ inline void float_rows(int rows, const float *x, int64_t stride, const float *pa
     }
 }
 
+// Asks for the part [first, last) of `rows` of a panel, to be had when all rows are through with the
+// one before it.
+template <class T>
+inline void fetch_share(const T *panel, int64_t panel_size, int first, int last, int rows) {
+    const char *bytes = (const char *)panel;
+    const int64_t size = panel_size * int64_t(sizeof(T)), end = size * last / rows;
+    for (int64_t i = size * first / rows / 64 * 64; i < end; i += 64) __builtin_prefetch(bytes + i, 0, 2);
+}
+
 // Rows in blocks of nearly equal size, each calling block(first, count).
 template <class Block> inline void in_blocks(int rows, Block &&block) {
     const int blocks = (rows + ROWS - 1) / ROWS;
@@ -122,15 +131,21 @@ inline void product_into(const float *x, int64_t stride, int rows, const float *
         });
 }
 
-// Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns.
-template <class Epilogue>
+// Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns,
+// and some time before fetch(row, panel), to ask for the memory that the epilogue will write.
+template <class Epilogue, class Fetch>
 inline void panels_product(const float *x, int64_t stride, int rows, const float *panels,
-                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
+                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue,
+                           Fetch &&fetch) {
     alignas(64) float sums[4 * ROWS * PANEL];
     const int at_once = rows * 4 <= ROWS ? 4 : 1;
     for (int panel = 0; panel < count; panel += at_once) {
         const int some_panels = least(count - panel, at_once);
         in_blocks(rows, [&](int first, int some) {
+            for (int p = 0; p < some_panels; p++)
+                for (int m = 0; m < some; m++) fetch(first + m, panel + p);
+            if (rows > ROWS && panel + 1 < count)
+                fetch_share(panels + (panel + 1) * panel_size, panel_size, first, first + some, rows);
             product_into<false>(x + first * stride, stride, some, panels + panel * panel_size,
                                 panel_size, some_panels, depth, sums, some_panels * PANEL);
             for (int p = 0; p < some_panels; p++)
@@ -224,17 +239,21 @@ inline void configure_tiles(int rows) {
 
 constexpr int64_t TILE_DEPTH = 256;  // of a panel that stays in the first-level cache
 
-// One panel with all rows.
+// One panel with all rows; before(first, count) is called ahead of some rows' last sums.
+template <class Before>
 inline void panel_by_tiles(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
-                           float *out, int64_t out_stride, bool adds) {
+                           float *out, int64_t out_stride, bool adds, Before &&before) {
     const int whole = rows / 32 * 32;
     if (whole) configure_tiles(32);
     for (int64_t k = 0; whole && k < depth; k += TILE_DEPTH)
-        for (int row = 0; row < whole; row += 32)
+        for (int row = 0; row < whole; row += 32) {
+            if (k + TILE_DEPTH >= depth) before(row, 32);
             tile_product(x + row * stride + k, stride, 32, panel + k * PANEL,
                          least(depth - k, TILE_DEPTH), out + row * out_stride, out_stride, !adds && !k);
+        }
     if (whole == rows) return;
     configure_tiles(rows - whole);
+    before(whole, rows - whole);
     tile_product(x + whole * stride, stride, rows - whole, panel, depth, out + whole * out_stride,
                  out_stride, !adds);
 }
@@ -298,7 +317,7 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
         float *to = out + panel * PANEL;
 #if defined(__AMX_BF16__)
         if (has_tiles) {
-            panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS);
+            panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS, [](int, int) {});
             continue;
         }
 #endif
@@ -309,15 +328,30 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
     }
 }
 
-template <class Epilogue>
+template <class Epilogue, class Fetch>
 inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *panels,
-                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
+                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue,
+                           Fetch &&fetch) {
     alignas(64) static thread_local float sums[TILE_ROWS * PANEL];
     for (int top = 0; top < rows; top += TILE_ROWS) {
         const int some = least(rows - top, TILE_ROWS);
         for (int panel = 0; panel < count; panel++) {
-            product_into<false>(x + top * stride, stride, some, panels + panel * panel_size,
-                                panel_size, 1, depth, sums, PANEL);
+            const bf16 *here = x + top * stride, *from = panels + panel * panel_size;
+            auto before = [&](int first, int number) {
+                for (int m = 0; m < number; m++) fetch(top + first + m, panel);
+                if (some > 32 && panel + 1 < count)
+                    fetch_share(from + panel_size, panel_size, first, first + number, some);
+            };
+#if defined(__AMX_BF16__)
+            if (has_tiles)
+                panel_by_tiles(here, stride, some, from, depth, sums, PANEL, false, before);
+            else
+#endif
+                in_blocks(some, [&](int first, int number) {
+                    before(first, number);
+                    pair_rows<false>(number, here + first * stride, stride, from, depth,
+                                     sums + first * PANEL, PANEL);
+                });
             for (int m = 0; m < some; m++)
                 epilogue(top + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
         }
@@ -331,9 +365,9 @@ template <bool ADDS>
 inline void product_into(const bf16 *, int64_t, int, const bf16 *, int64_t, int, int64_t, float *,
                          int64_t) {}
 
-template <class Epilogue>
+template <class Epilogue, class Fetch>
 inline void panels_product(const bf16 *, int64_t, int, const bf16 *, int64_t, int, int64_t,
-                           Epilogue &&) {}
+                           Epilogue &&, Fetch &&) {}
 
 #endif
 
