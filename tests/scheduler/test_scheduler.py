@@ -447,11 +447,10 @@ def test_an_empty_prompt_is_refused() -> None:
 def test_plain_rows_keep_their_spec_once_their_ends_are_free() -> None:
     """Greedy ones that ask for nothing else; a penalty or log-probabilities need the latest one."""
     driver = Driver(30, 1, max_running=8)  # too few pages: some are preempted
-    tokens = prompt(5, 6)
     common = {"max_tokens": 12, "temperature": 0}
-    driver.add("plain", tokens, min_tokens=3, **common)
-    driver.add("telling", tokens, logprobs=1, ignore_eos=True, **common)
-    driver.add("drawn", tokens, max_tokens=12, ignore_eos=True)
+    driver.add("telling", prompt(6, 6), logprobs=1, ignore_eos=True, **common)
+    driver.add("drawn", prompt(7, 6), max_tokens=12, ignore_eos=True)
+    driver.add("plain", prompt(5, 6), min_tokens=3, **common)
     driver.run()
     assert driver.scheduler.stats()["preemptions"] > 0
     specs: dict[str, list[SampleSpec]] = {name: [] for name in driver.prompts}

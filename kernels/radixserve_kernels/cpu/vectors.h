@@ -120,7 +120,7 @@ inline vec exp_of(vec x) {
 // 2 to the power of x <= 127, for weights of type T: float within 2 units in the last place, bf16
 // to 5e-5. About 0 below -126.
 template <class T> inline vec exp2_of(vec x) {
-    x = larger(x, fill(-126.0f));
+    x = larger(fill(-126.0f), x);  // in this order a NaN stays one
     const vec magic = fill(12582912.0f);
     vec n = x + magic;
     ivec power = ((ivec)n - 0x4b400000) << 23;
