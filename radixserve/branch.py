@@ -351,7 +351,9 @@ def score_all(asks: Sequence[Ask]) -> list[list[Score]]:
     jobs = []
     for branch, candidates, length, more in asks:
         branch._check()
-        tokens = branch._tokens[:length]
+        tokens = branch._tokens
+        if length is not None:
+            tokens = tokens[: check_int("length", length, 0, len(tokens))]
         joined = np.concatenate([tokens, branch._host.reader.read_more(more)])
         jobs.append(ScoreJob(joined, candidates, branch.namespace))
     if not asks:

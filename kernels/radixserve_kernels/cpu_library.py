@@ -27,7 +27,10 @@ from pathlib import Path
 logger = logging.getLogger("radixserve")
 
 SOURCES = Path(__file__).parent / "cpu"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-w")
+FLAGS = (
+    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared"),
+    *("-fno-math-errno", "-fno-strict-aliasing", "-w"),  # keys are packed as words of 32 bits
+)
 THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP
 PATIENCE_S = 300
 

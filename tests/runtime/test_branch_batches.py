@@ -125,6 +125,9 @@ def test_scores_of_several(rt: Runtime) -> None:
         assert two.usage == found[1][0].usage
         assert one.usage.prompt_tokens == 40 + 41 + 39
         assert one.usage.cached_tokens + one.usage.computed_tokens == one.usage.prompt_tokens
+        for length in (-1, 41, 2.5):
+            with pytest.raises(InvalidRequest, match="length"):
+                score_all([Ask(one, [[7]], length)])  # type: ignore[arg-type]
     assert score_all([]) == []
 
 
