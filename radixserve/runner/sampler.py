@@ -153,7 +153,7 @@ def best_tokens(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         best = values.topk(count, -1)
         return best.values, best.indices
     num_blocks = vocab_size // block
-    blocks = values[:, : num_blocks * block].unflatten(1, (num_blocks, block))
+    blocks = values[:, : num_blocks * block].reshape(len(values), num_blocks, block)
     places = blocks.amax(-1).topk(count, -1).indices[:, :, None]  # [S, count, 1]
     index = torch.arange(vocab_size, device=values.device)
     some = blocks.gather(1, places.expand(-1, -1, block)).flatten(1)
