@@ -1,14 +1,14 @@
 """Decoding over a shared prefix: attention that reads it once, and attention that reads it for
 every sequence, in one process and over the same K and V.
 
-Knows of the engine: `ModelRunner._backend`, the attention of a step, and that a backend is made by
-`type(backend)(kv, num_heads, shares=...)`.
+Knows of the engine: `ModelRunner._backend`, the attention of a step, and `ModelRunner._pool`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 from branch_players import DTYPE, random_prompt
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
-from radixserve.attention.choice import choose_backend
+from radixserve.attention.choice import choose_backend, make_backend
 from radixserve.config import EngineConfig
 from radixserve.engine import Engine
 from radixserve.request import Request, SamplingParams
@@ -58,7 +58,7 @@ def measure_attention(
     engine = Engine(runner, config)
     _start(engine, runner.info.vocab_size, num_rows, num_shared, 3 * repeats + 12)
     tree = runner._backend
-    flat = type(tree)(runner._pool.kv, runner.info.num_heads, shares=False)  # type: ignore[call-arg]
+    flat = make_backend(tree.name, runner._pool.kv, runner.info.num_heads, shares=False)
     backends = {"tree": tree, "flat": flat}
     steps: dict[str, list[float]] = {"tree": [], "flat": []}
     for at in range(repeats + 1):  # the first ones warm up
@@ -122,13 +122,9 @@ def _attention_only(
     with torch.inference_mode():
         for at in range(repeats + 1):
             for name, backend in backends.items():
-
-                def attend(backend: AttentionBackend = backend) -> torch.Tensor:
-                    for layer in range(num_layers):
-                        out = backend.run(q, k, v, layer)
-                    return out
-
-                planned, ran = _ms(lambda b=backend: b.plan(batch)), _ms(attend)  # type: ignore[misc]
+                planned = _ms(partial(backend.plan, batch))
+                attend = partial(_attend, backend, num_layers, q, k, v)
+                ran = _ms(attend)
                 if at:
                     plans[name].append(planned)
                     runs[name].append(ran)
@@ -139,6 +135,13 @@ def _attention_only(
         for name in backends
     }
     return figures, results
+
+
+def _attend(backend: AttentionBackend, num_layers: int, q: Any, k: Any, v: Any) -> Any:
+    """Attention in all layers; the last one's result."""
+    for layer in range(num_layers):
+        out = backend.run(q, k, v, layer)
+    return out
 
 
 def _ms(act: Callable[[], object]) -> float:

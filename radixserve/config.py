@@ -6,7 +6,7 @@ import numbers
 from dataclasses import dataclass
 from functools import partial
 
-from radixserve.checks import StrictFields, check_choice, check_int, check_str
+from radixserve.checks import StrictFields, check_choice, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
 
 EVICTIONS = ("lru", "arc", "lfu", "fifo", "slru", "priority")
@@ -32,6 +32,7 @@ class EngineConfig(StrictFields):
     max_overtake        no request is overtaken by more than this many later ones
     attention_backend   "cpu" (kernels compiled for this processor when they are first used),
                         "torch" (PyTorch's operations), or "auto": "cpu" where it can be had
+    tree_attention      read pages that running requests share once for all of them, where that pays
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
     seed                of the random streams of requests that bring none
@@ -50,6 +51,7 @@ class EngineConfig(StrictFields):
     schedule_policy: str = "lpm"
     max_overtake: int = 64
     attention_backend: str = "auto"
+    tree_attention: bool = True
     trace: str | None = None
     trace_hash_block: int | None = None
     seed: int = 0
@@ -79,6 +81,10 @@ class EngineConfig(StrictFields):
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
         check_choice("attention_backend", self.attention_backend, ("auto", "cpu", "torch"))
+        if not isinstance(self.tree_attention, bool):
+            raise InvalidRequest(
+                f"tree_attention must be True or False, got {shown(self.tree_attention)}"
+            )
         if self.trace is not None and not check_str("trace", self.trace):
             raise InvalidRequest("trace must be None or the path of a file, got ''")
         if self.trace_hash_block is not None:

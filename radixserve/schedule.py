@@ -29,7 +29,7 @@ class SampleSpec(NamedTuple):
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that were generated already."""
+        """Tokens that were generated already; not to be asked of a plain row, see `token_ids`."""
         return len(self.token_ids) - self.num_prompt
 
 

@@ -239,7 +239,7 @@ def best_tokens(logits: Tensor) -> tuple[list[int], int]:
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """The numbers of a decoder that its arithmetic needs."""
+    """The numbers of a decoder that decide its arithmetic."""
 
     num_layers: int
     num_heads: int

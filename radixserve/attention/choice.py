@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from radixserve_kernels.cpu_ops import unavailable
 
 logger = logging.getLogger("radixserve")
 
-MakeBackend = Callable[[Tensor, int], AttentionBackend]  # of the pool's kv and the query heads
-_BACKENDS: dict[str, MakeBackend] = {"torch": TorchBackend, "cpu": CpuBackend}
+_BACKENDS: dict[str, type[TorchBackend | CpuBackend]] = {"torch": TorchBackend, "cpu": CpuBackend}
 
 
 def choose_backend(asked: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -39,6 +37,9 @@ def choose_backend(asked: str, dtype: torch.dtype, device: torch.device) -> str:
     return "torch"
 
 
-def make_backend(name: str, kv: Tensor, num_heads: int) -> AttentionBackend:
-    """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, D]."""
-    return _BACKENDS[name](kv, num_heads)
+def make_backend(name: str, kv: Tensor, num_heads: int, *, shares: bool = True) -> AttentionBackend:
+    """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, D].
+
+    `shares`: whether rows attend together to pages that they have in common, where that pays.
+    """
+    return _BACKENDS[name](kv, num_heads, shares=shares)

@@ -20,7 +20,6 @@ from radixserve_kernels.cpu_ops import (
     DecoderStack,
     PackedWeight,
     StackLayer,
-    StackShape,
     interleave,
 )
 
@@ -30,20 +29,9 @@ class CpuDecoder:
 
     def __init__(self, read: DecoderTensors) -> None:
         self.info: ModelInfo = read.info
-        shape = read.shape
-        stack_shape = StackShape(
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            vocab_size=shape.vocab_size,
-            eps=shape.eps,
-        )
         embedding, norm = read.embedding.contiguous(), read.norm.contiguous()
         head = PackedWeight(read.lm_head)
-        self._stack = DecoderStack(stack_shape, read.layers, embedding, norm, head)
+        self._stack = DecoderStack(read.shape, read.layers, embedding, norm, head)
         self._rotary = read.rotary
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:

@@ -24,6 +24,7 @@ from radixserve.models.weights import (
     check_sliding_window,
     read_eos_ids,
 )
+from radixserve_kernels.cpu_ops import StackShape
 from radixserve_kernels.linear import Linear
 from radixserve_kernels.torch_ops import (
     apply_rotary,
@@ -41,17 +42,9 @@ FIRST_POSITIONS = 2_048  # whose rotations are made at load
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderShape:
-    """The numbers of a checkpoint's config that decide its tensors and its arithmetic."""
+class DecoderShape(StackShape):
+    """What of a checkpoint's config decides its tensors and its arithmetic."""
 
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    eps: float
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool

@@ -57,5 +57,5 @@ class RecordedDevice:
     def _draw(self, row: Row) -> RowOutput | None:
         if row.sample is None:
             return None
-        output, index = self._outputs[row.request_id], row.sample.num_drawn
+        output, index = self._outputs[row.request_id], row.end - row.sample.num_prompt
         return RowOutput(int(output[index]) if index < len(output) else 0, None, ())

@@ -62,7 +62,9 @@ class ModelRunner:
         self.kv_bytes_per_token = self.info.kv_bytes_per_token
         self.num_pages = choose_num_pages(config, self.info)
         self._pool = KVPool(self.info, self.num_pages, config.page_size, device)
-        self._backend = make_backend(backend, self._pool.kv, self.info.num_heads)
+        self._backend = make_backend(
+            backend, self._pool.kv, self.info.num_heads, shares=config.tree_attention
+        )
         self.backend_name = self._backend.name
         logger.info(
             "%s, %d parameters, %s; %d pages of %d tokens (%d MiB)",

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from radixserve.attention.choice import choose_backend
+from radixserve.attention.cpu import CpuBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
+from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.runner.kv_pool import KVPool, choose_num_pages, free_memory
 from radixserve.runner.model_runner import ModelRunner
-from radixserve.schedule import Schedule
+from radixserve.schedule import Row, Schedule
 from radixserve_kernels.cpu_ops import unavailable
 from tests.checkpoints import (
     FAMILIES,
@@ -259,3 +261,33 @@ def test_choice_of_a_backend() -> None:
         choose_backend("cpu", torch.float32, torch.device("meta"))
     assert choose_backend("auto", torch.float64, torch.device("cpu")) == "torch"
     assert choose_backend("torch", torch.bfloat16, torch.device("cpu")) == "torch"
+
+
+@pytest.mark.parametrize("tree_attention", [True, False])
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_tree_attention_can_be_switched_off(
+    checkpoints: dict[str, Path], backend: str, tree_attention: bool
+) -> None:
+    if backend == "cpu" and (reason := unavailable(torch.float32)):
+        pytest.skip(reason)
+    runner = runner_of(
+        checkpoints["llama"],
+        tokens=9_000,
+        attention_backend=backend,
+        tree_attention=tree_attention,
+    )
+    pages, token = np.arange(8_194, dtype=np.int32), np.ones(1, np.int32)
+    tables = (pages[:8_193], np.append(pages[:8_192], pages[8_193]))  # all but the last in common
+    rows = [Row("r", token, 8_192, table, None) for table in tables]
+    attention = runner._backend
+    attention.plan(build_forward_batch(rows, 1, torch.device("cpu")))
+    if isinstance(attention, CpuBackend):
+        num_shared = len(attention.planned.jobs().num_keys) - len(rows)
+    else:
+        num_shared = len(attention._plan.shared)
+    assert num_shared == (1 if tree_attention else 0)
+
+
+def test_tree_attention_is_a_switch() -> None:
+    with pytest.raises(InvalidRequest, match="tree_attention must be True or False, got 'auto'"):
+        EngineConfig(tree_attention="auto")

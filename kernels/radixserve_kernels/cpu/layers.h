@@ -109,9 +109,8 @@ void gated(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, T *out,
             up += load_some(w.bias, column + LANES, w.columns);
         }
         gate = rounded_to<T>(gate), up = rounded_to<T>(up);
-        vec exponent = larger(-gate, fill(-87.0f));
-        exponent = exponent < fill(87.0f) ? exponent : fill(87.0f);
-        vec silu = gate / (fill(1.0f) + exp_of(exponent));
+        const vec exponent = gate * fill(-1.44269504f);
+        vec silu = gate / (fill(1.0f) + exp2_of<T>(exponent < fill(126.0f) ? exponent : fill(126.0f)));
         store_some(out + row * out_stride, column / 2, out_stride, rounded_to<T>(silu) * up);
     }, [&](int64_t row, int64_t column) { return out + row * out_stride + column / 2; });
 }

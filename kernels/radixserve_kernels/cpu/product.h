@@ -35,6 +35,12 @@ template <> inline int64_t place<bf16>(int64_t k, int n) {
 
 inline void release_tiles();
 
+// A case for each number of rows that one pass may have.
+#define RADIXSERVE_ROWS                                                                            \
+    RADIXSERVE_CASE(1) RADIXSERVE_CASE(2) RADIXSERVE_CASE(3) RADIXSERVE_CASE(4)                     \
+    RADIXSERVE_CASE(5) RADIXSERVE_CASE(6) RADIXSERVE_CASE(7) RADIXSERVE_CASE(8)                     \
+    RADIXSERVE_CASE(9) RADIXSERVE_CASE(10) RADIXSERVE_CASE(11) RADIXSERVE_CASE(12)
+
 // -- float --------------------------------------------------------------------------------------
 
 // M rows with P panels, to out[M][P * PANEL] or, with ADDS, on top of it. Row m of x is at
@@ -79,18 +85,7 @@ inline void float_rows(int rows, const float *x, int64_t stride, const float *pa
         if constexpr (M * P <= ROWS)                                                               \
             float_tile<M, P, ADDS>(x, stride, panel, panel_size, depth, out, out_stride);          \
         break;
-        RADIXSERVE_CASE(1)
-        RADIXSERVE_CASE(2)
-        RADIXSERVE_CASE(3)
-        RADIXSERVE_CASE(4)
-        RADIXSERVE_CASE(5)
-        RADIXSERVE_CASE(6)
-        RADIXSERVE_CASE(7)
-        RADIXSERVE_CASE(8)
-        RADIXSERVE_CASE(9)
-        RADIXSERVE_CASE(10)
-        RADIXSERVE_CASE(11)
-        RADIXSERVE_CASE(12)
+        RADIXSERVE_ROWS
 #undef RADIXSERVE_CASE
     }
 }
@@ -292,18 +287,7 @@ inline void pair_rows(int rows, const bf16 *x, int64_t stride, const bf16 *panel
 #define RADIXSERVE_CASE(M)                                                                         \
     case M:                                                                                        \
         return pair_tile<M, ADDS>(x, stride, panel, depth, out, out_stride);
-        RADIXSERVE_CASE(1)
-        RADIXSERVE_CASE(2)
-        RADIXSERVE_CASE(3)
-        RADIXSERVE_CASE(4)
-        RADIXSERVE_CASE(5)
-        RADIXSERVE_CASE(6)
-        RADIXSERVE_CASE(7)
-        RADIXSERVE_CASE(8)
-        RADIXSERVE_CASE(9)
-        RADIXSERVE_CASE(10)
-        RADIXSERVE_CASE(11)
-        RADIXSERVE_CASE(12)
+        RADIXSERVE_ROWS
 #undef RADIXSERVE_CASE
     }
 }

@@ -1,4 +1,4 @@
-// Vectors of floats in the machine's own width, bfloat16, and exp. GCC's and clang's vector types:
+// Vectors of floats in the machine's own width, bfloat16, and powers of two. GCC's and clang's vector types:
 // the compiler chooses the instructions.
 #pragma once
 
@@ -96,25 +96,6 @@ inline float max_of(vec x) {
     for (int i = 1; i < LANES; i++) most = most > x[i] ? most : x[i];
     return most;
 #endif
-}
-
-// exp(x) for x <= 88, within 2 units in the last place; 0 below -87.
-inline vec exp_of(vec x) {
-    const vec magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    vec n = x * fill(1.44269504088896341f) + magic;
-    ivec power = ((ivec)n - 0x4b400000) << 23;
-    n -= magic;
-    vec r = x - n * fill(0.693359375f);
-    r -= n * fill(-2.12194440e-4f);
-    vec y = fill(1.9875691500e-4f);
-    y = y * r + fill(1.3981999507e-3f);
-    y = y * r + fill(8.3334519073e-3f);
-    y = y * r + fill(4.1665795894e-2f);
-    y = y * r + fill(1.6666665459e-1f);
-    y = y * r + fill(5.0000001201e-1f);
-    y = y * (r * r) + r + fill(1.0f);
-    vec scaled = (vec)((ivec)y + power);
-    return x < fill(-87.0f) ? vec{} : scaled;
 }
 
 // 2 to the power of x <= 127, for weights of type T: float within 2 units in the last place, bf16
