@@ -185,28 +185,43 @@ template <class T> class Attention {
               T *values, int64_t values_stride, int64_t used) const {
         const int64_t dim = heads.dim, padded = round_up(count, PANEL), deep = padded_depth<T>(count);
         const T *key_rows[SOME_KEYS], *value_rows[SOME_KEYS];
-        if (plan.is_far || task.num_queries > 1) {
-            const int64_t end = least(first + 2 * SOME_KEYS, jobs.num_keys[task.job]);
-            for (int64_t j = first + SOME_KEYS; j < end; j++) fetch(place_of(task, j), task.num_heads * dim);
-        }
+        Next next(*this, task, first + SOME_KEYS);
+        auto ahead = [&](int lines) { next.fetch(lines); };
         for (int64_t head = 0; head < task.num_heads; head++) {
             for (int64_t j = 0; j < SOME_KEYS; j++) {
                 const int64_t at = j < count && !head ? place_of(task, first + j) : 0;
                 key_rows[j] = j >= count ? zeros : head ? key_rows[j] + dim : k + at;
                 value_rows[j] = j >= count ? zeros : head ? value_rows[j] + dim : v + at;
             }
-            pack_keys(key_rows, padded, dim, keys + head * keys_stride);
-            pack_values(value_rows, deep, dim, used, values + head * values_stride);
+            pack_keys(key_rows, padded, dim, keys + head * keys_stride, ahead);
+            pack_values(value_rows, deep, dim, used, values + head * values_stride, ahead);
         }
     }
 
-    // Lines that are packed next: rows of pages lie apart, so that the processor cannot guess them.
-    void fetch(int64_t place, int64_t count) const {
-        for (int64_t line = 0; line < count * int64_t(sizeof(T)); line += 64) {
-            __builtin_prefetch((const char *)(k + place) + line);
-            __builtin_prefetch((const char *)(v + place) + line);
+    // What is packed next is asked for while the present is packed, line by line: rows of pages lie
+    // apart, so that the processor cannot guess them, and a burst would hold up the packing.
+    class Next {
+      public:
+        Next(const Attention &all, const Task &task, int64_t first) : all(all), task(task), key(first) {
+            const bool pays = all.plan.is_far || task.num_queries > 1;
+            end = pays ? least(first + SOME_KEYS, all.jobs.num_keys[task.job]) : first;
+            size = task.num_heads * all.heads.dim * int64_t(sizeof(T));
         }
-    }
+        void fetch(int lines) {
+            for (; lines && key < end; lines--) {
+                if (!at) place = all.place_of(task, key) * int64_t(sizeof(T));
+                __builtin_prefetch((const char *)all.k + place + at, 0, 2);
+                __builtin_prefetch((const char *)all.v + place + at, 0, 2);
+                at += 64;
+                if (at >= size) at = 0, key++;
+            }
+        }
+
+      private:
+        const Attention &all;
+        const Task &task;
+        int64_t key, end, size, at = 0, place = 0;
+    };
 
     // Where a key of the task's job and first head begins in k, and its value in v.
     int64_t place_of(const Task &task, int64_t key) const {

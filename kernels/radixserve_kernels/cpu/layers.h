@@ -35,6 +35,8 @@ struct Step {
     float *logits;           // [num_sampled][vocab]
 };
 
+constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for rows of x
+
 // Elements of a row of activations: whole cache lines, an odd number of them, so that the same
 // columns of successive rows do not compete for the same places of the cache.
 template <class T> inline int64_t row_size(int64_t columns) {
@@ -42,10 +44,12 @@ template <class T> inline int64_t row_size(int64_t columns) {
     return ((columns + line - 1) / line | 1) * line;
 }
 
-// Rows of x that are multiplied with a panel while it is in the cache, and themselves stay there.
-inline int block_rows(int64_t row_bytes) {
-    int64_t fitting = (768 << 10) / row_bytes / 96 * 96;
-    return int(fitting < 96 ? 96 : fitting > 1536 ? 1536 : fitting);
+// Rows of x that are multiplied with a panel while it is in the cache, and themselves stay there: of
+// `rows` a part of equal size, since the weight is read again for each part.
+inline int block_rows(int64_t rows, int64_t row_bytes) {
+    const int64_t fitting = least<int64_t>(1536, (BLOCK_BYTES + row_bytes - 1) / row_bytes);
+    const int64_t parts = (rows + fitting - 1) / fitting;
+    return int(round_up((rows + parts - 1) / parts, 96));
 }
 
 // epilogue(row, first column, low, high); columns may lie behind the last one of the weight.
@@ -54,7 +58,7 @@ template <class T, class Epilogue, class Place>
 void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, Epilogue &&epilogue,
               Place &&place) {
     const int64_t depth = padded_depth<T>(w.depth), count = w.num_panels();
-    const int most = block_rows(depth * sizeof(T));
+    const int most = block_rows(rows, depth * sizeof(T));
     const int crew = crew_for(2.0 * rows * count * PANEL * depth + 2.0 * count * PANEL * depth);
 #pragma omp parallel num_threads(crew) if (crew > 1)
     {
@@ -90,6 +94,13 @@ template <class T, class Out>
 void linear(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const T *plus, Out *out,
             int64_t out_stride) {
     multiply(x, stride, rows, w, [&](int64_t row, int64_t column, vec low, vec high) {
+        if (column + PANEL <= w.columns && !w.bias) {
+            if (plus) {
+                const T *with = plus + row * out_stride + column;
+                low += load(with), high += load(with + LANES);
+            }
+            return store_both(out + row * out_stride + column, low, high);
+        }
         const vec parts[2] = {low, high};
         for (int i = 0; i < 2; i++, column += LANES) {
             vec sum = parts[i];

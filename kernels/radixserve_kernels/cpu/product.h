@@ -165,10 +165,20 @@ struct TileConfig {
     uint8_t rows[16] = {};
 };
 
+// Lines of memory that are asked for one by one while tiles are multiplied, so that they are there
+// when their turn comes. Asked for in a burst they would hold up the loads of the tiles.
+struct Ahead {
+    const char *next = nullptr;
+    int lines = 0;  // with each 32 of depth
+    void fetch() {
+        for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+    }
+};
+
 // Products of up to 32 rows with one panel, added to out[rows][PANEL] or, with `starts`, put there.
 // Sums lie in tiles 0 to 3, rows of x in 4 and 5, the panel in 6 and 7.
 inline void tile_product(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
-                         float *out, int64_t out_stride, bool starts) {
+                         float *out, int64_t out_stride, bool starts, Ahead &ahead) {
     const int64_t bytes = stride * 2, out_bytes = out_stride * 4;
     float *out_below = out + 16 * out_stride;
     const bf16 *below = x + 16 * stride;
@@ -192,6 +202,7 @@ inline void tile_product(const bf16 *x, int64_t stride, int rows, const bf16 *pa
             _tile_loadd(6, panel, 64);
             _tile_loadd(4, x + k, bytes);
             _tile_dpbf16ps(0, 4, 6);
+            ahead.fetch();
             _tile_loadd(7, panel + 512, 64);
             _tile_dpbf16ps(1, 4, 7);
             _tile_loadd(5, below + k, bytes);
@@ -234,23 +245,24 @@ inline void configure_tiles(int rows) {
 
 constexpr int64_t TILE_DEPTH = 256;  // of a panel that stays in the first-level cache
 
-// One panel with all rows; before(first, count) is called ahead of some rows' last sums.
-template <class Before>
+// One panel with all rows; after(first, count) is called when some rows' sums are complete.
+template <class After>
 inline void panel_by_tiles(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
-                           float *out, int64_t out_stride, bool adds, Before &&before) {
+                           float *out, int64_t out_stride, bool adds, Ahead ahead, After &&after) {
     const int whole = rows / 32 * 32;
     if (whole) configure_tiles(32);
     for (int64_t k = 0; whole && k < depth; k += TILE_DEPTH)
         for (int row = 0; row < whole; row += 32) {
-            if (k + TILE_DEPTH >= depth) before(row, 32);
             tile_product(x + row * stride + k, stride, 32, panel + k * PANEL,
-                         least(depth - k, TILE_DEPTH), out + row * out_stride, out_stride, !adds && !k);
+                         least(depth - k, TILE_DEPTH), out + row * out_stride, out_stride, !adds && !k,
+                         ahead);
+            if (k + TILE_DEPTH >= depth) after(row, 32);
         }
     if (whole == rows) return;
     configure_tiles(rows - whole);
-    before(whole, rows - whole);
     tile_product(x + whole * stride, stride, rows - whole, panel, depth, out + whole * out_stride,
-                 out_stride, !adds);
+                 out_stride, !adds, ahead);
+    after(whole, rows - whole);
 }
 #endif
 
@@ -301,7 +313,7 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
         float *to = out + panel * PANEL;
 #if defined(__AMX_BF16__)
         if (has_tiles) {
-            panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS, [](int, int) {});
+            panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS, {}, [](int, int) {});
             continue;
         }
 #endif
@@ -319,25 +331,30 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
     alignas(64) static thread_local float sums[TILE_ROWS * PANEL];
     for (int top = 0; top < rows; top += TILE_ROWS) {
         const int some = least(rows - top, TILE_ROWS);
+        const bf16 *here = x + top * stride;
         for (int panel = 0; panel < count; panel++) {
-            const bf16 *here = x + top * stride, *from = panels + panel * panel_size;
-            auto before = [&](int first, int number) {
-                for (int m = 0; m < number; m++) fetch(top + first + m, panel);
-                if (some > 32 && panel + 1 < count)
-                    fetch_share(from + panel_size, panel_size, first, first + number, some);
+            const bf16 *from = panels + panel * panel_size;
+            auto after = [&](int first, int number) {
+                for (int m = first; m < first + number; m++)
+                    epilogue(top + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
             };
 #if defined(__AMX_BF16__)
-            if (has_tiles)
-                panel_by_tiles(here, stride, some, from, depth, sums, PANEL, false, before);
-            else
+            if (has_tiles) {
+                // The next panel has as many lines as it is deep: each block of 32 rows asks for a share.
+                const int lines = some > 32 && panel + 1 < count ? (1024 + some - 1) / some : 0;
+                const Ahead ahead{(const char *)(from + panel_size), least(lines, 8)};
+                panel_by_tiles(here, stride, some, from, depth, sums, PANEL, false, ahead, after);
+                continue;
+            }
 #endif
-                in_blocks(some, [&](int first, int number) {
-                    before(first, number);
-                    pair_rows<false>(number, here + first * stride, stride, from, depth,
-                                     sums + first * PANEL, PANEL);
-                });
-            for (int m = 0; m < some; m++)
-                epilogue(top + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+            in_blocks(some, [&](int first, int number) {
+                for (int m = first; m < first + number; m++) fetch(top + m, panel);
+                if (some > ROWS && panel + 1 < count)
+                    fetch_share(from + panel_size, panel_size, first, first + number, some);
+                pair_rows<false>(number, here + first * stride, stride, from, depth,
+                                 sums + first * PANEL, PANEL);
+                after(first, number);
+            });
         }
     }
     release_tiles();

@@ -33,30 +33,36 @@ inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *
 }
 
 // Keys, each [dim], to panels of PANEL keys: depth padded_depth(dim), zeros behind dim.
-// `keys` has a multiple of PANEL entries.
-inline void pack_keys(const float *const *keys, int64_t count, int64_t dim, float *panels) {
+// `keys` has a multiple of PANEL entries. `ahead(n)` is called as n times two lines were read.
+template <class Ahead>
+inline void pack_keys(const float *const *keys, int64_t count, int64_t dim, float *panels, Ahead &&ahead) {
     const uint32_t *const *rows = reinterpret_cast<const uint32_t *const *>(keys);
     for (int64_t first = 0; first < count; first += PANEL) {
         uint32_t *panel = reinterpret_cast<uint32_t *>(panels + first * dim);
         int64_t d = 0;
         if (PANEL % 16 == 0)
             for (; d + 16 <= dim; d += 16)
-                for (int j = 0; j < PANEL; j += 16)
+                for (int j = 0; j < PANEL; j += 16) {
+                    ahead(8);
                     transpose_16(rows + first + j, d, panel + d * PANEL + j, PANEL);
+                }
         for (; d < dim; d++)
             for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = rows[first + j][d];
     }
 }
 
-inline void pack_keys(const bf16 *const *keys, int64_t count, int64_t dim, bf16 *panels) {
+template <class Ahead>
+inline void pack_keys(const bf16 *const *keys, int64_t count, int64_t dim, bf16 *panels, Ahead &&ahead) {
     const int64_t depth = padded_depth<bf16>(dim);
     for (int64_t first = 0; first < count; first += PANEL) {
         bf16 *panel = panels + first * depth;
         int64_t d = 0;
         for (; d + 32 <= dim; d += 32)
-            for (int j = 0; j < PANEL; j += 16)
+            for (int j = 0; j < PANEL; j += 16) {
+                ahead(8);
                 transpose_16(reinterpret_cast<const uint32_t *const *>(keys + first + j), d / 2,
                              reinterpret_cast<uint32_t *>(panel + place<bf16>(d, j)), 16);
+            }
         for (; d < depth; d++)
             for (int j = 0; j < PANEL; j++)
                 panel[place<bf16>(d, j)] = d < dim ? keys[first + j][d] : bf16{0};
@@ -65,10 +71,12 @@ inline void pack_keys(const bf16 *const *keys, int64_t count, int64_t dim, bf16 
 
 // Values, each [dim], to panels of PANEL features whose depth is `depth`, from its beginning on; zeros
 // behind dim. With bf16 `count` is a multiple of DEPTH. Row by row: that is how they lie in memory.
+template <class Ahead>
 inline void pack_values(const float *const *values, int64_t count, int64_t dim, int64_t depth,
-                        float *panels) {
+                        float *panels, Ahead &&ahead) {
     for (int64_t k = 0; k < count; k++) {
         for (int64_t first = 0; first < dim; first += PANEL) {
+            ahead(1);
             const float *from = values[k] + first;
             float *to = panels + first * depth + k * PANEL;
             const int width = int(least<int64_t>(dim - first, PANEL));
@@ -82,17 +90,19 @@ inline void pack_values(const float *const *values, int64_t count, int64_t dim, 
     }
 }
 
+template <class Ahead>
 inline void pack_values(const bf16 *const *values, int64_t count, int64_t dim, int64_t depth,
-                        bf16 *panels) {
+                        bf16 *panels, Ahead &&ahead) {
     for (int64_t k = 0; k < count; k += 2) {
         for (int64_t first = 0; first < dim; first += PANEL) {
+            ahead(1);
             const bf16 *even = values[k] + first, *odd = values[k + 1] + first;
             bf16 *panel = panels + first * depth;
             const int width = int(least<int64_t>(dim - first, PANEL));
             if (width == PANEL && LANES == 16) {
                 for (int n = 0; n < PANEL; n += LANES) {
-                    uvec low = __builtin_convertvector(*(const loose_half *)(even + n), uvec);
-                    uvec high = __builtin_convertvector(*(const loose_half *)(odd + n), uvec);
+                    uvec low = spread(*(const loose_half *)(even + n));
+                    uvec high = spread(*(const loose_half *)(odd + n));
                     uvec both = low | (high << 16);
                     memcpy(panel + place<bf16>(k, n), &both, sizeof both);
                 }

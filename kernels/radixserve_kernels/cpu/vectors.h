@@ -32,9 +32,17 @@ inline vec fill(float x) { return x - vec{}; }  // x - 0, not x + 0: that would 
 inline vec load(const float *from) { return *reinterpret_cast<const loose_vec *>(from); }
 inline void store(float *to, vec x) { *reinterpret_cast<loose_vec *>(to) = x; }
 
+// 16 bits each to 32: GCC makes five instructions of the conversion where one does it.
+inline uvec spread(half_vec bits) {
+#if defined(__AVX512F__)
+    return (uvec)_mm512_cvtepu16_epi32((__m256i)bits);
+#else
+    return __builtin_convertvector(bits, uvec);
+#endif
+}
+
 inline vec load(const bf16 *from) {
-    half_vec bits = *reinterpret_cast<const loose_half *>(from);
-    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+    return (vec)(spread(*reinterpret_cast<const loose_half *>(from)) << 16);
 }
 
 // To the nearest bfloat16, ties to even; a NaN stays one.
@@ -51,6 +59,15 @@ inline half_vec narrow(vec x) {
 
 inline void store(bf16 *to, vec x) { *reinterpret_cast<loose_half *>(to) = narrow(x); }
 
+inline void store_both(float *to, vec low, vec high) { store(to, low), store(to + LANES, high); }
+inline void store_both(bf16 *to, vec low, vec high) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+    store(to, low), store(to + LANES, high);
+#endif
+}
+
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;
@@ -65,7 +82,7 @@ inline void put(bf16 *to, float x) { to->bits = narrow(fill(x))[0]; }
 template <class T> inline vec rounded_to(vec x);
 template <> inline vec rounded_to<float>(vec x) { return x; }
 template <> inline vec rounded_to<bf16>(vec x) {
-    return (vec)(__builtin_convertvector(narrow(x), uvec) << 16);
+    return (vec)(spread(narrow(x)) << 16);
 }
 
 inline vec larger(vec a, vec b) {
