@@ -57,6 +57,7 @@ inline int block_rows(int64_t rows, int64_t row_bytes) {
 template <class T, class Epilogue, class Place>
 void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, Epilogue &&epilogue,
               Place &&place) {
+    if (!rows) return;  // of a step behind which nothing is drawn
     const int64_t depth = padded_depth<T>(w.depth), count = w.num_panels();
     const int most = block_rows(rows, depth * sizeof(T));
     const int crew = crew_for(2.0 * rows * count * PANEL * depth + 2.0 * count * PANEL * depth);
