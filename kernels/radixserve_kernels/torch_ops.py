@@ -38,7 +38,7 @@ def apply_rotary(x: Tensor, turns: Tensor) -> Tensor:
     In float32 and cast back. Models that pair feature i with i + D/2 get the same scores when the
     rows of their q and k weights are put in the order of `pair_halves`.
     """
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], x.shape[-1] // 2, 2))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 

@@ -1,5 +1,24 @@
-"""What these tests share with those of attention."""
+"""What these tests share with those of attention, and the two ways through gpu_ops on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
 
 from tests.cpu_kernels import bf16_routine, num_threads
 
-__all__ = ["bf16_routine", "num_threads"]
+__all__ = ["bf16_routine", "num_threads", "path"]
+
+
+@pytest.fixture(params=["twin", "triton"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The torch twins, or the Triton kernels in Triton's interpreter."""
+    name: str = request.param
+    if name == "triton":
+        if importlib.util.find_spec("triton") is None:
+            pytest.skip("Triton is not installed: there is none for this system")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    else:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return name

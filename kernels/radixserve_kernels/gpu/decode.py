@@ -1,0 +1,260 @@
+"""Paged attention of one query a row, the keys of each row cut into parts that run side by side.
+
+A program attends one row's queries of one K/V head over one part. With several parts the states
+(output, lse) go to a workspace, and a second kernel merges them. The grid depends on the number of
+rows, heads and parts only: a captured graph serves rows of any length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radixserve_kernels.gpu.attention import (
+    LOG2_E,
+    MAX_GROUP,
+    attend_keys,
+    decode_blocks,
+    part_keys,
+    precision_of,
+    write_state,
+)
+from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.records import (
+    LONG_ROW_KEYS,
+    MIN_SPLIT_KEYS,
+    PagedKeys,
+    Result,
+    Split,
+)
+
+PARTS_AT_ONCE = 16  # read by the merge
+
+
+@kernel(varying=("indptr_ptr", "indices_ptr", "last_ptr", "num_even"))
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    indptr_ptr,  # [R + 1]
+    indices_ptr,  # [total pages]
+    last_ptr,  # [R]
+    out_ptr,
+    lse_ptr,
+    scale,
+    stride_q_row,
+    stride_q_head,
+    stride_slot,
+    stride_kv_head,
+    stride_out_row,
+    stride_out_head,
+    stride_out_part,
+    num_heads,
+    num_even,
+    group: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_keys: tl.constexpr,
+    least_keys: tl.constexpr,
+    most_keys: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Grid [R, Hkv, parts]."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    num_parts = tl.num_programs(2)
+    first_page = tl.load(indptr_ptr + row)
+    num_pages = tl.load(indptr_ptr + row + 1) - first_page
+    num_keys = tl.maximum((num_pages - 1) * page_size + tl.load(last_ptr + row), 0)
+    size = part_keys(num_keys, num_parts, num_even, least_keys, most_keys, block_keys)
+    begin = part * size
+    end = tl.minimum(begin + size, num_keys)
+
+    features = tl.arange(0, block_dim)
+    member = tl.arange(0, block_rows)
+    head = kv_head * group + member
+    is_query = member < group
+    cells = q_ptr + row.to(tl.int64) * stride_q_row + head[:, None] * stride_q_head
+    is_read = is_query[:, None] & (features < head_dim)[None, :]
+    query = tl.load(cells + features[None, :], mask=is_read, other=0.0)
+
+    best = tl.full([block_rows], float("-inf"), tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    mixed = tl.zeros([block_rows, block_dim], tl.float32)
+    limit = tl.zeros([block_rows], tl.int32) + end
+    best, total, mixed = attend_keys(
+        query,
+        best,
+        total,
+        mixed,
+        k_ptr + kv_head * stride_kv_head,
+        v_ptr + kv_head * stride_kv_head,
+        indices_ptr + first_page,
+        begin,
+        end,
+        limit,
+        scale,
+        stride_slot,
+        page_size,
+        head_dim,
+        block_dim,
+        block_keys,
+        precision,
+        True,
+    )
+    out_row = row.to(tl.int64) * stride_out_row + part * stride_out_part
+    write_state(
+        best,
+        total,
+        mixed,
+        out_ptr,
+        lse_ptr,
+        out_row + head * stride_out_head,
+        (row.to(tl.int64) * num_heads + head) * num_parts + part,
+        is_query,
+        head_dim,
+        block_dim,
+    )
+
+
+@kernel(varying=("num_parts",))
+def merge_parts_kernel(
+    part_ptr,  # [T, Hq, parts, D] float32
+    part_lse_ptr,  # [T, Hq, parts] float32
+    out_ptr,
+    lse_ptr,  # [T, Hq] or None
+    num_parts,
+    stride_out_row,
+    stride_out_head,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_parts: tl.constexpr,
+):
+    """Grid [T, Hq]."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    cell = row * tl.num_programs(1) + head
+    features = tl.arange(0, block_dim)
+    best = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([block_dim], tl.float32)
+    for start in range(0, num_parts, block_parts):
+        part = start + tl.arange(0, block_parts)
+        lse = tl.load(part_lse_ptr + cell * num_parts + part, part < num_parts, float("-inf"))
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(lse - shift)
+        is_read = (weight > 0.0)[:, None] & (features < head_dim)[None, :]
+        cells = part_ptr + (cell * num_parts + part)[:, None] * head_dim + features[None, :]
+        states = tl.load(cells, mask=is_read, other=0.0)
+        fade = tl.exp2(best - shift)
+        mixed = mixed * fade + tl.sum(states * weight[:, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        best = new_best
+    out = mixed / tl.where(total > 0.0, total, 1.0)
+    cells = out_ptr + row * stride_out_row + head * stride_out_head + features
+    tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=features < head_dim)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + cell + tl.arange(0, 1), best + tl.log2(total))
+
+
+def decode(q: Tensor, keys: PagedKeys, scale: float, split: Split, result: Result) -> list[Launch]:
+    """See `gpu_ops.decode`; `result` is written."""
+    blocks = decode_blocks(group_of(q, keys), q.shape[2], q.dtype)
+    arguments = attention_arguments(q, keys, scale)
+    arguments |= {
+        "num_even": split.even_splits,
+        "block_rows": blocks.rows,
+        "block_keys": blocks.keys,
+    }
+    state, merge = split_state(q, split, result)
+    grid = (len(q), keys.k_slots.shape[1], split.num_splits)
+    attend = Launch(decode_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages)
+    return [attend, *merge]
+
+
+def group_of(q: Tensor, keys: PagedKeys) -> int:
+    """Query heads of a K/V head."""
+    num_heads, num_kv_heads = q.shape[1], keys.k_slots.shape[1]
+    group, rest = divmod(num_heads, num_kv_heads)
+    assert not rest, f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
+    assert group <= MAX_GROUP, f"{group} query heads of a key head are more than {MAX_GROUP}"
+    return group
+
+
+def attention_arguments(q: Tensor, keys: PagedKeys, scale: float) -> dict[str, Any]:
+    """Those that both attention kernels have."""
+    k_slots, v_slots = keys.k_slots, keys.v_slots
+    assert scale > 0, f"scores are scaled by a positive number, not {scale}"
+    assert q.stride(2) == k_slots.stride(2) == 1, "features must lie dense"
+    assert k_slots.stride() == v_slots.stride(), "K and V must lie alike"
+    return {
+        "q_ptr": q,
+        "k_ptr": k_slots,
+        "v_ptr": v_slots,
+        "indptr_ptr": keys.kv_indptr,
+        "indices_ptr": keys.kv_indices,
+        "last_ptr": keys.last_page_len,
+        "scale": scale * LOG2_E,
+        "stride_q_row": q.stride(0),
+        "stride_q_head": q.stride(1),
+        "stride_slot": k_slots.stride(0),
+        "stride_kv_head": k_slots.stride(1),
+        "group": group_of(q, keys),
+        "num_heads": q.shape[1],
+        "least_keys": MIN_SPLIT_KEYS,
+        "most_keys": LONG_ROW_KEYS,
+        "page_size": keys.page_size,
+        "head_dim": q.shape[2],
+        "block_dim": max(power_of_2(q.shape[2]), 16),
+        "precision": precision_of(q),
+    }
+
+
+def split_state(q: Tensor, split: Split, result: Result) -> tuple[dict[str, Any], list[Launch]]:
+    """Where an attention kernel writes its states, and the merge of parts that follows."""
+    out, lse = result
+    assert out.stride(2) == 1, "features must lie dense"
+    assert lse is None or lse.is_contiguous(), "lse must lie dense"
+    if split.num_splits == 1:
+        names = {"out_ptr": out, "lse_ptr": lse, "stride_out_part": 0}
+        return names | _strides(out), []
+    states, state_lse = _workspace(q, split)
+    arguments = {
+        "part_ptr": states,
+        "part_lse_ptr": state_lse,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "num_parts": split.num_splits,
+        "head_dim": q.shape[2],
+        "block_dim": power_of_2(q.shape[2]),
+        "block_parts": PARTS_AT_ONCE,
+    }
+    merge = Launch(merge_parts_kernel, tuple(q.shape[:2]), arguments | _strides(out))
+    names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_part": q.shape[2]}
+    return names | _strides(states), [merge]
+
+
+def _workspace(q: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+    """Room for the parts' outputs [T, Hq, parts, D] and lse [T, Hq, parts], float32."""
+    shape = (*q.shape[:2], split.num_splits, q.shape[2])
+    num_lse = math.prod(shape[:3])
+    num_numbers = math.prod(shape)
+    room = split.workspace
+    if room is None:
+        room = q.new_empty(num_numbers + num_lse, dtype=torch.float32)
+    assert room.dtype == torch.float32, f"a workspace is float32, not {room.dtype}"
+    assert len(room) >= num_numbers + num_lse, (
+        f"a workspace of {len(room)} numbers is too small for {num_numbers + num_lse}"
+    )
+    return room[:num_numbers].view(shape), room[num_numbers : num_numbers + num_lse]
+
+
+def _strides(out: Tensor) -> dict[str, int]:
+    return {"stride_out_row": out.stride(0), "stride_out_head": out.stride(1)}

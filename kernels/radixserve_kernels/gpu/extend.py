@@ -1,0 +1,172 @@
+"""Paged attention of rows with several new tokens, whose keys are in the pool already.
+
+A tile is some new tokens of one row, in all heads of one K/V head. Tiles of all rows lie in one
+axis of the grid, which the host knows without looking at the rows: row r gets the places from
+qo_indptr[r] // tokens + r on, which is enough for its tokens wherever the row begins; places left
+over end at once. Keys that all of the tile's queries see come first, without a mask.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from radixserve_kernels.gpu.attention import attend_keys, extend_blocks, part_keys, write_state
+from radixserve_kernels.gpu.decode import attention_arguments, group_of, split_state
+from radixserve_kernels.gpu.launch import Capability, Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.records import PagedKeys, Result, Split
+
+ROWS_AT_ONCE = 128  # looked through for the one that a tile belongs to
+
+
+@kernel()
+def find_row(tile, qo_ptr, num_rows, tile_tokens: tl.constexpr, block: tl.constexpr):
+    """The last row that begins at or before this tile, and its first tile."""
+    row = tl.full([], -1, tl.int32)
+    for start in range(0, num_rows, block):
+        some = start + tl.arange(0, block)
+        first = tl.load(qo_ptr + some, mask=some < num_rows, other=0) // tile_tokens + some
+        row += tl.sum(((first <= tile) & (some < num_rows)).to(tl.int32), 0)
+    return row, tl.load(qo_ptr + row) // tile_tokens + row
+
+
+@kernel(varying=("qo_ptr", "indptr_ptr", "indices_ptr", "last_ptr", "num_rows"))
+def extend_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    qo_ptr,  # [R + 1]
+    indptr_ptr,  # [R + 1]
+    indices_ptr,  # [total pages]
+    last_ptr,  # [R]
+    out_ptr,
+    lse_ptr,
+    scale,
+    stride_q_row,
+    stride_q_head,
+    stride_slot,
+    stride_kv_head,
+    stride_out_row,
+    stride_out_head,
+    stride_out_part,
+    num_heads,
+    num_rows,
+    is_causal: tl.constexpr,
+    group: tl.constexpr,
+    page_size: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_dim: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_keys: tl.constexpr,
+    least_keys: tl.constexpr,
+    most_keys: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    rows_at_once: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Grid [tiles, Hkv, parts]; the last tiles of a row, which have most keys, come first."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    part = tl.program_id(2)
+    num_parts = tl.num_programs(2)
+    row, first_tile = find_row(tile, qo_ptr, num_rows, tile_tokens, rows_at_once)
+    first_token = tl.load(qo_ptr + row)
+    num_new = tl.load(qo_ptr + row + 1) - first_token
+    offset = (tile - first_tile) * tile_tokens
+    if offset >= num_new:
+        return
+    first_page = tl.load(indptr_ptr + row)
+    num_pages = tl.load(indptr_ptr + row + 1) - first_page
+    num_keys = tl.maximum((num_pages - 1) * page_size + tl.load(last_ptr + row), 0)
+
+    features = tl.arange(0, block_dim)
+    member = tl.arange(0, block_rows)
+    new = offset + member // group  # among the row's new tokens
+    head = kv_head * group + member % group
+    is_query = (member < tile_tokens * group) & (new < num_new)
+    token = (first_token + new).to(tl.int64)
+    is_read = is_query[:, None] & (features < head_dim)[None, :]
+    cells = q_ptr + (token * stride_q_row + head * stride_q_head)[:, None] + features[None, :]
+    query = tl.load(cells, mask=is_read, other=0.0)
+
+    if is_causal:
+        limit = num_keys - num_new + new + 1  # [rows] keys that each query sees
+        seen_by_all = num_keys - num_new + offset + 1
+        seen = tl.minimum(num_keys, seen_by_all + tile_tokens - 1)
+    else:
+        limit = tl.zeros([block_rows], tl.int32) + num_keys
+        seen_by_all = num_keys
+        seen = num_keys
+    size = part_keys(seen, num_parts, num_parts, least_keys, most_keys, block_keys)
+    begin = part * size
+    end = tl.minimum(begin + size, seen)
+    whole = tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // block_keys * block_keys
+
+    best = tl.full([block_rows], float("-inf"), tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    mixed = tl.zeros([block_rows, block_dim], tl.float32)
+    for is_masked in tl.static_range(2):
+        best, total, mixed = attend_keys(
+            query,
+            best,
+            total,
+            mixed,
+            k_ptr + kv_head * stride_kv_head,
+            v_ptr + kv_head * stride_kv_head,
+            indices_ptr + first_page,
+            begin + whole * is_masked,
+            begin + whole if is_masked == 0 else end,
+            limit,
+            scale,
+            stride_slot,
+            page_size,
+            head_dim,
+            block_dim,
+            block_keys,
+            precision,
+            is_masked == 1,
+        )
+    write_state(
+        best,
+        total,
+        mixed,
+        out_ptr,
+        lse_ptr,
+        token * stride_out_row + head * stride_out_head + part * stride_out_part,
+        (token * num_heads + head) * num_parts + part,
+        is_query,
+        head_dim,
+        block_dim,
+    )
+
+
+def extend(
+    q: Tensor,
+    keys: PagedKeys,
+    qo_indptr: Tensor,
+    scale: float,
+    causal: bool,
+    max_q: int,
+    split: Split,
+    result: Result,
+    capability: Capability,
+) -> list[Launch]:
+    """See `gpu_ops.extend`; `result` is written."""
+    group, num_rows = group_of(q, keys), len(keys.last_page_len)
+    blocks = extend_blocks(max_q * group, q.shape[2], q.dtype, capability)
+    block_rows = max(blocks.rows, power_of_2(group))
+    tile_tokens = block_rows // group
+    arguments = attention_arguments(q, keys, scale)
+    arguments |= {
+        "qo_ptr": qo_indptr,
+        "num_rows": num_rows,
+        "is_causal": causal,
+        "block_rows": block_rows,
+        "block_keys": blocks.keys,
+        "tile_tokens": tile_tokens,
+        "rows_at_once": ROWS_AT_ONCE,
+    }
+    state, merge = split_state(q, split, result)
+    num_tiles = len(q) // tile_tokens + num_rows if len(q) else 0
+    grid = (num_tiles, keys.k_slots.shape[1], split.num_splits)
+    attend = Launch(extend_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages)
+    return [attend, *merge]

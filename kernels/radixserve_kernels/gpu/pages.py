@@ -1,0 +1,100 @@
+"""Copies of pages over all layers, and page ids from a table into one list."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+
+MAX_BLOCK = 4_096  # cells of a page at a time
+PAGES_AT_ONCE = 1_024  # page ids
+PROGRAMS_PER_ROW = 8
+
+
+@kernel(varying=("copies_ptr",))
+def copy_pages_kernel(
+    kv_ptr,  # [L * 2, num_pages, P, Hkv, D]
+    copies_ptr,  # [n, columns] int32
+    token_cells,  # Hkv * D
+    stride_half,  # between K and V of a layer, V and the next K
+    stride_page,
+    columns: tl.constexpr,  # 3 with a number of tokens, 2 for whole pages
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Grid [n, L * 2, blocks of a page]."""
+    copy = copies_ptr + tl.program_id(0) * columns
+    source = tl.load(copy).to(tl.int64)
+    destination = tl.load(copy + 1).to(tl.int64)
+    num_tokens = tl.full([], page_size, tl.int32)
+    if columns == 3:
+        num_tokens = tl.load(copy + 2)
+    cell = tl.program_id(2) * block + tl.arange(0, block)
+    is_copied = cell < num_tokens * token_cells
+    half = kv_ptr + tl.program_id(1).to(tl.int64) * stride_half
+    cells = tl.load(half + source * stride_page + cell, mask=is_copied)
+    tl.store(half + destination * stride_page + cell, cells, mask=is_copied)
+
+
+@kernel(varying=("table_ptr", "row_of_ptr", "num_pages_ptr", "indptr_ptr", "out_ptr"))
+def flat_indices_kernel(
+    table_ptr,  # [rows, max_pages] int32, all of them
+    row_of_ptr,  # [R]
+    num_pages_ptr,  # [R]
+    indptr_ptr,  # [R + 1]
+    out_ptr,  # [N]
+    stride_table,
+    block: tl.constexpr,
+):
+    """Grid [R, programs of a row]."""
+    row = tl.program_id(0)
+    source = tl.load(row_of_ptr + row)
+    if source >= 0:
+        num_pages = tl.load(num_pages_ptr + row)
+        first = tl.load(indptr_ptr + row)
+        pages = table_ptr + source.to(tl.int64) * stride_table
+        step = tl.num_programs(1) * block
+        for start in range(tl.program_id(1) * block, num_pages, step):
+            place = start + tl.arange(0, block)
+            is_page = place < num_pages
+            tl.store(out_ptr + first + place, tl.load(pages + place, mask=is_page), mask=is_page)
+
+
+def copy_pages(kv: Tensor, copies: Tensor) -> list[Launch]:
+    """See `gpu_ops.copy_heads`, for copies [n, 3], and `gpu_ops.copy_pages`, for [n, 2]."""
+    assert all(one.is_contiguous() for one in (kv, copies)), "pool and copies must lie dense"
+    assert copies.shape[1] in (2, 3), f"copies have 2 or 3 columns, not {copies.shape[1]}"
+    num_layers, halves, _, page_size, num_kv_heads, head_dim = kv.shape
+    token_cells = num_kv_heads * head_dim
+    block = min(power_of_2(page_size * token_cells), MAX_BLOCK)
+    arguments = {
+        "kv_ptr": kv,
+        "copies_ptr": copies,
+        "token_cells": token_cells,
+        "stride_half": kv.stride(1),
+        "stride_page": kv.stride(2),
+        "columns": copies.shape[1],
+        "page_size": page_size,
+        "block": block,
+    }
+    grid = (len(copies), num_layers * halves, -(-page_size * token_cells // block))
+    return [Launch(copy_pages_kernel, grid, arguments)]
+
+
+def flat_indices(
+    page_table: Tensor, row_of: Tensor, num_pages: Tensor, indptr: Tensor, out: Tensor
+) -> list[Launch]:
+    """See `gpu_ops.flat_indices`; `out` is written."""
+    assert page_table.stride(1) == 1, "page ids of a row must lie dense"
+    arguments = {
+        "table_ptr": page_table,
+        "row_of_ptr": row_of,
+        "num_pages_ptr": num_pages,
+        "indptr_ptr": indptr,
+        "out_ptr": out,
+        "stride_table": page_table.stride(0),
+        "block": PAGES_AT_ONCE,
+    }
+    most = -(-page_table.shape[1] // PAGES_AT_ONCE)
+    grid = (len(row_of), min(most, PROGRAMS_PER_ROW))
+    return [Launch(flat_indices_kernel, grid, arguments)]

@@ -1,0 +1,36 @@
+"""The arguments that attention kernels and their twins have in common. Needs no Triton."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+MIN_SPLIT_KEYS = 128  # a part of fewer keys is mostly overhead
+LONG_ROW_KEYS = 4_096  # from here on a row among many is cut for balance
+
+
+class PagedKeys(NamedTuple):
+    """Where each row's keys and values lie: see `radixserve_kernels.gpu_ops`."""
+
+    k_slots: Tensor  # [num_slots, Hkv, D]
+    v_slots: Tensor  # [num_slots, Hkv, D]
+    kv_indptr: Tensor  # [R + 1] int32
+    kv_indices: Tensor  # [total pages] int32
+    last_page_len: Tensor  # [R] int32
+    page_size: int
+
+
+class Split(NamedTuple):
+    """How rows are cut into parts: see `gpu_ops.decode`."""
+
+    num_splits: int
+    even_splits: int
+    workspace: Tensor | None
+
+
+class Result(NamedTuple):
+    """What attention writes."""
+
+    out: Tensor  # [T, Hq, D]
+    lse: Tensor | None  # [T, Hq] float32

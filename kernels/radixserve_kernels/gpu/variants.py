@@ -1,0 +1,145 @@
+"""The kernels at the shapes of real models: what the ahead-of-time compiler compiles.
+
+Made by the same functions as every launch, from tensors of the meta device, which have no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from radixserve_kernels.gpu import best, decode, extend, merge, norm, pages, rope, sampling
+from radixserve_kernels.gpu.launch import Capability, Launch
+from radixserve_kernels.gpu.records import PagedKeys, Result, Split
+
+HEADS = (32, 8)  # query heads, key heads
+OTHER_HEADS = ((8, 8), (16, 8), (40, 8), (64, 8))
+NUM_TOKENS, NUM_ROWS, VOCAB_SIZE = 512, 4, 128_256
+EXTENSIONS = {"long": NUM_TOKENS, "short": 16, "few": 2}  # most new tokens of a row: block sizes
+PAGE_SIZES = (1, 16, 64)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Variant(NamedTuple):
+    """A launch, and what it stands for."""
+
+    name: str
+    launch: Launch
+
+
+def variants(capability: Capability, *, every: bool) -> list[Variant]:
+    """One or two of each kernel, or the product of the settings."""
+    dtypes = DTYPES if every else DTYPES[:1]
+    head_dims = (64, 128, 256) if every else (128,)
+    found = [*_row_variants(every), *_logit_variants()]
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            page_sizes = PAGE_SIZES if every else PAGE_SIZES[1:2]
+            for page_size in page_sizes:
+                found += _attention_variants(dtype, head_dim, page_size, capability, every)
+            found += _head_variants(dtype, head_dim, every)
+    if every:
+        for head_dim in head_dims[:2]:
+            found += _attention_variants(torch.float32, head_dim, 16, capability, every)
+        for heads in OTHER_HEADS:
+            found += _attention_variants(torch.bfloat16, 128, 16, capability, every, heads)
+    return found
+
+
+def _tensor(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+_index = partial(_tensor, dtype=torch.int32)
+_float = partial(_tensor, dtype=torch.float32)
+_long = partial(_tensor, dtype=torch.int64)
+_double = partial(_tensor, dtype=torch.float64)
+
+
+def _attention_variants(
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    capability: Capability,
+    every: bool,
+    heads: tuple[int, int] = HEADS,
+) -> Iterator[Variant]:
+    num_heads, num_kv_heads = heads
+    kind = f"{_short(dtype)} D={head_dim} P={page_size}"
+    if heads != HEADS:
+        kind = f"{num_heads}/{num_kv_heads} heads"
+    pool = _tensor(1_024, num_kv_heads, head_dim, dtype=dtype)
+    indptr, indices, last = _index(NUM_ROWS + 1), _index(64), _index(NUM_ROWS)
+    keys = PagedKeys(pool, pool, indptr, indices, last, page_size)
+    q = _tensor(NUM_ROWS, num_heads, head_dim, dtype=dtype)
+    for num_splits in (1, 8) if every else (8,):
+        split = Split(num_splits, num_splits, None)
+        for launch in decode.decode(q, keys, 0.1, split, Result(q, None)):
+            yield Variant(f"{kind} splits={num_splits}", launch)
+    q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
+    result, split = Result(q, _float(NUM_TOKENS, num_heads)), Split(1, 1, None)
+    for length, max_q in EXTENSIONS.items() if every else [("long", NUM_TOKENS)]:
+        for causal in (True, False) if every else (True,):
+            (launch,) = extend.extend(
+                q, keys, indptr, 0.1, causal, max_q, split, result, capability
+            )
+            yield Variant(f"{kind} {length}{' causal' if causal else ''}", launch)
+
+
+def _head_variants(dtype: torch.dtype, head_dim: int, every: bool) -> Iterator[Variant]:
+    num_heads, num_kv_heads = HEADS
+    kind = f"{_short(dtype)} D={head_dim}"
+    out = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
+    lse = _float(NUM_TOKENS, num_heads)
+    for launch in merge.merge_states(out, lse, out, lse, out, lse):
+        yield Variant(kind, launch)
+    num_all = num_heads + 2 * num_kv_heads
+    qkv = _tensor(NUM_TOKENS, num_all * head_dim, dtype=dtype)
+    pool = _tensor(1_024, num_kv_heads, head_dim, dtype=dtype)
+    places, table = _long(NUM_TOKENS), _float(4_096, head_dim)
+    norms = [_tensor(num_heads + num_kv_heads, head_dim, dtype=dtype), None]
+    for qk_norm in norms if every else norms[:1]:
+        launches = rope.rope_and_store(
+            qkv, places, places, table, pool, pool, *HEADS, qk_norm, 1e-6, out
+        )
+        for launch in launches:
+            yield Variant(f"{kind}{'' if qk_norm is None else ' qk_norm'}", launch)
+    kv = _tensor(32, 2, 64, 16, num_kv_heads, head_dim, dtype=dtype)
+    for columns in (3, 2) if every else (3,):
+        for launch in pages.copy_pages(kv, _index(4, columns)):
+            yield Variant(f"{kind} {'heads' if columns == 3 else 'pages'}", launch)
+
+
+def _row_variants(every: bool) -> Iterator[Variant]:
+    for dtype in DTYPES if every else DTYPES[:1]:
+        for hidden in (1_024, 4_096, 8_192) if every else (4_096,):
+            x, weight = _tensor(NUM_TOKENS, hidden, dtype=dtype), _tensor(hidden, dtype=dtype)
+            kind = f"{_short(dtype)} n={hidden}"
+            for residual in (x, None) if every else (x,):
+                for launch in norm.rms_norm(x, residual, weight, 1e-6, x):
+                    yield Variant(f"{kind}{'' if residual is None else ' add'}", launch)
+        gate_up = _tensor(NUM_TOKENS, 2 * 14_336, dtype=dtype)
+        for launch in norm.silu_and_mul(gate_up, gate_up[:, :14_336]):
+            yield Variant(f"{_short(dtype)} M=14336", launch)
+    table, some = _index(256, 1_024), _index(64)
+    for launch in pages.flat_indices(table, some, some, some, some):
+        yield Variant("", launch)
+
+
+def _logit_variants() -> Iterator[Variant]:
+    kind = f"V={VOCAB_SIZE}"
+    logits = _float(NUM_ROWS, VOCAB_SIZE)
+    ids, row, flags = _long(NUM_ROWS), _float(NUM_ROWS), _tensor(NUM_ROWS, dtype=torch.bool)
+    for launch in best.token_logprob(logits, ids, row):
+        yield Variant(kind, launch)
+    exact = _double(NUM_ROWS)
+    for launch in sampling.sample(logits, row, _index(NUM_ROWS), exact, row, exact, ids, flags):
+        yield Variant(kind, launch)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")

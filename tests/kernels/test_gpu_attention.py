@@ -1,0 +1,272 @@
+"""Paged attention kernels and their twins against attention from its definition, in float64."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve_kernels import gpu_ops
+from tests.kernels.paged_case import PagedCase, assert_near, attention, make_case
+
+both = pytest.mark.usefixtures("path")  # the twins, and the kernels interpreted
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# dtype, query heads, key heads, head dim, page size, keys of each row, num_splits, even_splits
+DECODES = [
+    (F32, 4, 2, 16, 1, [1, 0, 33], 1, None),
+    (F32, 2, 2, 8, 4, [70], 1, None),
+    (BF16, 6, 2, 24, 3, [5, 128, 150], 2, None),
+    (BF16, 1, 1, 64, 2, [7, 0, 64], 1, None),
+    (F16, 3, 1, 32, 16, [300, 0, 128], 4, None),
+    (F16, 20, 1, 16, 1, [130], 3, 2),
+    (F16, 1, 1, 8, 64, [2_200], 18, None),
+]
+
+# as above, and the new tokens of each row, and what of them is said to be the most in a row
+EXTENDS = [
+    (F32, 2, 1, 16, 1, [9, 0, 30], [3, 0, 30], 30, 1),
+    (F32, 1, 1, 24, 4, [17], [1], 1, 1),
+    (BF16, 6, 2, 24, 3, [70, 5, 1, 20], [2, 5, 1, 0], 5, 1),
+    (BF16, 4, 4, 16, 16, [0, 100], [0, 70], 70, 1),
+    (BF16, 3, 1, 16, 2, [150, 40], [44, 40], 44, 1),
+    (F16, 4, 2, 64, 2, [140, 200], [3, 1], 3, 2),
+    (F16, 2, 1, 16, 2, [140], [20], 20, 2),  # the first query sees no key of the second part
+]
+
+
+def decode(
+    case: PagedCase, q: Tensor, num_splits: int, even_splits: int | None
+) -> tuple[Tensor, Tensor]:
+    """Through poisoned outputs and a poisoned workspace."""
+    num_rows, num_heads, head_dim = q.shape
+    size = gpu_ops.workspace_size(num_rows, num_heads, head_dim, num_splits)
+    out, lse = torch.full_like(q, torch.nan), torch.full((num_rows, num_heads), torch.nan)
+    found = gpu_ops.decode(
+        q,
+        *case.keys,
+        num_splits=num_splits,
+        workspace=torch.full((size,), torch.nan),
+        out=out,
+        lse=lse,
+        even_splits=even_splits,
+    )
+    assert found is out
+    return out, lse
+
+
+def extend(
+    case: PagedCase,
+    q: Tensor,
+    qo_indptr: list[int],
+    max_q: int | None,
+    num_splits: int,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
+    keys = case.keys
+    places = torch.tensor(qo_indptr, dtype=torch.int32)
+    gpu_ops.extend(
+        q, *keys[:2], places, *keys[2:], None, causal, max_q, num_splits, None, out, lse
+    )  # fmt: skip
+    return out, lse
+
+
+def queries(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """The q of a qkv: strided tokens."""
+    return torch.randn(num_tokens, num_heads + 2, head_dim).to(dtype)[:, :num_heads]
+
+
+@pytest.mark.parametrize("shape", DECODES, ids=str)
+@both
+def test_decode(shape: tuple) -> None:
+    dtype, num_heads, num_kv_heads, head_dim, page_size, lens, num_splits, even_splits = shape
+    torch.manual_seed(0)
+    case = make_case(lens, num_kv_heads, head_dim, page_size, dtype)
+    q = queries(len(lens), num_heads, head_dim, dtype)
+    expected = attention(case, q, range(len(lens) + 1), head_dim**-0.5, causal=False)
+    assert_near(*decode(case, q, num_splits, even_splits), expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", EXTENDS, ids=str)
+@both
+def test_extend(shape: tuple, causal: bool) -> None:
+    dtype, num_heads, num_kv_heads, head_dim, page_size, lens, new, max_q, num_splits = shape
+    torch.manual_seed(0)
+    case = make_case(lens, num_kv_heads, head_dim, page_size, dtype)
+    qo_indptr = [0, *itertools.accumulate(new)]
+    q = queries(qo_indptr[-1], num_heads, head_dim, dtype)
+    expected = attention(case, q, qo_indptr, head_dim**-0.5, causal=causal)
+    assert_near(*extend(case, q, qo_indptr, max_q, num_splits, causal), expected)
+
+
+@both
+def test_shared_keys_may_be_fewer_than_queries() -> None:
+    torch.manual_seed(0)
+    case = make_case([2, 0], 1, 16, 2, F32)
+    q = queries(6, 2, 16, F32)
+    expected = attention(case, q, [0, 5, 6], 0.25, causal=False)
+    assert_near(*extend(case, q, [0, 5, 6], None, 1, False), expected)
+    assert expected[1][5].eq(-torch.inf).all()
+
+
+@both
+def test_many_rows_of_few_tokens() -> None:
+    """More rows than are looked through at a time, some of them without tokens."""
+    torch.manual_seed(0)
+    new = [row % 3 if row % 20 < 2 or row > 137 else 0 for row in range(140)]
+    lens = [2 * count for count in new]
+    case = make_case(lens, 1, 8, 1, BF16)
+    qo_indptr = [0, *itertools.accumulate(new)]
+    q = queries(qo_indptr[-1], 1, 8, BF16)
+    expected = attention(case, q, qo_indptr, 8**-0.5, causal=True)
+    assert_near(*extend(case, q, qo_indptr, 40, 1, True), expected)
+
+
+def test_blocks_of_larger_gpus(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """The tiles of Hopper, with a row that ends inside of one."""
+    if path == "triton":
+        from radixserve_kernels.gpu import launch
+
+        monkeypatch.setattr(launch, "capability_of", lambda _: (9, 0))
+    torch.manual_seed(0)
+    case = make_case([200, 150], 1, 16, 16, BF16)
+    q = queries(100, 3, 16, BF16)
+    expected = attention(case, q, [0, 90, 100], 0.25, causal=True)
+    assert_near(*extend(case, q, [0, 90, 100], 90, 1, True), expected)
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@both
+def test_scale_and_defaults(size: int) -> None:
+    torch.manual_seed(0)
+    case = make_case([3] * size, 1, 16, 2, F32)
+    q = queries(size, 2, 16, F32)
+    out = gpu_ops.decode(q, *case.keys, 0.7)
+    assert out.shape == q.shape
+    assert out.is_contiguous()
+    lse = torch.zeros(size, 2)
+    expected = attention(case, q, range(size + 1), 0.7, causal=False)
+    gpu_ops.decode(q, *case.keys, 0.7, lse=lse)
+    assert_near(out, lse, expected)
+    places = torch.arange(size + 1, dtype=torch.int32)
+    same = gpu_ops.extend(q, *case.keys[:2], places, *case.keys[2:], 0.7)
+    assert_near(same, lse, expected)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@both
+def test_merge_states(dtype: torch.dtype) -> None:
+    """Of two halves of the keys; a half that is empty may hold anything."""
+    torch.manual_seed(0)
+    lens = [8, 3, 0, 0]
+    case = make_case(lens, 2, 24, 4, dtype)
+    q = queries(4, 6, 24, dtype)
+    out, lse = attention(case, q, range(5), 0.3, causal=False)
+    firsts, seconds = [4, 0, 0, 0], [8, 3, 0, 0]
+    parts = []
+    for bounds in (zip([0] * 4, firsts, strict=True), zip(firsts, seconds, strict=True)):
+        slots = [row[a:b] for row, (a, b) in zip(case.slots, bounds, strict=True)]
+        part = PagedCase(*case.keys, slots)
+        some, some_lse = attention(part, q, range(5), 0.3, causal=False)
+        some = some.masked_fill((some_lse == -torch.inf)[..., None], torch.nan)
+        room = torch.full((4, 8, 24), torch.nan, dtype=dtype)
+        room[:, :6] = some.to(dtype)
+        parts += [room[:, :6], some_lse.float()]
+    found = gpu_ops.merge_states(*parts)
+    assert_near(*found, (out, lse))
+    into = parts[2], parts[3]
+    assert gpu_ops.merge_states(*parts, *into)[0] is into[0]  # in place
+    assert torch.equal(into[0], found[0])
+    assert torch.equal(into[1], found[1])
+    empty = gpu_ops.merge_states(*(part[:0] for part in parts))
+    assert empty[0].shape == (0, 6, 24)
+
+
+@both
+def test_pools_of_more_than_2_to_the_31_features() -> None:
+    """The memory is not touched but for a few pages: the system gives what is zero when asked."""
+    num_pages = 2**31 // 64 + 8
+    try:
+        zeros = np.zeros((1, 2, num_pages, 4, 1, 16), np.float16)
+    except MemoryError:
+        pytest.skip("the system gives no memory that it has not got")
+    torch.manual_seed(0)
+    kv = torch.from_numpy(zeros)
+    pages = torch.tensor([num_pages - 1, 3], dtype=torch.int32)
+    kv[0, :, pages] = torch.randn(2, 2, 4, 1, 16).half()
+    k_slots, v_slots = kv[0].flatten(1, 2).unbind(0)
+    slots = [4 * page + i for page in pages.tolist() for i in range(4)][:7]
+    rows = [torch.tensor(one, dtype=torch.int32) for one in ([0, 2], [3])]
+    case = PagedCase(k_slots, v_slots, rows[0], pages, rows[1], 4, [slots])
+    q = queries(2, 1, 16, F16)
+    expected = attention(case, q, [0, 2], 0.25, causal=True)
+    assert_near(*extend(case, q, [0, 2], 2, 1, True), expected)
+    expected = attention(case, q[:1], [0, 1], 0.25, causal=False)
+    assert_near(*decode(case, q[:1], 1, None), expected)
+    gpu_ops.copy_heads(kv, torch.tensor([[num_pages - 1, num_pages - 4, 4]], dtype=torch.int32))
+    assert torch.equal(kv[0, :, num_pages - 4], kv[0, :, num_pages - 1])
+    qkv, place = torch.randn(1, 48).half(), torch.tensor([0])
+    table = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), 1)
+    last = torch.tensor([len(k_slots) - 5])
+    gpu_ops.rope_and_store(qkv, place, last, table, k_slots, v_slots, 1, 1)
+    assert torch.equal(kv[0, :, num_pages - 2, 3, 0].flatten(), qkv[0, 16:])
+
+
+@pytest.mark.parametrize(
+    ("even_splits", "parts"),
+    [(1, [[4_096, 54, 0], [130, 0, 0]]), (3, [[256, 256, 188], [128, 2, 0]])],
+)
+def test_rows_are_cut(
+    monkeypatch: pytest.MonkeyPatch, even_splits: int, parts: list[list[int]]
+) -> None:
+    """Into even parts, none of them tiny, and into more where these get long: seen in their lse."""
+    pytest.importorskip("triton", reason="there is no Triton for this system")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    case = make_case([sum(row) for row in parts], 1, 2, 64, BF16)
+    q = queries(2, 1, 2, BF16)
+    room = torch.full((gpu_ops.workspace_size(2, 1, 2, 3),), torch.nan)
+    gpu_ops.decode(q, *case.keys, num_splits=3, workspace=room, even_splits=even_splits, scale=1e-9)
+    counts = torch.exp2(room[-6:]).view(2, 3)  # all scores are zero
+    torch.testing.assert_close(counts, torch.tensor(parts).float(), rtol=1e-3, atol=0)
+
+
+def test_splits_are_chosen() -> None:
+    """Few rows fill the GPU; many rows are cut where they are long; parts are never tiny."""
+    assert gpu_ops.choose_splits(256, 8, 1_024, 132) == (1, 1)
+    assert gpu_ops.choose_splits(256, 8, 20_000, 132) == (5, 1)
+    assert gpu_ops.choose_splits(1, 8, 100_000, 132) == (33, 33)
+    assert gpu_ops.choose_splits(1, 8, 1_024, 132) == (8, 8)
+    assert gpu_ops.choose_splits(1, 1, 100_000, 132) == (64, 64)
+    assert gpu_ops.choose_splits(1, 8, 1, 132) == (1, 1)
+    assert gpu_ops.choose_splits(256, 8, 1_000_000, 132) == (8, 1)
+    assert gpu_ops.workspace_size(3, 4, 8, 2) == 3 * 4 * 2 * 9
+    assert gpu_ops.workspace_size(3, 4, 8, 1) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(60))
+@both
+def test_any_shape(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = rng.choice((F32, F16, BF16))
+    group, num_kv_heads = rng.choice((1, 2, 3, 5, 8, 17)), rng.choice((1, 2, 3))
+    head_dim, page_size = rng.choice((2, 8, 24, 64, 80, 128)), rng.choice((1, 2, 3, 16, 64))
+    lens = [rng.choice((0, 1, 2, 31, 64, 65, 200, 400)) for _ in range(rng.randint(1, 4))]
+    case = make_case(lens, num_kv_heads, head_dim, page_size, dtype)
+    num_splits = rng.randint(1, 5)
+    q = queries(len(lens), group * num_kv_heads, head_dim, dtype)
+    expected = attention(case, q, range(len(lens) + 1), head_dim**-0.5, causal=False)
+    assert_near(*decode(case, q, num_splits, rng.randint(1, num_splits)), expected)
+    new = [rng.randint(0, min(length, 40)) for length in lens]
+    qo_indptr = [0, *itertools.accumulate(new)]
+    q = queries(qo_indptr[-1], group * num_kv_heads, head_dim, dtype)
+    causal, max_q = rng.random() < 0.7, rng.choice((max(new), None, 100))
+    expected = attention(case, q, qo_indptr, head_dim**-0.5, causal=causal)
+    assert_near(*extend(case, q, qo_indptr, max_q, num_splits, causal), expected)

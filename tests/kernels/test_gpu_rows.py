@@ -1,0 +1,180 @@
+"""Kernels over token rows and pages, and their twins, against what they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve_kernels import gpu_ops, torch_ops
+
+both = pytest.mark.usefixtures("path")  # the twins, and the kernels interpreted
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_rounded(out: Tensor, expected: Tensor, around: float = 0.1) -> None:
+    """Equal up to two steps of the dtype, of a number as large as `around` at least."""
+    step = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=2 * step, atol=2 * step * around)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 100, 1_024])
+@both
+def test_rms_norm(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(3, size + 5) * torch.tensor([[1e-3], [1.0], [100.0]])).to(dtype)[:, :size]
+    weight = torch.randn(size).to(dtype)
+    expected = norm(x, weight, 1e-5)
+    out = gpu_ops.rms_norm(x, weight, 1e-5)
+    assert_rounded(out, expected)
+    assert gpu_ops.rms_norm(x, weight, 1e-5, out=x) is x
+    assert torch.equal(x, out)
+    assert gpu_ops.rms_norm(x[:0], weight, 1e-5).shape == (0, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [3, 130])
+@both
+def test_add_rms_norm(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, size).to(dtype), torch.randn(size).to(dtype)
+    stream = torch.randn(4, size + 1).to(dtype)
+    residual = stream[:, :size]
+    beyond, total = stream[:, size].clone(), residual + x  # rounded to the dtype
+    out, same = gpu_ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert same is residual
+    assert torch.equal(residual, total)
+    assert torch.equal(stream[:, size], beyond)
+    assert_rounded(out, norm(total, weight, 1e-6))
+    gpu_ops.add_rms_norm(x, residual - x, weight, 1e-6, out=x)
+    assert x.shape == out.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 70, 1_030])
+@both
+def test_silu_and_mul(dtype: torch.dtype, size: int) -> None:
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(3, 2 * size + 1)).to(dtype)[:, : 2 * size]
+    gate_up[0, 0] = -100.0
+    gate, up = gate_up.double().chunk(2, -1)
+    expected = gate * torch.sigmoid(gate) * up
+    out = gpu_ops.silu_and_mul(gate_up)
+    assert out.is_contiguous()
+    assert_rounded(out, expected)
+    into = torch.full((3, 2 * size), torch.nan, dtype=dtype)[:, :size]
+    assert gpu_ops.silu_and_mul(gate_up, into) is into
+    assert torch.equal(into, out)
+    assert gpu_ops.silu_and_mul(gate_up[:0]).shape == (0, size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("shape", [(3, 2, 24), (8, 8, 64), (5, 1, 2)], ids=str)
+@both
+def test_rope_and_store(dtype: torch.dtype, has_norm: bool, shape: tuple[int, int, int]) -> None:
+    """The pool's other slots, and other heads of its own, stay as they are."""
+    torch.manual_seed(0)
+    num_heads, num_kv_heads, head_dim = shape
+    num_all = num_heads + 2 * num_kv_heads
+    qkv = torch.randn(5, num_all * head_dim + 3).to(dtype)[:, : num_all * head_dim]
+    positions, slots = torch.tensor([0, 7, 2, 0, 9]), torch.tensor([4, -1, 0, 6, -1])
+    angles = torch.randn(10, head_dim // 2, dtype=torch.float64)
+    table = torch.cat((angles.cos(), angles.sin()), 1).float()
+    pools = [torch.full((7, num_kv_heads + 1, head_dim), torch.nan, dtype=dtype) for _ in "kv"]
+    k_slots, v_slots = (pool[:, 1:] for pool in pools)
+    weight = torch.randn(num_heads + num_kv_heads, head_dim).to(dtype) if has_norm else None
+    q = gpu_ops.rope_and_store(
+        qkv, positions, slots, table, k_slots, v_slots, num_heads, num_kv_heads, weight, 1e-6
+    )
+
+    heads = qkv.unflatten(1, (num_all, head_dim))
+    rotated = heads[:, :-num_kv_heads].double()
+    if weight is not None:
+        rotated = norm(heads[:, :-num_kv_heads], weight, 1e-6)
+    turned = torch.view_as_complex(rotated.unflatten(-1, (-1, 2)).contiguous())
+    turned = turned * torch.exp(1j * angles[positions])[:, None]
+    rotated = torch.view_as_real(turned).flatten(-2)
+    assert q.shape == (5, num_heads, head_dim)
+    around = 3.0 if has_norm else 0.5  # what is rounded before it is rotated
+    assert_rounded(q, rotated[:, :num_heads], around)
+    expected = [torch.full((7, num_kv_heads, head_dim), torch.nan).double() for _ in "kv"]
+    expected[0][[4, 0, 6]] = rotated[[0, 2, 3], num_heads:]
+    expected[1][[4, 0, 6]] = heads[[0, 2, 3], -num_kv_heads:].double()
+    for found, wanted, pool in zip((k_slots, v_slots), expected, pools, strict=True):
+        is_written = ~wanted.isnan()
+        assert torch.equal(~found.isnan(), is_written)
+        assert_rounded(found[is_written], wanted[is_written], around)
+        assert pool[:, 0].isnan().all()
+    assert torch.equal(v_slots[6], heads[3, -num_kv_heads:])
+
+
+@both
+def test_rope_and_store_of_nothing() -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    pool = torch.zeros(2, 1, 4)
+    out = gpu_ops.rope_and_store(
+        torch.empty(0, 12), empty, empty, torch.ones(1, 4), pool, pool, 1, 1
+    )
+    assert out.shape == (0, 1, 4)
+
+
+@both
+def test_rope_equals_the_decoder_s() -> None:
+    """The table's layout and the order of pairs are those of `apply_rotary`."""
+    torch.manual_seed(0)
+    inv_freq = 1 / 10_000 ** (torch.arange(8) / 8)
+    turns = torch_ops.rotations(torch.arange(12), inv_freq, 1.5)
+    table = torch.cat((turns.real, turns.imag), -1)[:, 0].contiguous()
+    qkv, positions = torch.randn(3, 4 * 16), torch.tensor([11, 0, 5])
+    pool = torch.zeros(1, 1, 16)
+    slots = torch.full((3,), -1)
+    q = gpu_ops.rope_and_store(qkv, positions, slots, table, pool, pool.clone(), 2, 1)
+    expected = torch_ops.apply_rotary(qkv[:, :32].view(3, 2, 16), turns[positions])
+    torch.testing.assert_close(q, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (16, 5, 64)], ids=str)
+@both
+def test_copies_of_pages(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """A page may be read twice; NaN is copied too."""
+    torch.manual_seed(0)
+    page_size = shape[0]
+    kv = torch.randn(2, 2, 7, *shape).to(dtype)
+    kv[:, :, 4] = torch.nan
+    copies = [(0, 1, page_size), (0, 6, min(2, page_size)), (4, 3, 1), (5, 2, 0)]
+    expected = kv.clone()
+    for source, destination, count in copies:
+        expected[:, :, destination, :count] = kv[:, :, source, :count]
+    gpu_ops.copy_heads(kv, torch.tensor(copies, dtype=torch.int32))
+    torch.testing.assert_close(kv, expected, rtol=0, atol=0, equal_nan=True)
+    gpu_ops.copy_heads(kv, torch.empty((0, 3), dtype=torch.int32))
+    expected[:, :, 5], expected[:, :, 1] = expected[:, :, 2].clone(), expected[:, :, 3].clone()
+    gpu_ops.copy_pages(kv, torch.tensor([(2, 5), (3, 1)], dtype=torch.int32))
+    torch.testing.assert_close(kv, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [5, 2_500])
+@both
+def test_flat_indices(width: int) -> None:
+    table = torch.randint(0, 99, (3, width + 4), dtype=torch.int32)[:, :width]
+    row_of, counts = [2, 0, -1, 2, 1], [3, 0, 4, width, 1]
+    starts = torch.tensor([0, 3, 3, 7, 7 + width, 8 + width], dtype=torch.int32)
+    out = torch.full((width + 10,), -7, dtype=torch.int32)
+    expected = out.clone()
+    for row, (source, count) in enumerate(zip(row_of, counts, strict=True)):
+        if source >= 0:
+            expected[starts[row] : starts[row] + count] = table[source, :count]
+    arrays = [torch.tensor(one, dtype=torch.int32) for one in (row_of, counts)]
+    assert gpu_ops.flat_indices(table, *arrays, starts, out) is out
+    assert torch.equal(out, expected)
+    nothing = torch.empty(0, dtype=torch.int32)
+    gpu_ops.flat_indices(table, nothing, nothing, starts[:1], out)
+    assert torch.equal(out, expected)
