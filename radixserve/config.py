@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import numbers
+import re
 from dataclasses import dataclass
 from functools import partial
 
-from radixserve.checks import StrictFields, check_choice, check_int, check_str, shown
+from radixserve.checks import (
+    StrictFields,
+    check_choice,
+    check_float,
+    check_int,
+    check_str,
+    shown,
+)
 from radixserve.errors import InvalidRequest
 
+ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "flashinfer")
 EVICTIONS = ("lru", "arc", "lfu", "fifo", "slru", "priority")
 
 
@@ -16,11 +25,17 @@ EVICTIONS = ("lru", "arc", "lfu", "fifo", "slru", "priority")
 class EngineConfig(StrictFields):
     """Settings of an engine. Sizes are in tokens unless the name says otherwise.
 
-    device              "auto" or "cpu"
-    dtype               "auto", "float32", "bfloat16"; auto: the checkpoint's, float32 if float16
+    device              "auto" (a CUDA device where there is one), "cpu", "cuda", or one of several:
+                        "cuda:1"
+    dtype               "auto", "float32", "bfloat16", "float16" (on CUDA only); auto: the
+                        checkpoint's own, and on a CPU float32 where that is float16
+    tensor_parallel_size  ranks that compute each layer together: a CUDA device each, or on the CPU
+                        as many processes
     page_size           tokens a KV page; with cache "hash" a block, where 16 is usual
     num_pages           pages in the pool, or
     kv_cache_memory     bytes for the pool, "512MB" works; neither: a share of free memory
+    gpu_memory_utilization  on CUDA the share of the card's memory that weights, activations and
+                        pool take together, where the pool's size is not given
     chunk_size          prefill tokens a step, over all requests
     max_running         requests that run at the same time
     max_seq_len         longest prompt + output; default: what the model and the pool allow
@@ -31,18 +46,23 @@ class EngineConfig(StrictFields):
     schedule_policy     "lpm" (longest cached prefix first), "fcfs", "dfs-weight"
     max_overtake        no request is overtaken by more than this many later ones
     attention_backend   "cpu" (kernels compiled for this processor when they are first used),
-                        "torch" (PyTorch's operations), or "auto": "cpu" where it can be had
+                        "torch" (PyTorch's operations), on CUDA "flashinfer" and "triton", or
+                        "auto": "cpu", on CUDA "flashinfer", else "triton", where it can be had
+    cuda_graphs         on CUDA, run decode steps as graphs that were recorded at load
+    overlap             on CUDA, schedule the next step while the device computes the present one
     tree_attention      read pages that running requests share once for all of them, where that pays
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
-    seed                of the random streams of requests that bring none
+    seed                of the random streams of requests that bring none, and of random weights
     """
 
     device: str = "auto"
     dtype: str = "auto"
+    tensor_parallel_size: int = 1
     page_size: int = 1
     num_pages: int | None = None
     kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
     chunk_size: int = 512
     max_running: int = 64
     max_seq_len: int | None = None
@@ -51,6 +71,8 @@ class EngineConfig(StrictFields):
     schedule_policy: str = "lpm"
     max_overtake: int = 64
     attention_backend: str = "auto"
+    cuda_graphs: bool = True
+    overlap: bool = True
     tree_attention: bool = True
     trace: str | None = None
     trace_hash_block: int | None = None
@@ -58,8 +80,19 @@ class EngineConfig(StrictFields):
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # numpy numbers become plain ones
-        check_choice("device", self.device, ("auto", "cpu"))
-        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _check_device(self.device)
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if self.dtype == "float16" and self.device == "cpu":
+            raise InvalidRequest(
+                'dtype="float16" needs a CUDA device; device="cpu" has float32 and bfloat16'
+            )
+        size = check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        put("tensor_parallel_size", size)
+        if size > 1 and ":" in self.device:
+            raise InvalidRequest(
+                f'device="{self.device}" is one device, and tensor_parallel_size={size} needs as '
+                'many: give "cuda", and choose among them with CUDA_VISIBLE_DEVICES'
+            )
         put("page_size", check_int("page_size", self.page_size, 1, 4096))
         if self.num_pages is not None:
             put("num_pages", check_int("num_pages", self.num_pages, 1, 2**31 - 1))
@@ -67,6 +100,10 @@ class EngineConfig(StrictFields):
             if self.num_pages is not None:
                 raise InvalidRequest("give num_pages or kv_cache_memory, not both")
             parse_bytes(self.kv_cache_memory)
+        share = check_float(
+            "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
+        )
+        put("gpu_memory_utilization", share)
         put("chunk_size", check_int("chunk_size", self.chunk_size, 1))
         put("max_running", check_int("max_running", self.max_running, 1))
         if self.max_seq_len is not None:
@@ -80,11 +117,12 @@ class EngineConfig(StrictFields):
             )
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
-        check_choice("attention_backend", self.attention_backend, ("auto", "cpu", "torch"))
-        if not isinstance(self.tree_attention, bool):
-            raise InvalidRequest(
-                f"tree_attention must be True or False, got {shown(self.tree_attention)}"
-            )
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        for name in ("cuda_graphs", "overlap", "tree_attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(
+                    f"{name} must be True or False, got {shown(getattr(self, name))}"
+                )
         if self.trace is not None and not check_str("trace", self.trace):
             raise InvalidRequest("trace must be None or the path of a file, got ''")
         if self.trace_hash_block is not None:
@@ -92,6 +130,14 @@ class EngineConfig(StrictFields):
                 raise InvalidRequest("trace_hash_block needs a trace to record")
             put("trace_hash_block", check_int("trace_hash_block", self.trace_hash_block, 1, 4096))
         put("seed", check_int("seed", self.seed, 0, 2**63 - 1))
+
+
+def _check_device(device: object) -> None:
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+        raise InvalidRequest(
+            f'device must be "auto", "cpu", "cuda" or "cuda:N" for the N-th CUDA device, '
+            f"got {shown(device)}"
+        )
 
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}

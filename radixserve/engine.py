@@ -1,29 +1,23 @@
 """`Engine`: builds each part once and turns the crank: schedule, execute, update.
 
-Synchronous, no I/O, one owner. It does not know text.
+Synchronous, no I/O, one owner. It does not know text. With a runner that can overlap a `Pipeline`
+turns the crank.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
-from radixserve.errors import EngineDead
 from radixserve.output import RequestOutput
+from radixserve.pipeline import Pipeline, Runner, is_overlapping, step_failed
 from radixserve.request import Request
-from radixserve.schedule import Schedule, StepOutput
 from radixserve.scheduler import Scheduler
 
-
-class Runner(Protocol):
-    """The computing wing, as the engine sees it: `ModelRunner`, or a fake in tests."""
-
-    num_pages: int
-
-    def execute(self, schedule: Schedule) -> StepOutput: ...
+_PARTS = ("schedule", "prepare", "forward", "sample", "commit", "hidden")
 
 
 class Engine:
@@ -39,7 +33,10 @@ class Engine:
             max_running=config.max_running,
             max_overtake=config.max_overtake,
         )
-        self._seconds = dict.fromkeys(("schedule", "prepare", "forward", "sample", "commit"), 0.0)
+        self._seconds = dict.fromkeys(_PARTS, 0.0)
+        self._pipeline: Pipeline | None = None
+        if config.overlap and is_overlapping(runner):
+            self._pipeline = Pipeline(self._scheduler, runner, self._seconds)
 
     def add(self, request: Request) -> None:
         """Queue a checked request; it takes part from the next step on."""
@@ -54,14 +51,21 @@ class Engine:
         return self._scheduler.finish(request_id, reason)
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
-        """End everything with `error`."""
-        return self._scheduler.fail_all(error)
+        """End everything with `error`; a step in flight is waited for."""
+        outputs = self._scheduler.fail_all(error)
+        if self._pipeline is not None:
+            self._pipeline.drain()
+        return outputs
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        """Requests are left, or a step is in flight."""
+        is_idle = self._pipeline is None or self._pipeline.is_idle
+        return self._scheduler.has_work or not is_idle
 
     def step(self) -> list[RequestOutput]:
         """One step. When it fails, its requests end with EngineDead and the others go on."""
+        if self._pipeline is not None:
+            return self._pipeline.step()
         start = time.perf_counter()
         schedule = self._scheduler.schedule()
         self._seconds["schedule"] += time.perf_counter() - start
@@ -99,7 +103,10 @@ class Engine:
         self._cache.reset(namespace)
 
     def stats(self) -> dict[str, Any]:
-        """The cache's and the scheduler's counters and gauges, and seconds spent by part."""
+        """The cache's and the scheduler's counters and gauges, and seconds spent by part.
+
+        hidden_s is what the host did of the other parts while the device had a step to compute.
+        """
         seconds = {f"{part}_s": spent for part, spent in self._seconds.items()}
         return {**self._cache.stats(), **self._scheduler.stats(), **seconds}
 
@@ -117,10 +124,3 @@ def make_cache(num_pages: int, config: EngineConfig) -> PrefixCache:
     if config.cache == "hash":
         return HashBlockCache(num_pages, config.page_size)
     return RadixCache(num_pages, config.page_size, config.eviction, reuse=config.cache != "off")
-
-
-def step_failed(cause: BaseException) -> EngineDead:
-    """The error that a request's caller sees when its step failed."""
-    error = EngineDead(f"the step that computed this request failed: {cause!r}")
-    error.__cause__ = cause
-    return error

@@ -60,20 +60,28 @@ class Runtime:
         with Runtime("demo") as rt:
             print(rt.generate("Once upon a time", SamplingParams(max_tokens=20)).text)
 
-    `model` is a checkpoint folder, a hub id, or "demo" for the small model that ships with the
-    package. Keyword arguments are the fields of `EngineConfig`. Every method may be called from
+    `model` is a checkpoint folder, a hub id, "demo" for the small model that ships with the
+    package, or "random:" and a name of models/sizes.py, such as "random:llama-3-8b": that shape
+    with weights drawn from `seed`, whose prompts are token ids and whose answers have no text.
+    Keyword arguments are the fields of `EngineConfig`. Every method may be called from
     several threads at once. Raises InvalidRequest for bad settings, ModelNotSupported for models
     that cannot be run.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        from radixserve.runner.model_runner import ModelRunner
-
         self.config = EngineConfig(**settings)
-        runner = ModelRunner(_model_path(model), self.config)
+        runner = self._make_runner(_model_path(model))
+        try:
+            self._start(runner)
+        except BaseException:
+            runner.close()
+            raise
+
+    def _start(self, runner: Any) -> None:
         self.model = runner.info
         self.memory = runner.memory_plan()
         self.attention_backend = runner.backend_name
+        self.choices = runner.choices
         self.tokenizer = Tokenizer.load(runner.folder)
         capacity = runner.num_pages * self.config.page_size
         self.max_seq_len, limit_name = _sequence_limit(self.config, self.model, capacity)
@@ -86,7 +94,7 @@ class Runtime:
         self._next_id = itertools.count()
         self._worker = EngineThread(Engine(runner, self.config), _recorder(self.config))
         self._branch_numbers = itertools.count()
-        self._finalizer = weakref.finalize(self, self._worker.close)
+        self._finalizer = weakref.finalize(self, _close, self._worker, runner)
 
     def __enter__(self) -> Self:
         return self
@@ -101,7 +109,7 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the engine. Calls that still wait get EngineDead. Can be called again."""
-        self._worker.close()
+        self._finalizer()
 
     # -- generating ---------------------------------------------------------------------------
 
@@ -332,6 +340,12 @@ class Runtime:
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _make_runner(self, model_path: str) -> Any:
+        """What computes the steps; a subclass may have another one."""
+        from radixserve.runner.ranks import make_runner
+
+        return make_runner(model_path, self.config)
+
     def _requests(
         self, prompts: Sequence[Any], params: object, request_id: str | None
     ) -> tuple[list[Request], list[SamplingParams]]:
@@ -535,10 +549,16 @@ class Runtime:
                 self._worker.abandon(tickets)
 
 
+def _close(worker: EngineThread, runner: Any) -> None:
+    worker.close()
+    runner.close()
+
+
 def _model_path(model: object) -> str:
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         raise InvalidRequest(
-            f'model must be a checkpoint folder, a hub id, or "demo", got {shown(model)}'
+            'model must be a checkpoint folder, a hub id, "demo", or "random:" and the name of a '
+            f"known size, got {shown(model)}"
         )
     path = os.fspath(model)
     if not isinstance(path, str):

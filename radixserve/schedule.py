@@ -2,6 +2,10 @@
 
 Plain numpy. The scheduler fills a `Schedule`, the runner answers it with a `StepOutput`. What there
 is one of for each row are NamedTuples: they take a third of a frozen dataclass's time to make.
+
+A schedule's arrays may be views of the scheduler's own: a runner reads them before `execute` or
+`launch` returns. With overlap the next schedule is made while a step is still being computed. Steps
+are computed one after the other, each one's copies before its rows.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from numpy.typing import NDArray
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 
+UNKNOWN = -1  # in the place of a token id that only the device has
+
 
 class SampleSpec(NamedTuple):
     """What the sampler needs to draw the token that follows a row."""
@@ -26,11 +32,12 @@ class SampleSpec(NamedTuple):
     # params.is_plain it may lack the latest ones
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
     num_candidates: int = 0  # of a beam: the best tokens wanted; none is drawn then
+    num_unknown: int = 0  # tokens that `token_ids` lacks: the step before this one draws them
 
     @property
     def num_drawn(self) -> int:
-        """Tokens that were generated already; not to be asked of a plain row, see `token_ids`."""
-        return len(self.token_ids) - self.num_prompt
+        """Tokens drawn before this one; not to be asked of a plain row, see `token_ids`."""
+        return len(self.token_ids) + self.num_unknown - self.num_prompt
 
 
 class Row(NamedTuple):
@@ -44,6 +51,10 @@ class Row(NamedTuple):
     targets: IntArray | None = None  # [k] tokens to be scored, each behind one of the row's last k,
     # or, where a token is drawn as well, of the k before the last one
     num_top: int = 0  # best tokens to be told with each score
+    source: int = -1  # where it is not negative: the last token is that which the schedule before
+    # this one draws as its output of this index, and UNKNOWN stands in its place
+    first_new_page: int = 0  # page_ids before this index are what they were in the last row of this
+    # request
 
     @property
     def end(self) -> int:

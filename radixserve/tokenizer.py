@@ -30,9 +30,9 @@ class Tokenizer:
         self._decoding = threading.Lock()
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer | None:
-        """The folder's tokenizer; None when the checkpoint has none."""
-        if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    def load(cls, folder: Path | None) -> Tokenizer | None:
+        """The folder's tokenizer; None when it has none, or where there is no folder."""
+        if folder is None or not any((folder / name).exists() for name in _TOKENIZER_FILES):
             return None
         return cls(folder)
 

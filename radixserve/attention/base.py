@@ -80,7 +80,8 @@ class AttentionBackend(Protocol):
     """Paged causal attention over the pool's K and V.
 
     A backend is made for one pool and borrows its tensors: only `run` writes to them, only to the
-    slots of the batch's new tokens, and nobody else may write between `plan` and the last `run`.
+    slots of the batch's new tokens, and nobody else may write between `plan` and the last `run`,
+    except a model that stores K and V itself and then calls `attend`.
     One thread; one plan at a time.
 
     Cost: `plan` is the only place for work that grows with the number of rows in Python or numpy;
@@ -88,19 +89,24 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    kv: Tensor  # [L, 2, num_pages, P, Hkv, D]
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare for `batch`; once a step, before the first `run`."""
+        """Prepare for `batch`; once a step, before the first `attend` or `run`."""
+        ...
+
+    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+        """Attend causally by position; K and V of the new tokens are in their slots already.
+
+        q [T, Hq, D]; returns [T, Hq, D]. `scale` multiplies the scores and is 1 / sqrt(D) when
+        None. Once a layer, in any order of layers.
+        """
         ...
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
     ) -> Tensor:
-        """Store k, v in the new tokens' slots, then attend causally by position.
-
-        q [T, Hq, D]; k, v [T, Hkv, D]; returns [T, Hq, D]. `scale` multiplies the scores and is
-        1 / sqrt(D) when None. Once a layer, in any order of layers.
-        """
+        """Store k, v [T, Hkv, D] in the new tokens' slots, then `attend`."""
         ...
 
 

@@ -81,12 +81,14 @@ def _by_page(host: HostIndex, rows: IndexArray, depth: int) -> list[IndexArray]:
 
 def _agreed(host: HostIndex, rows: IndexArray, depth: int, limit: int) -> int:
     """Leading pages, at most `limit`, that all rows have in common; those before `depth` are."""
-    starts = host.kv_indptr[rows]
-    width = host.kv_indices.itemsize
-    data = host.kv_indices.data.cast("B")
-    model = data[(starts[0] + depth) * width : (starts[0] + limit) * width].tobytes()
-    others = starts[1:].tolist()
-    if all(data[(at + depth) * width : (at + limit) * width] == model for at in others):
-        return limit
-    pages = host.kv_indices[starts[:, None] + np.arange(depth, limit)]
-    return depth + int((pages[1:] != pages[0]).any(0).argmax())
+    pages = host.kv_indices
+    starts = host.kv_indptr[rows].tolist()
+    model = pages[starts[0] + depth : starts[0] + limit]
+    known = model.tobytes()
+    for start in starts[1:]:
+        own = pages[start + depth : start + limit]
+        if own.tobytes() != known:
+            limit = depth + int((own != model).argmax())
+            model = model[: limit - depth]
+            known = model.tobytes()
+    return limit

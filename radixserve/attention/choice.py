@@ -3,38 +3,78 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from radixserve.attention import flashinfer_calls
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.cpu import CpuBackend
+from radixserve.attention.flashinfer import FlashInferBackend
 from radixserve.attention.torch import TorchBackend
+from radixserve.attention.triton import TritonBackend
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels import cpu_ops, gpu_ops
 
 logger = logging.getLogger("radixserve")
 
-_BACKENDS: dict[str, type[TorchBackend | CpuBackend]] = {"torch": TorchBackend, "cpu": CpuBackend}
+_BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
+    "cpu": CpuBackend,
+    "flashinfer": FlashInferBackend,
+    "triton": TritonBackend,
+    "torch": TorchBackend,
+}
+_ON_CUDA = ("flashinfer", "triton", "torch")  # the first that can be had is what "auto" stands for
+_ON_CPU = ("cpu", "torch")
 
 
-def choose_backend(asked: str, dtype: torch.dtype, device: torch.device) -> str:
+def choose_backend(
+    asked: str, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+) -> str:
     """The name of the backend that "auto" stands for, or the one that is asked for.
 
-    "auto" is "cpu" where its kernels can be had and "torch" elsewhere. Raises ModelNotSupported,
-    with the reason, if the one asked for cannot run.
+    "auto" is the fastest that can be had: on CUDA "flashinfer", "triton", "torch"; elsewhere "cpu",
+    "torch". "triton" on a CPU, which computes in its kernels' twins, has to be asked for.
+    head_dim: of the model, where it is known. Raises ModelNotSupported, with the reason and what
+    can be used, if none can or the one asked for cannot.
     """
-    if asked == "torch":
-        return asked
-    reason = unavailable(dtype) if device.type == "cpu" else f"the device is {device.type}"
-    if not reason:
-        return "cpu"
+    candidates = _ON_CUDA if device.type == "cuda" else _ON_CPU
     if asked != "auto":
-        raise ModelNotSupported(
-            f'attention_backend="cpu" cannot be used: {reason}; "auto" and "torch" can'
-        )
-    logger.warning("PyTorch's operations are used, which are slower: no CPU kernels, %s", reason)
-    return "torch"
+        if reason := why_not(asked, dtype, device, head_dim):
+            others = [one for one in candidates if not why_not(one, dtype, device, head_dim)]
+            allowed = f'"auto" and "{", ".join(others)}" can'.replace(", ", '", "')
+            raise ModelNotSupported(
+                f'attention_backend="{asked}" cannot be used: {reason}'
+                + (f"; {allowed}" if others else "")
+            )
+        return asked
+    reasons: list[str] = []
+    for name in candidates:
+        reason = why_not(name, dtype, device, head_dim)
+        if not reason:
+            _tell(name, device, reasons)
+            return name
+        reasons.append(f"no {name}: {reason}")
+    raise ModelNotSupported(f"no attention backend can be used: {'; '.join(reasons)}")
+
+
+def why_not(
+    name: str, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+) -> str:
+    """Why the backend `name` cannot run there; "" if it can."""
+    where = {"cpu": ("cpu",), "flashinfer": ("cuda",), "triton": ("cuda", "cpu")}.get(name)
+    if where is not None and device.type not in where:
+        return f"the device is {device.type}"
+    if name == "cpu":
+        return cpu_ops.unavailable(dtype)
+    if name == "flashinfer":
+        return flashinfer_calls.unfit(dtype, head_dim) or flashinfer_calls.not_installed()
+    if name == "triton":
+        return gpu_ops.unavailable() if device.type == "cuda" else ""
+    if dtype == torch.float16:
+        return "PyTorch's operations are used with float32 and bfloat16, not with float16"
+    return ""
 
 
 def make_backend(name: str, kv: Tensor, num_heads: int, *, shares: bool = True) -> AttentionBackend:
@@ -43,3 +83,12 @@ def make_backend(name: str, kv: Tensor, num_heads: int, *, shares: bool = True) 
     `shares`: whether rows attend together to pages that they have in common, where that pays.
     """
     return _BACKENDS[name](kv, num_heads, shares=shares)
+
+
+def _tell(name: str, device: torch.device, reasons: list[str]) -> None:
+    """What "auto" chose, and why not what comes before it."""
+    why = "; ".join(reasons)
+    if name == "torch":
+        logger.warning("PyTorch's operations are used, which are slower: %s", why)
+    else:
+        logger.info("attention on %s: %s%s", device, name, f" ({why})" if why else "")

@@ -61,11 +61,13 @@ class CpuBackend:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
     ) -> Tensor:
-        k_slots, v_slots = self._slots[layer]
         assert self._slot_mapping is not None, "run before plan"
-        store_kv(k, v, k_slots, v_slots, self._slot_mapping)
+        store_kv(k, v, *self._slots[layer], self._slot_mapping)
+        return self.attend(q, layer, scale)
+
+    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
-        return self._attender.run(self.planned, q, k_slots, v_slots, scale)
+        return self._attender.run(self.planned, q, *self._slots[layer], scale)
 
 
 def plan_step(

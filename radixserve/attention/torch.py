@@ -112,7 +112,7 @@ class TorchBackend:
             raise ModelNotSupported(
                 f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
             )
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.num_heads, self.num_kv_heads, self.kv = num_heads, num_kv_heads, kv
         self.group_size = num_heads // num_kv_heads
         self.page_size = kv.shape[3]
         self.dtype, self.device = kv.dtype, kv.device
@@ -134,8 +134,22 @@ class TorchBackend:
     ) -> Tensor:
         plan = self._plan
         assert plan is not None, "run before plan"
-        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         store_kv(k, v, *self._slots[layer], plan.slot_mapping)
+        return self._run_parts(plan, q, k, v, layer, scale)
+
+    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+        plan = self._plan
+        assert plan is not None, "attend before plan"
+        k, v = (slots.index_select(0, plan.slot_mapping) for slots in self._slots[layer])
+        return self._run_parts(plan, q, k, v, layer, scale)
+
+    # -- computing ----------------------------------------------------------------------------
+
+    def _run_parts(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None
+    ) -> Tensor:
+        """`run` without the storing; k, v [T, Hkv, D] are those of the new tokens."""
+        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         wants_lse = bool(plan.shared)
         outs, all_lse = [], []
         for part in plan.parts:
@@ -153,8 +167,6 @@ class TorchBackend:
             for part in plan.shared:
                 self._merge_shared(part, result, lse, (q, k, v), layer, scale)
         return result
-
-    # -- computing ----------------------------------------------------------------------------
 
     def _merge_shared(
         self,

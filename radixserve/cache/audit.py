@@ -182,7 +182,9 @@ def _check_sequence(store: PageStore, sequence: CachedSequence) -> None:
     assert not sequence.is_released, f"{name} is registered after its release"
     assert len(sequence.pages) == store.pages_for(sequence.length), f"{name} has wrong pages"
     published, committed = sequence._published, sequence.committed_len
-    assert published <= committed <= sequence.length, f"{name} has committed too much"
+    known = sequence.length - sequence.num_unknown
+    assert published <= committed <= known, f"{name} has committed too much"
+    assert (sequence.tokens[known:] == -1).all(), f"{name} knows what it calls unknown"
     assert committed - published < size, f"{name} has unpublished pages"
     assert sequence._num_shared >= published // size, f"{name} holds published pages as its own"
     tokens, pages = _path(sequence._holder_of(published))

@@ -119,7 +119,9 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
     blocks, pages = sequence._blocks, sequence.pages.tolist()
     assert not sequence.is_released, f"{name} is registered after its release"
     assert len(pages) == pool.pages_for(sequence.length), f"{name} has wrong pages"
-    assert sequence.committed_len <= sequence.length, f"{name} has committed too much"
+    known = sequence.length - sequence.num_unknown
+    assert sequence.committed_len <= known, f"{name} has committed too much"
+    assert (sequence.tokens[known:] == -1).all(), f"{name} knows what it calls unknown"
     assert len(blocks) == sequence.committed_len // size, f"{name} has not published all"
     data = sequence.tokens.tobytes()
     for at, block in enumerate(blocks):

@@ -11,31 +11,27 @@ from __future__ import annotations
 
 from array import array
 
-import numpy as np
-
-from radixserve.arrays import IntArray
 from radixserve.cache.block import Block, Space
 from radixserve.cache.block_pool import BlockPool
 from radixserve.cache.interface import PageCopy
 from radixserve.cache.node import TOKEN_BYTES
+from radixserve.cache.paged_tokens import PagedTokens
 from radixserve.cache.tokens import TokenIds, as_token_ids
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
 
-class HashSequence:
+class HashSequence(PagedTokens):
     """Made by `HashBlockCache.acquire` or `fork`; ends with `release`. Not thread-safe."""
 
     __slots__ = (
         "_blocks",
         "_committed",
         "_is_open",
-        "_pages",
         "_partial",
         "_pool",
         "_source",
         "_space",
-        "_tokens",
         "cached_len",
         "copies",
     )
@@ -52,11 +48,10 @@ class HashSequence:
         """`tokens` (int32 bytes) are committed: `blocks` hold the whole ones, and are locked for
         this sequence; the head behind them is to be copied from `source`, locked too, to the
         private `page`. It owns the arrays from now on."""
+        self._begin(tokens, array("i", [block.page for block in blocks]))
         self._pool = pool
         self._space = space
-        self._tokens = tokens
         self._blocks = blocks
-        self._pages = array("i", [block.page for block in blocks])
         self._partial: Block | None = None  # of the page behind `_blocks`, where that is shared
         self._source = source  # locked until the copy has been made from it
         self._committed = len(tokens) // TOKEN_BYTES
@@ -73,24 +68,9 @@ class HashSequence:
         return f"HashSequence(length={self.length}, cached_len={self.cached_len}{state})"
 
     @property
-    def tokens(self) -> IntArray:
-        """[length] int32 token ids; a view, not to be written."""
-        return np.frombuffer(self._tokens, np.int32)
-
-    @property
-    def length(self) -> int:
-        """Tokens that have room: committed ones and those still to be computed."""
-        return len(self._tokens) // TOKEN_BYTES
-
-    @property
     def committed_len(self) -> int:
         """Tokens whose K/V is in the pages."""
         return self._committed
-
-    @property
-    def pages(self) -> IntArray:
-        """[ceil(length / block_size)] int32 page ids of positions [0, length); a view."""
-        return np.frombuffer(self._pages, np.int32)
 
     @property
     def num_private(self) -> int:
@@ -123,6 +103,8 @@ class HashSequence:
         Raises OutOfPages, and changes nothing, when there is not enough. O(len(tokens)).
         """
         self._check_open()
+        if self._num_unknown:
+            self._refuse_to_extend()
         data = as_token_ids(tokens).tobytes()
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = self._pool.pages_for(length) - len(self._pages)
@@ -141,14 +123,16 @@ class HashSequence:
         """The K/V of [0, length) is in the pages, and the copy has been made: publish whole blocks.
 
         Where another sequence published the same block first, its page replaces this sequence's
-        own, which is freed. O(blocks filled since the last commit), each hashed once.
+        own, which is freed. What lies behind the whole blocks stays where it is, and may be
+        computed at this very moment. O(blocks filled since the last commit), each hashed once.
         """
         self._check_open()
         length = check_int("length", length, 0)
-        if not self._committed <= length <= self.length:
+        known = self.length - self._num_unknown
+        if not self._committed <= length <= known:
             raise InvalidRequest(
                 f"commit takes a length between {self._committed} (committed already) and "
-                f"{self.length}, got {length}"
+                f"{known}, got {length}"
             )
         self._forget_copy()
         self._pool.counters.committed_tokens += length - self._committed
@@ -169,6 +153,7 @@ class HashSequence:
         own = array("i")  # given back: another sequence was first
         for index, page in enumerate(pages, first):
             if blocks[index].page != page:
+                self._pages_change(index)
                 self._pages[index] = blocks[index].page
                 own.append(page)
         if own:
@@ -227,6 +212,7 @@ class HashSequence:
             self._pages += page
             self._source = source
             self.copies.append((source.page, page[0], extra))
+        self._num_unknown = max(0, length - (self.length - self._num_unknown))
         self._tokens = self._tokens[: length * TOKEN_BYTES]
         self._committed = min(self._committed, length)
         self.cached_len = min(self.cached_len, length)
@@ -245,6 +231,7 @@ class HashSequence:
     def _cut(self, num_blocks: int, num_pages: int) -> None:
         """Let go of all but the leading blocks and pages, the deepest first."""
         pool, pages = self._pool, self._pages
+        self._pages_change(num_pages)
         self._pages = pages[:num_pages]
         pool.free(pages[max(num_pages, self._num_shared) :])
         if (

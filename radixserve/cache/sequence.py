@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from array import array
 
-import numpy as np
-
-from radixserve.arrays import IntArray
 from radixserve.cache.child_index import child_covering, covered_children
 from radixserve.cache.eviction import Use
 from radixserve.cache.interface import PageCopy
 from radixserve.cache.node import TOKEN_BYTES, Node
+from radixserve.cache.paged_tokens import PagedTokens
 from radixserve.cache.radix_tree import common_tokens
 from radixserve.cache.retention import RadixHolder
 from radixserve.cache.store import OpenSequence, PageStore
@@ -27,7 +25,7 @@ from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
 
-class CachedSequence(OpenSequence):
+class CachedSequence(OpenSequence, PagedTokens):
     """Made by `RadixCache.acquire` or `fork`; ends with `release`. Not thread-safe."""
 
     __slots__ = (
@@ -37,12 +35,10 @@ class CachedSequence(OpenSequence):
         "_is_open",
         "_node",
         "_num_shared",
-        "_pages",
         "_priority",
         "_published",
         "_reused",
         "_store",
-        "_tokens",
         "cached_len",
         "copies",
     )
@@ -61,10 +57,9 @@ class CachedSequence(OpenSequence):
         """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence; it owns
         the arrays from now on. `copy` fills its last page. `reused`: tokens that count as a use of
         what was cached before."""
+        self._begin(tokens, shared)
         self._store = store
         self._node = node
-        self._tokens = tokens
-        self._pages = shared
         self._num_shared = len(shared)  # leading pages that belong to the tree
         self._published = self._committed = self.cached_len = len(tokens) // TOKEN_BYTES
         self._reused = reused
@@ -83,24 +78,9 @@ class CachedSequence(OpenSequence):
         return f"CachedSequence(length={self.length}, cached_len={self.cached_len}{state})"
 
     @property
-    def tokens(self) -> IntArray:
-        """[length] int32 token ids; a view, not to be written."""
-        return np.frombuffer(self._tokens, np.int32)
-
-    @property
-    def length(self) -> int:
-        """Tokens that have room: committed ones and those still to be computed."""
-        return len(self._tokens) // TOKEN_BYTES
-
-    @property
     def committed_len(self) -> int:
         """Tokens whose K/V is in the pages."""
         return self._committed
-
-    @property
-    def pages(self) -> IntArray:
-        """[ceil(length / page_size)] int32 page ids of positions [0, length); a view."""
-        return np.frombuffer(self._pages, np.int32)
 
     @property
     def num_private(self) -> int:
@@ -127,8 +107,9 @@ class CachedSequence(OpenSequence):
 
         Raises OutOfPages, and changes nothing, when there is not enough. O(len(tokens)).
         """
-        if not self._is_open:
+        if self._num_unknown or not self._is_open:
             self._check_open()
+            self._refuse_to_extend()
         data, pages = as_token_ids(tokens).tobytes(), self._pages
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = -(-length // self._store.page_size) - len(pages)
@@ -147,16 +128,18 @@ class CachedSequence(OpenSequence):
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
 
         Where the tree holds the same tokens already, its pages replace this sequence's own, which
-        are freed. O(tokens published since the last commit).
+        are freed: whole pages of committed tokens only. What lies behind stays where it is, and may
+        be computed at this very moment. O(tokens published since the last commit).
         """
         if not self._is_open:
             self._check_open()
         if type(length) is not int or length < 0:
             length = check_int("length", length, 0)
-        if not self._committed <= length <= len(self._tokens) // TOKEN_BYTES:
+        known = len(self._tokens) // TOKEN_BYTES - self._num_unknown
+        if not self._committed <= length <= known:
             raise InvalidRequest(
                 f"commit takes a length between {self._committed} (committed already) and "
-                f"{self.length}, got {length}"
+                f"{known}, got {length}"
             )
         if self.copies:
             self.copies.clear()
@@ -204,6 +187,7 @@ class CachedSequence(OpenSequence):
             self.copies[:] = [
                 (src, dst, min(n, extra) if dst == last else n) for src, dst, n in self.copies
             ]
+        self._num_unknown = max(0, length - (self.length - self._num_unknown))
         self._tokens = self._tokens[: length * TOKEN_BYTES]
         self._committed = min(self._committed, length)
         self._published = min(self._published, length)
@@ -405,6 +389,7 @@ class CachedSequence(OpenSequence):
         """Use the tree's `pages` from index `first` on; give our own ones back."""
         if not pages:
             return
+        self._pages_change(first)
         last = first + len(pages)
         own = self._pages[max(first, self._num_shared) : last]
         if own:
@@ -440,6 +425,7 @@ class CachedSequence(OpenSequence):
         """Keep the first `keep` pages, the last of them replaced when `copy` is given."""
         if copy is not None:
             keep -= 1
+        self._pages_change(keep)
         dropped = self._pages[max(keep, self._num_shared) :]
         self._store.free(dropped)
         self.copies[:] = [c for c in self.copies if c[1] not in dropped]

@@ -13,20 +13,54 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from radixserve.config import EngineConfig
+from radixserve.errors import InvalidRequest
+from radixserve.models.sizes import SIZES
 from radixserve.request import SamplingParams
 
+DEFAULT_MODEL = "demo"
 _SAMPLING, _ENGINE = "sampling.", "engine."
 _FIELD = re.compile(r"(\w+) {2,}(\S.*)")
 
 
-def add_model_flag(parser: argparse.ArgumentParser) -> None:
+def add_model_flag(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--model",
-        default="demo",
+        default=DEFAULT_MODEL,
         metavar="MODEL",
         help='checkpoint folder, hub id, or "demo" for the small model that ships with radixserve '
         "(default: demo)",
     )
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """--model, or --config with --random-weights instead; read by `given_model`."""
+    group = parser.add_mutually_exclusive_group()
+    add_model_flag(group)
+    parser.set_defaults(model=None)  # to see "--model demo" beside --config
+    group.add_argument(
+        "--config",
+        choices=tuple(SIZES),
+        help="instead of a model: the shapes of a known one, without its weights and tokenizer",
+    )
+    parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="with --config: draw weights from --engine-seed and run them; prompts are token ids",
+    )
+
+
+def given_model(args: argparse.Namespace) -> str:
+    """What the command line names, as Runtime takes it. Raises InvalidRequest."""
+    if args.config is None:
+        if args.random_weights:
+            raise InvalidRequest(f"--random-weights needs --config: one of {', '.join(SIZES)}")
+        return args.model or DEFAULT_MODEL
+    if not args.random_weights:
+        raise InvalidRequest(
+            f"--config {args.config} has shapes only: add --random-weights to run it, or name a "
+            "model with --model"
+        )
+    return f"random:{args.config}"
 
 
 def add_sampling_flags(
@@ -74,9 +108,11 @@ def _add_flag(
     if default is argparse.SUPPRESS:
         shown = next(f.default for f in dataclasses.fields(record) if f.name == name)
     text = _field_help(record).get(name, "").replace("%", "%%")
-    if shown is not None and shown is not False and shown != () and shown != "":
+    if shown is not None and not isinstance(shown, bool) and shown != () and shown != "":
         text += f" (default: {shown})"
     reading = _reading(typing.get_type_hints(record)[name])
+    if shown is True:  # --no-name switches it off
+        reading = {"action": argparse.BooleanOptionalAction}
     if reading.get("action") == "append":
         text += "; give it again for more"
     group.add_argument(flag, dest=prefix + name, default=default, help=text, **reading)

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from radixserve.commands.flags import (
     add_engine_flags,
-    add_model_flag,
+    add_model_flags,
     add_sampling_flags,
     given_engine,
+    given_model,
     given_sampling,
 )
 from radixserve.commands.jsonl import answer_jobs, completion_fields, read_jobs
 from radixserve.commands.profile import format_profile
 from radixserve.commands.terminal import format_seconds
+from radixserve.commands.token_prompts import random_prompt, read_token_ids
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
@@ -38,6 +40,7 @@ examples:
   radixserve generate --chat --prompt "How do I sort a list?" --stream --stats
   radixserve generate --model ./my-checkpoint --file prompt.txt --top-p 0.9 --seed 7
   cat prompts.jsonl | radixserve generate --jsonl - --output answers.jsonl
+  radixserve generate --config tiny-llama --random-weights --random-prompt 100 --max-tokens 8
 """
 
 
@@ -49,7 +52,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_flag(parser)
+    add_model_flags(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--prompt", action="append", metavar="TEXT", help="a prompt; give it again for more"
@@ -59,6 +62,19 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     source.add_argument(
         "--jsonl", metavar="FILE", help="many prompts as JSON lines, see below; - is standard input"
+    )
+    source.add_argument(
+        "--prompt-ids",
+        action="append",
+        metavar="IDS",
+        help="a prompt as token ids, such as 5,17,3; give it again for more",
+    )
+    source.add_argument(
+        "--random-prompt",
+        action="append",
+        type=int,
+        metavar="N",
+        help="a prompt of N random token ids; give it again for more",
     )
     parser.add_argument("--chat", action="store_true", help="a prompt is a message of a user")
     parser.add_argument("--system", metavar="TEXT", help="system message before it, with --chat")
@@ -80,15 +96,17 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    sampling, settings = given_sampling(args), given_engine(args)
+    sampling, settings, model = given_sampling(args), given_engine(args), given_model(args)
     params = SamplingParams(**sampling)
     data = b"" if args.jsonl is None else _read(args.jsonl)
     jobs = read_jobs(data, sampling, lambda text: _as_prompt(text, args))
-    prompts = [] if args.jsonl is not None else [_as_prompt(text, args) for text in _texts(args)]
+    prompts = _prompts(args)
     with _open_output(args.output) as out:
         from radixserve.runtime import Runtime
 
-        with Runtime(args.model, **settings) as runtime:
+        with Runtime(model, **settings) as runtime:
+            if args.random_prompt is not None:
+                prompts = _random_prompts(args, runtime)
             if args.jsonl is not None:
                 import asyncio
 
@@ -97,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
                 done = [_stream(runtime, prompts[0], params, out)]
             else:
                 done = runtime.generate(prompts, params)
-                _print_answers(done, args, out)
+                _print_answers(done, args, out, has_text=runtime.tokenizer is not None)
             profile = format_profile(runtime.cache_stats()) if args.profile else None
     if profile is not None:
         print(profile, file=sys.stderr)
@@ -110,10 +128,18 @@ def _check(args: argparse.Namespace) -> None:
     """Combinations that make no sense. Raises InvalidRequest."""
     if args.system is not None and not args.chat:
         raise InvalidRequest("--system needs --chat")
-    if args.stream and (args.jsonl is not None or len(args.prompt or [""]) > 1):
+    several = args.prompt or args.prompt_ids or args.random_prompt or [""]
+    if args.stream and (args.jsonl is not None or len(several) > 1):
         raise InvalidRequest("--stream takes a single prompt")
     if args.stream and args.json:
         raise InvalidRequest("give --stream or --json, not both")
+    if args.random_weights and (args.prompt is not None or args.file is not None):
+        raise InvalidRequest(
+            "--random-weights come without a tokenizer: give --prompt-ids, --random-prompt, or "
+            "--jsonl with token ids"
+        )
+    if args.chat and (args.prompt_ids is not None or args.random_prompt is not None):
+        raise InvalidRequest("--chat makes a prompt of text, not of token ids")
 
 
 def _as_prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]]:
@@ -121,6 +147,20 @@ def _as_prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]
         return text
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*system, {"role": "user", "content": text}]
+
+
+def _prompts(args: argparse.Namespace) -> list[Any]:
+    """Those that the command line gives by itself."""
+    if args.prompt_ids is not None:
+        return [read_token_ids(text) for text in args.prompt_ids]
+    if args.jsonl is not None or args.random_prompt is not None:
+        return []
+    return [_as_prompt(text, args) for text in _texts(args)]
+
+
+def _random_prompts(args: argparse.Namespace, runtime: Runtime) -> list[Any]:
+    vocab_size, seed = runtime.model.vocab_size, runtime.config.seed
+    return [random_prompt(n, vocab_size, seed + at) for at, n in enumerate(args.random_prompt)]
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -156,9 +196,12 @@ def _open_output(name: str | None) -> Iterator[TextIO]:
 
 
 def _stream(runtime: Runtime, prompt: Any, params: SamplingParams, out: TextIO) -> Completion:
-    completion = None
+    completion, gap = None, ""
     for chunk in runtime.stream(prompt, params):
-        print(chunk.text, end="", file=out, flush=True)
+        text = chunk.text
+        if runtime.tokenizer is None:
+            text, gap = "".join(f"{gap}{token_id}" for token_id in chunk.token_ids), " "
+        print(text, end="", file=out, flush=True)
         completion = chunk.completion
     print(file=out)
     assert completion is not None, "the last chunk carries the completion"
@@ -166,15 +209,22 @@ def _stream(runtime: Runtime, prompt: Any, params: SamplingParams, out: TextIO) 
 
 
 def _print_answers(
-    completions: Sequence[Completion], args: argparse.Namespace, out: TextIO
+    completions: Sequence[Completion],
+    args: argparse.Namespace,
+    out: TextIO,
+    *,
+    has_text: bool,
 ) -> None:
+    """Without a tokenizer there is no text: token ids then."""
+    lengths = args.random_prompt or ()
+    names = args.prompt or args.prompt_ids or [f"{n} random tokens" for n in lengths]
     for at, completion in enumerate(completions):
         if args.json:
             print(json.dumps(completion_fields(completion)), file=out)
             continue
         if len(completions) > 1:
-            print(f"{'' if at == 0 else chr(10)}--- {at + 1}: {args.prompt[at]}", file=out)
-        print(completion.text, file=out)
+            print(f"{'' if at == 0 else chr(10)}--- {at + 1}: {names[at]}", file=out)
+        print(completion.text if has_text else " ".join(map(str, completion.token_ids)), file=out)
 
 
 def _print_stats(completions: Sequence[Completion]) -> None:

@@ -8,11 +8,19 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
-from radixserve.commands.flags import add_engine_flags, add_model_flag, given_engine
+from radixserve.commands.flags import (
+    add_engine_flags,
+    add_model_flags,
+    given_engine,
+    given_model,
+)
 from radixserve.commands.terminal import format_bytes, make_console
+
+if TYPE_CHECKING:
+    from radixserve.models.base import ModelInfo
 
 _PACKAGES = (
     "torch",
@@ -24,10 +32,20 @@ _PACKAGES = (
     "rich",
 )
 _OPTIONAL_BACKENDS = {"flashinfer": "flashinfer-python", "triton": "triton"}
+_ORDER = {  # by what "auto" prefers, then the others
+    "cuda": ("flashinfer", "triton", "torch", "cpu"),
+    "cpu": ("cpu", "torch", "flashinfer", "triton"),
+}
+_ABOUT = {
+    "flashinfer": "FlashInfer's kernels, for bfloat16 and float16",
+    "triton": "kernels of our own, compiled by Triton",
+    "torch": "PyTorch's operations, everywhere",
+}
 _EXAMPLES = """\
 examples:
   radixserve info
   radixserve info --model ./my-checkpoint --dtype bfloat16 --kv-cache-memory 2GB
+  radixserve info --config llama-3-8b
   radixserve info --no-model --json
 """
 
@@ -40,7 +58,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model_flag(parser)
+    add_model_flags(parser)
     parser.add_argument("--no-model", action="store_true", help="load no model")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     add_engine_flags(parser, without=("trace", "trace_hash_block"))
@@ -54,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
         "machine": _machine(),
         "attention_backends": _attention_backends(),
     }
-    if not args.no_model:
-        facts["model"] = _model(args.model, settings)
+    if args.config is not None and not args.random_weights and not args.no_model:
+        facts["model"] = _shapes(args.config, settings)
+    elif not args.no_model:
+        facts["model"] = _model(given_model(args), settings)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -117,66 +137,92 @@ def _total_memory() -> int | None:
 
 
 def _attention_backends() -> dict[str, dict[str, Any]]:
-    """What is there; on this version's device, the CPU, "auto" is the first that is usable."""
+    """Every backend on the device that "auto" takes; the first usable one is the one it takes."""
     import torch
 
-    found = {
-        "cpu": _cpu_backend(),
-        "torch": {
-            "version": torch.__version__,
-            "usable": True,
-            "used": True,
-            "why": "PyTorch's operations, everywhere",
-        },
-    }
-    has_cuda = torch.cuda.is_available()
-    for name, package in _OPTIONAL_BACKENDS.items():
-        version = _installed(package)
-        why = "not installed" if version is None else "has a CUDA device"
-        if version is not None and not has_cuda:
-            why = "installed, but there is no CUDA device"
-        usable = version is not None and has_cuda
-        found[name] = {"version": version, "usable": usable, "used": False, "why": why}
+    from radixserve.attention.choice import why_not
+    from radixserve.runner.device import choose_device, why_no_cuda
+
+    device = choose_device("auto")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    found = {}
+    for name in _ORDER[device.type]:
+        package = _OPTIONAL_BACKENDS.get(name)
+        version = __version__ if name == "cpu" else _installed(package or "torch")
+        reason = why_not(name, dtype, device)
+        if package is not None:
+            reason = "not installed" if version is None else reason
+            if device.type == "cpu" and version is not None:
+                reason = f"installed, but there is no CUDA device: {why_no_cuda()}"
+        usable = not reason
+        why = reason or _why(name)
+        found[name] = {"version": version, "usable": usable, "used": usable, "why": why}
     return found
 
 
-def _cpu_backend() -> dict[str, Any]:
-    """The kernels are compiled for it, unless they were before."""
-    import torch
+def _why(name: str) -> str:
+    """What a usable backend is."""
+    if name == "cpu":
+        from radixserve_kernels.cpu_ops import describe
 
-    from radixserve_kernels.cpu_ops import describe, unavailable
-
-    reason = unavailable(torch.float32)
-    why = reason or f"compiled for this processor; {describe()}"
-    return {"version": __version__, "usable": not reason, "used": not reason, "why": why}
+        return f"compiled for this processor; {describe()}"
+    return _ABOUT[name]
 
 
 def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     from radixserve.runtime import Runtime
 
     with Runtime(name, **settings) as runtime:
-        model, memory = runtime.model, runtime.memory
+        memory = runtime.memory
         return {
-            "model": name,
-            "architecture": model.architecture,
-            "is_native": model.is_native,
-            "num_parameters": model.num_parameters,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "num_layers": model.num_layers,
-            "num_heads": model.num_heads,
-            "num_kv_heads": model.num_kv_heads,
-            "head_dim": model.head_dim,
-            "vocab_size": model.vocab_size,
-            "max_positions": model.max_positions,
+            **_facts_of(name, runtime.model),
             "max_seq_len": runtime.max_seq_len,
             "has_tokenizer": runtime.tokenizer is not None,
             "attention_backend": runtime.attention_backend,
+            "device": runtime.choices.device,
+            "graph_sizes": list(runtime.choices.graph_sizes),
+            "overlap": runtime.choices.overlap,
             "weight_bytes": memory.weight_bytes,
             "pool_bytes": memory.pool_bytes,
             "pool_tokens": memory.pool_tokens,
             "kv_bytes_per_token": memory.kv_bytes_per_token,
             "page_size": runtime.config.page_size,
         }
+
+
+def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Of a known size, without making its weights."""
+    import torch
+
+    from radixserve.models.describe import describe
+    from radixserve.models.source import RANDOM, find_model
+    from radixserve.models.weights import choose_dtype
+
+    source = find_model(RANDOM + name)
+    dtype = choose_dtype(settings.get("dtype", "auto"), source.config, torch.device("cuda"))
+    info = describe(source, dtype)
+    return {
+        **_facts_of(name, info),
+        "has_tokenizer": False,
+        "weight_bytes": info.weight_bytes,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+    }
+
+
+def _facts_of(name: str, model: ModelInfo) -> dict[str, Any]:
+    return {
+        "model": name,
+        "architecture": model.architecture,
+        "is_native": model.is_native,
+        "num_parameters": model.num_parameters,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "num_layers": model.num_layers,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_positions": model.max_positions,
+    }
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -210,8 +256,7 @@ def _machine_lines(machine: dict[str, Any]) -> dict[str, str]:
         "cores": f"{machine['cores']}, {machine['cores_usable']} usable; "
         f"torch runs {machine['torch_threads']} threads",
         "memory": f"{memory}{format_bytes(machine['memory_free_bytes'])} free",
-        "cuda devices": ", ".join(machine["cuda_devices"])
-        + ("; not used by this version yet" if machine["cuda_devices"] else "none"),
+        "cuda devices": ", ".join(machine["cuda_devices"]) or "none",
     }
 
 
@@ -222,8 +267,6 @@ def _backend_lines(backends: dict[str, dict[str, Any]]) -> dict[str, str]:
         lines[name] = backend["why"]
         if name == preferred:
             lines[name] += '; what "auto" takes'
-        elif name in _OPTIONAL_BACKENDS:
-            lines[name] += "; not used by this version yet"
         elif not backend["usable"]:
             lines[name] = f"cannot be used: {backend['why']}"
     return lines
@@ -231,18 +274,34 @@ def _backend_lines(backends: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def _model_lines(model: dict[str, Any]) -> dict[str, str]:
     code = "native decoder" if model["is_native"] else "transformers' code"
-    tokens, each = model["pool_tokens"], model["kv_bytes_per_token"]
-    return {
-        "architecture": f"{model['architecture']} ({code}, {model['attention_backend']} attention)",
+    each, is_loaded = model["kv_bytes_per_token"], "pool_tokens" in model
+    backend = f", {model['attention_backend']} attention" if is_loaded else ""
+    context = f"{model['max_positions']:,} tokens"
+    if is_loaded:
+        longest = model["max_seq_len"]
+        context += f"; a request may have up to {longest:,}, prompt and output together"
+    lines = {
+        "architecture": f"{model['architecture']} ({code}{backend})",
         "parameters": f"{model['num_parameters']:,} in {model['dtype']}",
         "shape": f"{model['num_layers']} layers, {model['num_heads']} query heads and "
         f"{model['num_kv_heads']} key/value heads of {model['head_dim']}",
         "vocabulary": f"{model['vocab_size']:,}"
         + ("" if model["has_tokenizer"] else "; no tokenizer: prompts are token ids"),
-        "context": f"{model['max_positions']:,} tokens; a request may have up to "
-        f"{model['max_seq_len']:,}, prompt and output together",
+        "context": context,
         "weights": format_bytes(model["weight_bytes"]),
-        "KV pool": f"{format_bytes(model['pool_bytes'])}: {tokens:,} tokens of "
-        f"{format_bytes(each)}",
-        "page size": str(model["page_size"]),
     }
+    if not is_loaded:
+        return {**lines, "KV": f"{format_bytes(each)} a token"}
+    pool = f"{format_bytes(model['pool_bytes'])}: {model['pool_tokens']:,} tokens of "
+    return {
+        **lines,
+        "KV pool": pool + format_bytes(each),
+        "page size": str(model["page_size"]),
+        "runs on": _where(model),
+    }
+
+
+def _where(model: dict[str, Any]) -> str:
+    sizes = model["graph_sizes"]
+    graphs = f"graphs of decode steps of up to {sizes[-1]} rows" if sizes else "no graphs"
+    return f"{model['device']}, {graphs}, {'overlap' if model['overlap'] else 'no overlap'}"

@@ -8,15 +8,19 @@ PARTS = ("schedule", "prepare", "forward", "sample", "commit")
 
 
 def format_profile(stats: Mapping[str, float]) -> str:
-    """From `Runtime.cache_stats()`: milliseconds a step by part, and what is not the model's."""
+    """From `Runtime.cache_stats()`: milliseconds a step by part, and what is not the model's.
+
+    With overlap the parts add up to more than the time that passed: the rest is called hidden.
+    """
     steps = int(stats["steps"])
     seconds = {part: stats[f"{part}_s"] for part in PARTS}
     total = sum(seconds.values())
     if not steps or not total:
         return "0 steps"
     each = ", ".join(f"{part} {spent / steps * 1e3:.3f}" for part, spent in seconds.items())
-    host = total - seconds["forward"]
+    host, hidden = total - seconds["forward"], stats.get("hidden_s", 0.0)
+    beside = f", {hidden / steps * 1e3:.3f} of it hidden beside another step" if hidden else ""
     return (
         f"{steps} steps, {total:.3f} s; ms a step: {each}; outside the forward pass "
-        f"{host / steps * 1e3:.3f} ({host / total:.1%})"
+        f"{host / steps * 1e3:.3f} ({host / total:.1%}){beside}"
     )

@@ -6,9 +6,6 @@ it runs with the `cpu` backend only.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,6 +13,7 @@ from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.cpu import CpuBackend
 from radixserve.models.base import ModelInfo
 from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBias, read_decoder
+from radixserve.models.source import ModelSource
 from radixserve_kernels.cpu_ops import (
     DecoderStack,
     PackedWeight,
@@ -48,9 +46,9 @@ class CpuDecoder:
         )
 
 
-def load_cpu_decoder(folder: Path, config: Any, dtype: torch.dtype) -> CpuDecoder:
-    """Read a checkpoint that decoder.py can read."""
-    return CpuDecoder(read_decoder(folder, config, dtype, torch.device("cpu"), _pack_layer))
+def load_cpu_decoder(source: ModelSource, dtype: torch.dtype) -> CpuDecoder:
+    """Read a model that decoder.py can read."""
+    return CpuDecoder(read_decoder(source, dtype, torch.device("cpu"), _pack_layer))
 
 
 def _pack_layer(tensors: LayerTensors) -> StackLayer:

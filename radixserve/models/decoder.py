@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,8 @@ from torch import Tensor
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import ModelInfo
-from radixserve.models.weights import (
-    WeightReader,
-    architecture_of,
-    check_sliding_window,
-    read_eos_ids,
-)
+from radixserve.models.source import ModelSource, TensorSource
+from radixserve.models.weights import architecture_of, check_sliding_window
 from radixserve_kernels.cpu_ops import StackShape
 from radixserve_kernels.linear import Linear
 from radixserve_kernels.torch_ops import (
@@ -113,6 +108,11 @@ class RotaryTable:
             self._rows = self._make(max(end, 2 * len(self._rows)))
         return self._rows
 
+    def cos_sin(self, num_positions: int) -> Tensor:
+        """[n, D] float32 of positions 0 to n - 1: the cosines of the D/2 pairs, then the sines."""
+        rows = self._make(num_positions)[:, 0]
+        return torch.cat((rows.real, rows.imag), -1)
+
     def _make(self, num_positions: int) -> Tensor:
         positions = torch.arange(num_positions, device=self._inv_freq.device)
         return rotations(positions, self._inv_freq, self._scaling)
@@ -175,26 +175,26 @@ def _sampled(x: Tensor, batch: ForwardBatch) -> Tensor:
     return x if len(rows) == len(x) else x.index_select(0, rows)
 
 
-def load_decoder(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Read a checkpoint of one of ARCHITECTURES; see `check_decoder` for what is refused."""
-    read = read_decoder(folder, config, dtype, device, _layer_weights)
+def load_decoder(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Read a model of one of ARCHITECTURES; see `check_decoder` for what is refused."""
+    read = read_decoder(source, dtype, device, _layer_weights)
     head = Linear(read.lm_head)
     return Decoder(read.info, read.shape, read.embedding, read.layers, read.norm, head, read.rotary)
 
 
 def read_decoder(
-    folder: Path,
-    config: Any,
+    source: ModelSource,
     dtype: torch.dtype,
     device: torch.device,
     make_layer: Callable[[LayerTensors], Any],
 ) -> DecoderTensors:
-    """Read a checkpoint; layers go through `make_layer` one by one, so that no two copies of all
-    of them exist at a time."""
+    """Read a model; layers go through `make_layer` one by one, so that no two copies of all of
+    them exist at a time."""
+    config = source.config
     check_decoder(config)
     shape = decoder_shape(config)
     inv_freq, scaling = rope_frequencies(config, shape.head_dim)
-    reader = WeightReader(folder, dtype, device)
+    reader = source.tensors(dtype, device)
     reader.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     embedding = reader.take("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
     lm_head = _load_head(reader, shape, embedding)
@@ -214,7 +214,7 @@ def read_decoder(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         max_positions=config.max_position_embeddings,
-        eos_ids=read_eos_ids(folder, config),
+        eos_ids=source.eos_ids(),
         dtype=dtype,
         num_parameters=reader.num_parameters,
     )
@@ -291,7 +291,7 @@ def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
     return inv_freq, float(module.attention_scaling)
 
 
-def _load_head(reader: WeightReader, shape: DecoderShape, embedding: Tensor) -> Tensor:
+def _load_head(reader: TensorSource, shape: DecoderShape, embedding: Tensor) -> Tensor:
     """[V, H]; the embedding itself if tied, unless the checkpoint brings another one."""
     if shape.is_tied and "lm_head.weight" not in reader:
         return embedding
@@ -302,7 +302,7 @@ def _load_head(reader: WeightReader, shape: DecoderShape, embedding: Tensor) -> 
     return head
 
 
-def _load_layer(reader: WeightReader, prefix: str, shape: DecoderShape) -> LayerTensors:
+def _load_layer(reader: TensorSource, prefix: str, shape: DecoderShape) -> LayerTensors:
     hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
     q, kv = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
 

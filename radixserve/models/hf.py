@@ -54,7 +54,7 @@ class _Slot:
             module.radixserve_slot = self
 
     @contextmanager
-    def holding(self, backend: AttentionBackend) -> Iterator[None]:
+    def holding(self, backend: AttentionBackend | _Probe) -> Iterator[None]:
         self.backend = backend
         try:
             yield

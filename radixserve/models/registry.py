@@ -1,33 +1,54 @@
-"""Which code runs a checkpoint: the native decoder for its families, transformers' for the rest."""
+"""Which code runs a model: a native decoder for its families, transformers' for the rest."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 
 from radixserve.attention.choice import choose_backend
+from radixserve.config import EngineConfig
+from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
-from radixserve.models.decoder import ARCHITECTURES, load_decoder
-from radixserve.models.weights import architecture_of, choose_dtype, load_config
+from radixserve.models.decoder import ARCHITECTURES, decoder_shape, load_decoder
+from radixserve.models.parallel import Ranks
+from radixserve.models.source import ModelSource
+from radixserve.models.weights import architecture_of, choose_dtype
+
+DEVICE_BACKENDS = ("triton", "flashinfer")  # of which the twins run on CPU tensors, too
 
 
 def load_model(
-    folder: Path, dtype: str, device: torch.device, attention_backend: str = "auto"
+    source: ModelSource, config: EngineConfig, device: torch.device, ranks: Ranks | None = None
 ) -> tuple[LanguageModel, str]:
-    """Load the checkpoint in `folder`; `dtype` and `attention_backend` as in EngineConfig.
+    """Load a model, or of several ranks this one's part of it.
 
     Returns the model and the name of the attention backend to run it with. Raises ModelNotSupported
-    naming the reason, InvalidRequest if the folder is broken.
+    naming the reason, InvalidRequest if its folder is broken or it cannot be split so.
     """
-    config = load_config(folder)
-    chosen = choose_dtype(dtype, config)
-    backend = choose_backend(attention_backend, chosen, device)
-    if architecture_of(config) not in ARCHITECTURES:
-        from radixserve.models.hf import load_transformers
+    dtype = choose_dtype(config.dtype, source.config, device)
+    is_native = architecture_of(source.config) in ARCHITECTURES
+    dim = decoder_shape(source.config).head_dim if is_native else None
+    backend = choose_backend(config.attention_backend, dtype, device, head_dim=dim)
+    if not is_native:
+        return _load_other(source, dtype, device, ranks), backend
+    if device.type != "cpu" or backend in DEVICE_BACKENDS or ranks is not None:
+        from radixserve.models.gpu_decoder import load_gpu_decoder
 
-        return load_transformers(folder, config, chosen, device), backend
+        return load_gpu_decoder(source, dtype, device, ranks, config.max_seq_len), backend
     if backend == "cpu":
-        return load_cpu_decoder(folder, config, chosen), backend
-    return load_decoder(folder, config, chosen, device), backend
+        return load_cpu_decoder(source, dtype), backend
+    return load_decoder(source, dtype, device), backend
+
+
+def _load_other(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
+) -> LanguageModel:
+    from radixserve.models.hf import load_transformers
+
+    if ranks is not None:
+        raise ModelNotSupported(
+            f"{architecture_of(source.config)} cannot be split over several ranks; possible are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    assert source.folder is not None, "sizes.py names native families only"
+    return load_transformers(source.folder, source.config, dtype, device)

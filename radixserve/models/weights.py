@@ -90,10 +90,12 @@ def read_eos_ids(folder: Path, config: Any) -> tuple[int, ...]:
     return tuple(sorted(i for i in found if i >= 0))
 
 
-def choose_dtype(asked: str, config: Any) -> torch.dtype:
-    """The asked dtype; "auto" is the checkpoint's own, and float32 where that is float16."""
+def choose_dtype(asked: str, config: Any, device: torch.device) -> torch.dtype:
+    """The asked dtype; "auto" is the checkpoint's own, and on a CPU float32 for float16."""
     own = getattr(config, "dtype", None)
     name = str(own).removeprefix("torch.") if asked == "auto" else asked
+    if name in ("float16", "half") and device.type != "cpu":
+        return torch.float16
     if name in ("None", "float16", "half", "float64"):
         return torch.float32
     if name not in _DTYPES:

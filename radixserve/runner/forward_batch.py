@@ -13,7 +13,14 @@ import torch
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray
 from radixserve.schedule import Row
 
-__all__ = ["ForwardBatch", "build_forward_batch", "num_logits"]
+__all__ = [
+    "ForwardBatch",
+    "build_forward_batch",
+    "check_pages",
+    "indptr",
+    "logits_places",
+    "num_logits",
+]
 
 
 def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device) -> ForwardBatch:
@@ -22,14 +29,8 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
         [(row.start, len(row.token_ids), len(row.page_ids)) for row in rows], np.int64
     ).T
     seq_lens = start + num_new
-    unfit = num_pages != -(-seq_lens // page_size)
-    if unfit.any():
-        bad = int(np.argmax(unfit))
-        raise ValueError(
-            f"request {rows[bad].request_id!r} has {num_pages[bad]} pages of {page_size} tokens "
-            f"for {seq_lens[bad]} tokens"
-        )
-    qo_indptr, kv_indptr = _indptr(num_new), _indptr(num_pages)
+    check_pages(rows, seq_lens, num_pages, page_size)
+    qo_indptr, kv_indptr = indptr(num_new), indptr(num_pages)
     kv_indices = np.concatenate([row.page_ids for row in rows], dtype=np.int32)
     num_tokens = int(qo_indptr[-1])
     index = np.empty((3, num_tokens), np.int64)  # moved to the device at once
@@ -45,13 +46,7 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
     np.multiply(pages, page_size, out=slots)
     if page_size > 1:
         slots += positions % page_size
-    counts = num_logits(rows)
-    sampled = np.flatnonzero(counts)
-    last_tokens = qo_indptr[1:][sampled] - 1
-    if len(sampled) < counts.sum():  # of a row with targets the last few
-        ends = np.cumsum(counts[sampled])
-        back = np.repeat(ends, counts[sampled]) - np.arange(ends[-1]) - 1
-        last_tokens = np.repeat(last_tokens, counts[sampled]) - back
+    last_tokens = logits_places(num_logits(rows), qo_indptr)
     on_device = torch.from_numpy(index).to(device)
     return ForwardBatch(
         input_ids=on_device[0],
@@ -74,7 +69,32 @@ def num_logits(rows: Sequence[Row]) -> IndexArray:
     )
 
 
-def _indptr(lengths: IndexArray) -> IndexArray:
+def logits_places(counts: IndexArray, qo_indptr: IndexArray) -> IndexArray:
+    """[S] the tokens behind which something is drawn or scored: of each row the last `counts`."""
+    sampled = np.flatnonzero(counts)
+    last_tokens = qo_indptr[1:][sampled] - 1
+    if len(sampled) < counts.sum():  # of a row with targets the last few
+        ends = np.cumsum(counts[sampled])
+        back = np.repeat(ends, counts[sampled]) - np.arange(ends[-1]) - 1
+        last_tokens = np.repeat(last_tokens, counts[sampled]) - back
+    return last_tokens
+
+
+def check_pages(
+    rows: Sequence[Row], seq_lens: IndexArray, num_pages: IndexArray, page_size: int
+) -> None:
+    """Raise ValueError, naming the request, unless each row has the pages of its tokens."""
+    unfit = num_pages != -(-seq_lens // page_size)
+    if unfit.any():
+        bad = int(np.argmax(unfit))
+        raise ValueError(
+            f"request {rows[bad].request_id!r} has {num_pages[bad]} pages of {page_size} tokens "
+            f"for {seq_lens[bad]} tokens"
+        )
+
+
+def indptr(lengths: IndexArray) -> IndexArray:
+    """[n + 1] where each of n parts of these lengths begins, and where the last one ends."""
     bounds = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=bounds[1:])
     return bounds

@@ -97,12 +97,12 @@ def free_memory() -> int:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on the CPU the system provides them when they are first touched."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
         flat = np.zeros(num_bytes, np.uint8)
-    except (MemoryError, ValueError) as error:
+    except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
         raise InvalidRequest(
             f"the KV pool needs {num_bytes} bytes, which cannot be had; "
             "set a smaller num_pages or kv_cache_memory"

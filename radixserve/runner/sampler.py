@@ -35,7 +35,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     """
     if not specs:
         return []
-    if logits.device.type == "cpu" and all(_is_plain(spec) for spec in specs):
+    if logits.device.type == "cpu" and all(is_plain(spec) for spec in specs):
         return _best_tokens(logits)
     if any(spec.num_candidates for spec in specs):
         return _sample_with_beams(logits, specs)
@@ -75,7 +75,14 @@ def score(logits: Tensor, targets: IntArray, num_top: int = 0) -> RowOutput:
     return RowOutput(-1, None, (), None, tuple(scores), top)
 
 
-def _is_plain(spec: SampleSpec) -> bool:
+def with_scores(output: RowOutput | None, scored: RowOutput) -> RowOutput:
+    """What is told of a row that was drawn from (or not, None) and scored."""
+    if output is None or scored.error is not None:
+        return scored
+    return output._replace(scores=scored.scores, top_scores=scored.top_scores)
+
+
+def is_plain(spec: SampleSpec) -> bool:
     """Whether the row's best logit decides, and nothing else is asked for."""
     return spec.params.is_plain and not spec.banned_ids and not spec.num_candidates
 

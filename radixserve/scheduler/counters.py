@@ -10,6 +10,7 @@ class Counters:
     """Since the start; tokens of prompts unless the name says otherwise."""
 
     steps: int = 0
+    steps_ahead: int = 0  # of those, planned while the one before was in flight
     finished: int = 0  # requests
     aborted: int = 0  # requests
     failed: int = 0  # requests
@@ -21,4 +22,5 @@ class Counters:
     recomputed_tokens: int = 0  # computed again after a preemption, not part of the above
     prefilled_tokens: int = 0  # in all prefill rows, recomputed ones included
     decoded_tokens: int = 0  # in all decode rows, those of beams included
+    discarded_tokens: int = 0  # in rows whose request had ended when their step was answered
     generated_tokens: int = 0  # in answers; those of a beam search when it ends

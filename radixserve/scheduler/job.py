@@ -107,6 +107,17 @@ class Job:
         return self.request.targets is None or self.only_draws
 
     @property
+    def is_drawing(self) -> bool:
+        """A row in flight draws its next token."""
+        return self.sequence is not None and self.sequence.length >= len(self.tokens)
+
+    @property
+    def ends_next(self) -> bool:
+        """The next token is its last one, whichever it is."""
+        request, length = self.request, len(self.tokens) + 1
+        return length - self.num_prompt >= request.params.max_tokens or length >= request.max_len
+
+    @property
     def only_draws(self) -> bool:
         """Whether nothing is left to be scored before tokens are drawn."""
         targets = self.request.targets

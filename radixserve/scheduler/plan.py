@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.schedule import Row, SampleSpec, Schedule, Twin
+from radixserve.cache import CacheSequence
+from radixserve.schedule import UNKNOWN, Row, SampleSpec, Schedule, Twin
 from radixserve.scheduler.job import Job
+
+_UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
 
 
 class StepPlan:
@@ -15,6 +18,9 @@ class StepPlan:
     def __init__(self, step: int, budget: int) -> None:
         self.budget = budget
         self.is_short = False  # somebody had no room: nobody new is admitted
+        self.num_ending = 0  # running jobs that have no row since the step in flight is their last
+        self.jobs: list[tuple[Job, CacheSequence]] = []  # of each row
+        self.twin_jobs: list[tuple[Job, Job]] = []  # each twin and its first one
         self._step = step
         self._rows: list[Row] = []
         self._twins: list[Twin] = []
@@ -29,30 +35,38 @@ class StepPlan:
     def has(self, job: Job) -> bool:
         return job.arrival in self._arrivals
 
-    def add(self, job: Job, num_tokens: int, *, is_decode: bool) -> None:
-        """Compute `num_tokens` more tokens of `job`, for which its sequence has room."""
+    def add(self, job: Job, num_tokens: int, *, is_decode: bool, source: int = -1) -> None:
+        """Compute `num_tokens` more tokens of `job`, for which its sequence has room.
+
+        `source`: of a job whose last token is not known yet, the output that it is.
+        """
         sequence = job.sequence
         assert sequence is not None
         end = sequence.length
         start = end - num_tokens
-        assert start == sequence.committed_len
+        assert start >= sequence.committed_len
         if is_decode:
             self._num_decode += 1
         else:
             self.budget -= num_tokens
         targets = _targets(job, start, end)
         request = job.request
-        is_sampled = end == len(job.tokens) and (request.targets is None or request.draws)
+        num_known = len(job.tokens)
+        is_sampled = end >= num_known and (request.targets is None or request.draws)
         if is_sampled:
             at = len(self._rows)
             for twin in job.twins:
                 self._twins.append(Twin(twin.request.request_id, at, _sample_spec(twin)))
+                self.twin_jobs.append((twin, job))
         self._arrivals.add(job.arrival)
-        if sequence.copies:
+        self.jobs.append((job, sequence))
+        if sequence.copies and start == sequence.committed_len:  # else a step in flight makes them
             self._copies += sequence.copies
-        spec = _sample_spec(job) if is_sampled else None
-        tokens, pages = job.tokens.view(start, end), sequence.pages
-        row = Row(request.request_id, tokens, start, pages, spec, targets)
+        spec = _sample_spec(job, end - num_known) if is_sampled else None
+        tokens = job.tokens.view(start, end) if source < 0 else _UNKNOWN_TOKEN
+        pages, first_new = sequence.tell_pages()
+        name = request.request_id
+        row = Row(name, tokens, start, pages, spec, targets, 0, source, first_new)
         if targets is not None and request.draws:
             row = row._replace(num_top=request.params.prompt_logprobs or 0)
         self._rows.append(row)
@@ -79,15 +93,17 @@ def _targets(job: Job, start: int, end: int) -> IntArray | None:
     return wanted if len(wanted) else None
 
 
-def _sample_spec(job: Job) -> SampleSpec:
-    """Of a plain request always the same one, from min_tokens on."""
+def _sample_spec(job: Job, num_unknown: int = 0) -> SampleSpec:
+    """Of a plain request always the same one, from min_tokens on. `num_unknown` tokens are drawn by
+    the step in flight."""
     if job.plain_spec is not None:
         return job.plain_spec
     request = job.request
     banned: tuple[int, ...] = ()
-    is_short = job.num_output < request.params.min_tokens
+    is_short = job.num_output + num_unknown < request.params.min_tokens
     if is_short:
         banned = tuple(sorted(request.end_ids))
+    is_plain = request.params.is_plain and not is_short and job.head is None
     spec = SampleSpec(
         params=request.params,
         seed=request.seed,
@@ -95,7 +111,8 @@ def _sample_spec(job: Job) -> SampleSpec:
         token_ids=job.tokens.view(),
         banned_ids=banned,
         num_candidates=0 if job.head is None else job.num_candidates,
+        num_unknown=0 if is_plain else num_unknown,
     )
-    if request.params.is_plain and not is_short and job.head is None:
+    if is_plain:
         job.plain_spec = spec
     return spec

@@ -3,6 +3,9 @@
 It owns the queues and every request's status. It alone calls the cache: `schedule` takes pages,
 `update` publishes and lets go. A request is waiting (no sequence) or running (a locked path in
 the tree); a running one is prefilling until only its last token is uncomputed, then decoding.
+
+A step in flight was handed out and not yet answered: what its rows compute is in the pages of their
+sequences, and not committed. The next one may be planned behind it (`inflight`); one more may not.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
 from radixserve.scheduler.beams import Beams
 from radixserve.scheduler.counters import Counters
 from radixserve.scheduler.holders import Holders
+from radixserve.scheduler.inflight import Flight, plan_behind
 from radixserve.scheduler.job import Job
 from radixserve.scheduler.leaders import Leaders, free_followers
 from radixserve.scheduler.plan import StepPlan
+from radixserve.scheduler.room import Room
+from radixserve.scheduler.twins import Twins
 from radixserve.scheduler.waiting import WaitingRoom
-
-_LOOKAHEAD = 8  # tokens of room kept for each running request when another is admitted
 
 
 class Scheduler:
@@ -49,10 +53,12 @@ class Scheduler:
         self._jobs: dict[str, Job] = {}
         self._waiting = WaitingRoom(cache, policy, max_overtake)
         self._running: dict[int, Job] = {}  # by arrival
-        self._beams = Beams(
-            self._jobs, self._running, self._waiting, self._requeue, self._num_startable
-        )
+        self._room = Room(cache, self._running, self._waiting, max_running)
+        queues = self._jobs, self._running, self._waiting
+        self._beams = Beams(*queues, self._requeue, self._room.num_startable)
+        self._twins = Twins(*queues, self._requeue, self._room.num_startable, clock)
         self._holders = Holders(cache)
+        self._flights: list[Flight] = []  # at most two, the older one first
         self._num_arrived = 0
         self._counters = Counters()
 
@@ -74,7 +80,7 @@ class Scheduler:
                 f"got {request.max_len}"
             )
         holder = self._holders.get(request.holder) if request.holder else None
-        first = self._first_of(request)
+        first = self._twins.first_of(request)
         if first is not None:
             probe = first.probe
         else:  # a cache leaves the last token to be computed: see `Job.wanted`
@@ -84,21 +90,11 @@ class Scheduler:
         self._num_arrived += 1 if request.beams is None else request.beams.width
         self._jobs[request.request_id] = job
         if first is not None:
-            assert first.num_prompt == job.num_prompt
-            job.twin_of = first
-            first.twins.append(job)
+            self._twins.join(job, first)
             return
         if request.beams is not None:
             self._beams.begin(job)
         self._waiting.add(job, is_returning=False)
-
-    def _first_of(self, request: Request) -> Job | None:
-        """The one whose twin a request is: it has yet to draw, and scores what this one wants."""
-        first = self._jobs.get(request.twin_of) if request.twin_of else None
-        if first is None or first.twin_of is not None or first.num_output:
-            return None
-        is_search = first.head is not None or request.beams is not None
-        return None if is_search or first.request.draws != request.draws else first
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free all it holds; None if it has ended already."""
@@ -110,10 +106,14 @@ class Scheduler:
         return None if job is None else self._end(job, reason)
 
     def fail(self, schedule: Schedule, error: BaseException) -> list[RequestOutput]:
-        """The step failed: end its requests with `error`. What they had committed stays cached."""
-        ids = [twin.request_id for twin in schedule.twins]
-        ids += [row.request_id for row in schedule.rows]
-        return [self._end(self._jobs[i], "error", error) for i in ids if i in self._jobs]
+        """The step failed: end its requests with `error`. What they had committed stays cached.
+
+        Of a step behind it, rows of other requests go on.
+        """
+        flight = next(one for one in self._flights if one.schedule is schedule)
+        self._flights.remove(flight)
+        twins = [self._end(job, "error", error) for job in flight.living_twins()]
+        return [*twins, *(self._end(job, "error", error) for job in flight.living_rows())]
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
@@ -152,7 +152,13 @@ class Scheduler:
     # -- a step -------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule | None:
-        """The next step's work, or None when there is nothing to do."""
+        """The next step's work, or None when there is nothing to do.
+
+        While a step is in flight: what can be planned behind it, or None when `update` or `fail`
+        must come first.
+        """
+        if self._flights:
+            return self._schedule_behind()
         plan = self._plan()
         while plan.is_empty and self._beams.parked:  # they hold the room that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda job: job.rank))
@@ -160,8 +166,25 @@ class Scheduler:
         if plan.is_empty:
             assert not self._jobs, "requests are left but none can go on"
             return None
+        return self._hand_out(plan)
+
+    def _schedule_behind(self) -> Schedule | None:
+        assert len(self._flights) == 1, "two steps are in flight"
+        flight = self._flights[0]
+        plan = StepPlan(self._counters.steps, self._chunk_size)
+        if not plan_behind(flight, plan, self._running.values(), self._cache):
+            return None
+        self._admit(plan)
+        if plan.is_empty:
+            return None
+        self._counters.steps_ahead += 1
+        return self._hand_out(plan)
+
+    def _hand_out(self, plan: StepPlan) -> Schedule:
         self._counters.steps += 1
-        return plan.build()
+        schedule = plan.build()
+        self._flights.append(Flight(schedule, plan))
+        return schedule
 
     def _plan(self) -> StepPlan:
         plan = StepPlan(self._counters.steps, self._chunk_size)
@@ -170,19 +193,48 @@ class Scheduler:
         return plan
 
     def update(self, schedule: Schedule, output: StepOutput) -> list[RequestOutput]:
-        """The step was computed: publish its tokens, append what was drawn, end what ended."""
-        news, num_rows = [], len(schedule.rows)
-        drawing: list[tuple[Job, RowOutput]] = []
+        """The step was computed: publish its tokens, append what was drawn, end what ended.
+
+        Steps are answered in the order in which they were handed out.
+        """
+        assert schedule is self._flights[0].schedule
+        flight = self._flights.pop(0)
+        num_rows = len(schedule.rows)
+        twins = set(flight.living_twins()) if schedule.twins else set()
+        drawing, news = self._commit_rows(flight, output.outputs[:num_rows])
+        if schedule.twins:
+            assert not self._flights, "twins begin while a step is in flight"
+            self._twins.start([job for job, _ in drawing])
         searching: dict[int, Job] = {}
-        for row, drawn in zip(schedule.rows, output.outputs[:num_rows], strict=True):
-            job = self._jobs.get(row.request_id)
-            if job is None or job.sequence is None:
+        for job, drawn in drawing:
+            if job.head is not None:
+                job.drawn = drawn
+                searching[job.head.arrival] = job.head
+            elif job.sequence is not None:  # else another row has ended its search
+                news.append(self._append(job, drawn))
+        for (job, _), one in zip(flight.twins, output.outputs[num_rows:], strict=True):
+            if job in twins and one is not None:
+                news.append(self._update_twin(job, one))
+        for head in searching.values():
+            news += self._advance_search(head)
+        return news
+
+    def _commit_rows(
+        self, flight: Flight, outputs: tuple[RowOutput | None, ...]
+    ) -> tuple[list[tuple[Job, RowOutput]], list[RequestOutput]]:
+        """Publish what the rows computed; the jobs that have drawn, and news of the others."""
+        drawing: list[tuple[Job, RowOutput]] = []
+        news: list[RequestOutput] = []
+        rows = zip(flight.rows, flight.schedule.rows, outputs, strict=True)
+        for (job, sequence), row, drawn in rows:
+            if job.sequence is not sequence:  # it has ended
+                self._counters.discarded_tokens += len(row.token_ids)
                 continue
             if drawn is not None and drawn.error is not None:
-                self._free_twins(job)  # each gets its own answer below
+                self._twins.free(job)  # each gets its own answer below
                 news.append(self._end(job, "error", EngineDead(drawn.error)))
                 continue
-            job.sequence.commit(row.end)
+            sequence.commit(row.end)
             if job.followers:
                 self._waiting.note_freed(free_followers(job))
             self._count_row(job, row)
@@ -192,24 +244,12 @@ class Scheduler:
                 news += self._note_scores(job, row, drawn)
                 if row.sample is None:
                     continue
-            if job.head is None:
-                drawing.append((job, drawn))
-            else:
-                job.drawn = drawn
-                searching[job.head.arrival] = job.head
-        if schedule.twins:
-            self._start_twins([job for job, _ in drawing])
-        news += [self._append(job, drawn) for job, drawn in drawing]
-        for twin, drawn in zip(schedule.twins, output.outputs[num_rows:], strict=True):
-            job = self._jobs.get(twin.request_id)
-            if job is not None and drawn is not None:
-                news.append(self._update_twin(job, drawn))
-        for head in searching.values():
-            news += self._advance_search(head)
-        return news
+            drawing.append((job, drawn))
+        return drawing, news
 
     def _advance_search(self, head: Job) -> list[RequestOutput]:
         """Beams of it have drawn; its answers when that was its last step."""
+        assert not self._flights, "beams are chosen while a step is in flight"
         if head.request.request_id not in self._jobs:  # one of its rows was broken
             return []
         if head.first_token_at is None:
@@ -226,44 +266,6 @@ class Scheduler:
             return [self._end(head, "stop")]
         self._beams.replace(head, children)
         return []
-
-    def _start_twins(self, firsts: list[Job]) -> None:
-        """These are about to draw: their twins hold the prompts, too. By arrival, as many run at
-        once as there is room for; the others wait like preempted ones."""
-        may_start = True
-        for job in sorted((t for first in firsts for t in first.twins), key=lambda t: t.arrival):
-            assert job.twin_of is not None
-            sequence, own = job.twin_of.sequence, None
-            may_start = may_start and self._num_startable(job, 1) > 0
-            if may_start and sequence is not None:
-                try:
-                    own = sequence.fork()
-                except OutOfPages:
-                    may_start = False
-            job.admit_twin(own, self._clock())
-            if own is not None:
-                self._waiting.note_admitted(job)
-                self._running[job.arrival] = job
-        for first in firsts:
-            first.twins = []
-
-    def _free_twins(self, first: Job) -> None:
-        for job in first.twins:
-            job.admit_twin(None, self._clock())
-        first.twins = []
-
-    def _num_startable(self, job: Job, count: int) -> int:
-        """How many of `count` forks of or like `job` may run at once: beside the others, and
-        passing nobody whom `job` must not."""
-        waiting = self._waiting
-        slots = min(count, self._max_running - len(self._running))
-        if slots <= 0 or waiting.barrier < job.arrival:
-            return 0
-        if waiting.highest_priority > job.request.params.priority:
-            return 0
-        outstanding = sum(self._pages_ahead(other) for other in self._running.values())
-        size = self._pages_for(_LOOKAHEAD) + 1
-        return max(0, min(slots, (self._cache.num_available - outstanding) // size))
 
     def _update_twin(self, job: Job, drawn: RowOutput) -> RequestOutput:
         if drawn.error is not None:
@@ -302,6 +304,9 @@ class Scheduler:
         if job.first_token_at is None:
             job.first_token_at = self._clock()
         reason = self._end_reason(job, drawn.token_id)
+        if self._flights and reason is None and job.sequence is not None and job.is_drawing:
+            # Its row in flight computes it already.
+            job.sequence.settle(job.tokens.view(len(job.tokens) - 1))
         return self._output(job, drawn, None if reason is None else self._close(job, reason))
 
     def _end_reason(self, job: Job, token_id: int) -> str | None:
@@ -338,7 +343,7 @@ class Scheduler:
         assert sequence is not None
         start = sequence.length
         while True:
-            count = 1 if wanted == 1 else max(1, self._fitting(job, wanted))
+            count = 1 if wanted == 1 else max(1, self._room.num_fitting(job, wanted))
             try:
                 sequence.extend(job.tokens.view(start, start + count))
                 return count
@@ -353,13 +358,6 @@ class Scheduler:
                     return 0
                 self._preempt(victim)
 
-    def _fitting(self, job: Job, count: int) -> int:
-        """For how many of `count` more tokens there is room without taking anyone's pages."""
-        sequence, cache = job.sequence, self._cache
-        assert sequence is not None
-        slack = -sequence.length % cache.page_size
-        return min(count, slack + cache.num_available * cache.page_size)
-
     def _victim(self, job: Job, plan: StepPlan) -> Job | None:
         """The lowest in rank below `job` that is not part of this step."""
         others = [j for j in self._running.values() if j.rank > job.rank and not plan.has(j)]
@@ -368,6 +366,7 @@ class Scheduler:
     def _preempt(self, job: Job) -> None:
         """Back to waiting; what was computed stays in the tree for as long as there is room."""
         assert job.sequence is not None
+        assert not self._flights, "a row in flight would be lost"
         job.sequence.release()
         job.sequence = None
         del self._running[job.arrival]
@@ -383,47 +382,31 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         """Start waiting requests in order, looking past those that cannot start now."""
-        waiting = self._waiting
+        waiting, room = self._waiting, self._room
         if plan.is_short or not waiting or not self._has_slots(plan):
             return
         waiting.refresh()
-        outstanding = sum(self._pages_ahead(job) for job in self._running.values())
-        room = self._cache.num_available - outstanding
-        if self._running and waiting.least_need > room and waiting.barrier == math.inf:
+        outstanding = room.num_outstanding()
+        spare = self._cache.num_available - outstanding
+        if self._running and waiting.least_need > spare and waiting.barrier == math.inf:
             return  # nobody has room: the queue need not be walked
         leaders = Leaders(self._running.values() if self._cache.reuses else ())
         for job in waiting.candidates():
             if self._cache.reuses and leaders.is_following(job):
                 waiting.note_follows(job)
                 continue
-            if self._fits(job, room) and self._start(job, plan):
+            if room.fits(job, spare) and self._start(job, plan):
                 leaders.add(job)
                 if not self._has_slots(plan):
                     return
-                outstanding += self._pages_ahead(job)
-                room = self._cache.num_available - outstanding
-            if self._running and waiting.least_need > room:
+                outstanding += room.pages_ahead(job)
+                spare = self._cache.num_available - outstanding
+            if self._running and waiting.least_need > spare:
                 return  # nor has anybody behind it
 
     def _has_slots(self, plan: StepPlan) -> bool:
-        return plan.budget > 0 and len(self._running) < self._max_running
-
-    def _fits(self, job: Job, room: int) -> bool:
-        """Whether there is room for all its tokens beside what the running ones still need."""
-        if not self._running:
-            return True  # alone it fits: `add` made sure
-        size = self._cache.page_size
-        unlocked = job.probe.cached_len // size - job.probe.locked_len // size
-        return self._waiting.need(job) + unlocked <= room
-
-    def _pages_ahead(self, job: Job) -> int:
-        """Pages that a running request will need soon."""
-        assert job.sequence is not None
-        ahead = min(len(job.tokens) + _LOOKAHEAD, job.request.max_len)
-        return max(0, self._pages_for(ahead) - len(job.sequence.pages))
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._cache.page_size)
+        num_running = len(self._running) - plan.num_ending
+        return plan.budget > 0 and num_running < self._max_running
 
     def _start(self, job: Job, plan: StepPlan) -> bool:
         """Lock its cached prefix and plan its first chunk; False, and nothing held, if no room."""
@@ -435,7 +418,7 @@ class Scheduler:
         )
         wanted = min(plan.budget, len(job.tokens) - sequence.cached_len)
         job.sequence = sequence
-        count = max(1, self._fitting(job, wanted))
+        count = max(1, self._room.num_fitting(job, wanted))
         try:
             sequence.extend(job.tokens.view(sequence.length, sequence.length + count))
         except OutOfPages:
@@ -484,7 +467,7 @@ class Scheduler:
     def _close(self, job: Job, reason: str, error: BaseException | None = None) -> Finish:
         """Take a job out of every queue, free its private pages, and add up its numbers."""
         self._let_go(job)
-        self._part_twins(job)
+        self._twins.part(job)
         counters, usage = self._counters, job.usage()
         counters.finished += reason in ("stop", "length")
         counters.aborted += reason == "abort"
@@ -514,18 +497,6 @@ class Scheduler:
         else:
             self._beams.unpark(job)
         del self._jobs[job.request.request_id]
-
-    def _part_twins(self, job: Job) -> None:
-        """`job` ends before its prompt was computed: the first of its twins takes its place."""
-        if not job.twins:
-            return
-        heir, *others = job.twins
-        heir.take_scores(job)
-        heir.twin_of, heir.twins, job.twins = None, others, []
-        for other in others:
-            other.twin_of = heir
-        heir.probe = self._cache.probe(heir.wanted(), heir.request.params.namespace)
-        self._waiting.add(heir, is_returning=True)  # older than the fresh ones behind it
 
     def _output(self, job: Job, drawn: RowOutput | None, finish: Finish | None) -> RequestOutput:
         request_id = job.request.request_id

@@ -12,7 +12,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from radixserve.attention.base import ForwardBatch
+from radixserve.attention.base import ForwardBatch, HostIndex
+from radixserve.attention.paged_plan import PagedPlan
+from radixserve.attention.parts import Part as PagedPart
 from radixserve.attention.torch import Dense, Group, Keys, Part, Plan, Single
 from radixserve.schedule import Row
 from radixserve_kernels.cpu_ops import BEGINS, CAUSAL, ENDS, Jobs
@@ -115,3 +117,49 @@ def _slots(keys: Keys, tokens: list[int], batch: ForwardBatch) -> Cells:
 
 def _range(which: slice | torch.Tensor) -> list[int]:
     return list(range(which.start, which.stop)) if isinstance(which, slice) else which.tolist()
+
+
+def cells_of_paged(plan: PagedPlan, host: HostIndex, view: int) -> list[Cells]:
+    """Of each token that the plan's own parts have, in the batch's order: what it shares last.
+
+    Cells are counted in tokens, so that they are the same however pages are read.
+    """
+    num_tokens = plan.own[-1].end
+    order = range(num_tokens) if plan.order is None else plan.order.tolist()
+    assert sorted(order) == list(range(num_tokens))
+    assert [part.first for part in plan.own] == [0, *(part.end for part in plan.own[:-1])]
+    assert all(part.is_causal for part in plan.own)
+    assert not any(part.is_causal for part in plan.shared)
+    seen: list[Cells] = [[] for _ in range(num_tokens)]
+    for part in (*plan.own, *plan.shared):
+        for place, cells in _read_paged(part, host, view):
+            seen[order[place]] += cells
+    return seen
+
+
+def _read_paged(part: PagedPart, host: HostIndex, view: int) -> list[tuple[int, Cells]]:
+    """Place of each query and what it sees in the part, whose laws are checked on the way."""
+    pages = part.kv_indices
+    pages = host.kv_indices[pages] if isinstance(pages, slice) else pages
+    for array in (part.qo_indptr, part.kv_indptr, part.last_page_len, part.kv_lens, pages):
+        assert array.dtype == np.int32
+    assert part.qo_indptr[0] == part.kv_indptr[0] == 0
+    assert part.qo_indptr[-1] == part.end - part.first
+    assert part.kv_indptr[-1] == part.num_pages == len(pages)
+    assert len(part.qo_indptr) == len(part.kv_indptr) == part.num_requests + 1
+    assert len(part.last_page_len) == part.num_requests
+    assert int(np.diff(part.qo_indptr).max()) == part.max_q
+    assert bool((np.diff(part.qo_indptr) >= 0).all())
+    found = []
+    for number in range(part.num_requests):
+        own = pages[part.kv_indptr[number] : part.kv_indptr[number + 1]].astype(np.int64)
+        last, length = int(part.last_page_len[number]), int(part.kv_lens[number])
+        assert length == (max(len(own) - 1, 0) * view + last)
+        assert 0 < last <= view if len(own) else last == 0
+        cells = (own[:, None] * view + np.arange(view)).ravel()[:length].tolist()
+        first, end = part.qo_indptr[number : number + 2].tolist()
+        for at in range(first, end):
+            visible = length - (end - 1 - at) if part.is_causal else length
+            assert visible > 0 or not part.is_causal
+            found.append((part.first + at, cells[:visible]))
+    return found

@@ -1,4 +1,4 @@
-"""Both attention backends behind one name."""
+"""All attention backends behind one name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import pytest
 from torch import Tensor
 
 from radixserve.attention import cpu as cpu_backend
+from radixserve.attention import flashinfer as flashinfer_backend
+from radixserve.attention import sharing
 from radixserve.attention import torch as torch_backend
 from radixserve.attention.base import AttentionBackend
+from radixserve.attention.flashinfer import FlashInferBackend
+from radixserve.attention.paged import PagedBackend
+from radixserve.attention.triton import TritonBackend
 from radixserve_kernels.cpu_ops import unavailable
+from tests.attention.fake_flashinfer import Fake, mark_sides
 from tests.cpu_kernels import bf16_routine, num_threads
 
 __all__ = ["bf16_routine", "num_threads"]
 
 Make = Callable[..., AttentionBackend]
+MakePaged = Callable[..., PagedBackend]
 
 
 @pytest.fixture
@@ -28,10 +35,42 @@ def make_cpu() -> Make:
     return make
 
 
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """FlashInfer's place is taken by one that computes on the CPU, for heads of any kind."""
+    monkeypatch.setattr(flashinfer_backend, "unfit", lambda *_: "")
+    mark_sides(monkeypatch)
+    return Fake()
+
+
+@pytest.fixture
+def make_flashinfer(fake: Fake) -> MakePaged:
+    def make(kv: Tensor, num_heads: int, **options: object) -> PagedBackend:
+        return FlashInferBackend(kv, num_heads, library=fake.library, **options)
+
+    return make
+
+
 @pytest.fixture(params=["torch", "cpu"])
-def make(request: pytest.FixtureRequest, make_cpu: Make) -> Make:
-    """Makes a backend of either kind; without its kernels the test is skipped."""
+def make_host(request: pytest.FixtureRequest, make_cpu: Make) -> Make:
+    """The CPU's own backends; without its kernels the test of that one is skipped."""
     return make_cpu if request.param == "cpu" else torch_backend.TorchBackend
+
+
+@pytest.fixture(params=["flashinfer", "triton"])
+def make_paged(request: pytest.FixtureRequest) -> MakePaged:
+    """CUDA's backends: flashinfer over a fake FlashInfer, triton over its kernels' twins."""
+    if request.param == "flashinfer":
+        return request.getfixturevalue("make_flashinfer")
+    return TritonBackend
+
+
+@pytest.fixture(params=["torch", "cpu", "flashinfer", "triton"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """All of them."""
+    if request.param in ("cpu", "flashinfer"):
+        return request.getfixturevalue(f"make_{request.param}")
+    return TritonBackend if request.param == "triton" else torch_backend.TorchBackend
 
 
 @pytest.fixture
@@ -39,3 +78,5 @@ def always_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rows have in common is attended to together."""
     monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
     monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
+    monkeypatch.setattr(sharing, "SHARE_BYTES", 1)
+    monkeypatch.setattr(sharing, "MERGE_TOKENS", 0)

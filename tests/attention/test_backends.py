@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from radixserve.attention.base import kv_view
 from radixserve.attention.cascade import find_shared
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.forward_batch import build_forward_batch
@@ -32,14 +33,26 @@ def check(make: Make, case: Case, layer: int = 1, scale: float | None = None) ->
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_matches_row_by_row(name: str, page_size: int, make: Make) -> None:
-    check(make, Case(LENGTHS[name], page_size, heads=8, kv_heads=2, dim=32, seed=page_size))
+def test_matches_row_by_row(name: str, page_size: int, make_host: Make) -> None:
+    check(make_host, Case(LENGTHS[name], page_size, heads=8, kv_heads=2, dim=32, seed=page_size))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_paged_matches_row_by_row(name: str, page_size: int, make_paged: Make) -> None:
+    check(make_paged, Case(LENGTHS[name], page_size, heads=8, kv_heads=2, dim=32, seed=page_size))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), (6, 2), (40, 1), (30, 2)])
 @pytest.mark.parametrize("dim", [8, 16, 20, 40, 64, 80, 96, 128])
-def test_head_shapes(heads: int, kv_heads: int, dim: int, make: Make) -> None:
-    check(make, Case(LENGTHS["everything"], 4, heads, kv_heads, dim))
+def test_head_shapes(heads: int, kv_heads: int, dim: int, make_host: Make) -> None:
+    check(make_host, Case(LENGTHS["everything"], 4, heads, kv_heads, dim))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), (6, 2), (30, 2)])
+@pytest.mark.parametrize("dim", [20, 64, 128])
+def test_paged_head_shapes(heads: int, kv_heads: int, dim: int, make_paged: Make) -> None:
+    check(make_paged, Case(LENGTHS["chunks and decodes"], 4, heads, kv_heads, dim))
 
 
 def test_scale_is_that_of_the_call(make: Make) -> None:
@@ -208,10 +221,31 @@ def test_a_query_with_gaps_between_its_heads(make: Make) -> None:
 
 
 def test_refuses_what_it_cannot_do(make: Make) -> None:
-    make(torch.zeros(1, 2, 1, 1, 2, 8), 2)  # or skip
-    with pytest.raises(ModelNotSupported, match="float16"):
-        type(make(torch.zeros(1, 2, 1, 1, 2, 8), 2))(
-            torch.zeros(1, 2, 1, 1, 2, 8, dtype=torch.float16), 2
-        )
+    backend = make(torch.zeros(1, 2, 1, 1, 2, 8), 2)  # or skip
     with pytest.raises(ModelNotSupported, match="evenly"):
         make(torch.zeros(1, 2, 1, 1, 2, 8), 3)
+    if backend.name != "flashinfer":  # which refuses more, see test_flashinfer_calls.py
+        with pytest.raises(ModelNotSupported, match="float64"):
+            type(backend)(torch.zeros(1, 2, 1, 1, 2, 8, dtype=torch.float64), 2)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize("name", ["everything", "decodes", "three levels"])
+def test_attend_reads_what_others_stored(name: str, make: Make) -> None:
+    """`run` is storing and attending: a model may do the first itself."""
+    if name in SHARED:
+        lengths, groups = SHARED[name]
+        case: Case = SharedCase(lengths, 2, groups, heads=4, kv_heads=2, dim=16)
+    else:
+        case = Case(LENGTHS[name], 2, 4, 2, 16)
+    whole = make(case.kv.clone(), 4)
+    expected = run(whole, case)
+    backend = make(case.kv, 4)
+    k_slots, v_slots = kv_view(backend.kv, 1)
+    k_slots[case.batch.slot_mapping], v_slots[case.batch.slot_mapping] = case.k, case.v
+    backend.plan(case.batch)
+    assert torch.equal(backend.attend(case.q, 1), expected)
+    assert torch.equal(backend.kv, whole.kv)
+    torch.testing.assert_close(
+        backend.attend(case.q, 1, 0.5).double(), case.expected(1, 0.5)[0], atol=2e-6, rtol=2e-5
+    )

@@ -17,7 +17,7 @@ from radixserve.attention.torch import TorchBackend
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import FIRST_POSITIONS, load_decoder
-from radixserve.models.weights import load_config
+from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import Row, SampleSpec
@@ -86,10 +86,10 @@ def worlds(
     """On CPU kernels, and on torch."""
     if reason := unavailable(dtype):
         pytest.skip(reason)
-    config = load_config(folder)
+    source = checkpoint(folder)
     return (
-        World(load_cpu_decoder(folder, config, dtype), page_size, True),
-        World(load_decoder(folder, config, dtype, CPU), page_size, False),
+        World(load_cpu_decoder(source, dtype), page_size, True),
+        World(load_decoder(source, dtype, CPU), page_size, False),
     )
 
 

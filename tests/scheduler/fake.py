@@ -3,6 +3,8 @@
 The K/V of a position is a hash of all tokens up to it. Before a row is computed every cell that it
 may read is checked against the hash it must hold, so a page given away too early, overwritten,
 copied late or shared wrongly is found in the very step in which it would do harm.
+
+The runner also keeps a table of every request's pages, told what changed alone, and compares it.
 """
 
 from __future__ import annotations
@@ -55,8 +57,21 @@ class FakeRunner:
         self.hashes: dict[str, list[int]] = {}
         self.computed: dict[tuple[str, int], int] = {}  # (namespace, prefix hash) -> times
         self.namespaces: dict[str, str] = {}
+        self.table: dict[str, list[int]] = {}  # each request's pages, told what changed alone
 
     def execute(self, schedule: Schedule) -> StepOutput:
+        self.read_pages(schedule)
+        return self.run(schedule)
+
+    def read_pages(self, schedule: Schedule) -> None:
+        for row in schedule.rows:
+            pages, first = row.page_ids.tolist(), row.first_new_page
+            known = self.table.get(row.request_id, [])
+            assert first <= len(known)
+            assert known[:first] + pages[first:] == pages, "a page changed and nobody was told"
+            self.table[row.request_id] = pages
+
+    def run(self, schedule: Schedule) -> StepOutput:
         for source, target, count in schedule.copies:
             self.cells[target, :count] = self.cells[source, :count]
         written = [cell for row in schedule.rows for cell in self._slots(row, row.start, row.end)]
@@ -127,7 +142,10 @@ class FakeRunner:
             return None
         hashes = self.hashes[row.request_id]
         given, tokens = row.sample.token_ids.tolist(), self.tokens[row.request_id]
-        assert given == (tokens[: len(given)] if row.sample.params.is_plain else tokens)
+        assert given == tokens[: len(given)]
+        if not row.sample.params.is_plain:
+            assert len(given) + row.sample.num_unknown == len(tokens)
+            assert row.sample.num_drawn == len(tokens) - row.sample.num_prompt
         if row.sample.num_candidates:
             return self.candidates(hashes[row.end - 1], row)
         return RowOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())

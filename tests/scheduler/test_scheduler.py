@@ -11,8 +11,8 @@ from radixserve.cache import RadixCache
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SampleSpec
-from radixserve.scheduler import Scheduler
 from radixserve.scheduler.job import Job
+from radixserve.scheduler.room import Room
 from radixserve.scheduler.waiting import WaitingRoom
 from tests.scheduler.fake import EOS, VOCAB, Driver, random_prompt
 
@@ -402,13 +402,13 @@ def test_a_queue_in_which_nobody_fits_is_not_walked_again(
     for i in range(50):
         driver.add(f"w{i}", prompt(i + 1, 110), max_tokens=1)
     driver.step()
-    fits, asked = Scheduler._fits, [0]
+    fits, asked = Room.fits, [0]
 
     def counted(*args: object) -> bool:
         asked[0] += 1
         return fits(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Scheduler, "_fits", counted)
+    monkeypatch.setattr(Room, "fits", counted)
     for _ in range(20):
         driver.step()
     assert asked[0] == 0

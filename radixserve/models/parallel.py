@@ -1,0 +1,143 @@
+"""A decoder's weights split over ranks, each of which computes a part of every layer.
+
+Query heads, key/value heads and the columns of the MLP are split; o and down take what a rank has
+of them, so that the sum over the ranks is the layer's output. Key/value heads are repeated where
+there are more ranks than heads. The embedding is whole in every rank; the head is split by
+vocabulary. What ranks say to each other is behind `Ranks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from radixserve.errors import InvalidRequest
+from radixserve.models.decoder import DecoderShape, LayerTensors, WeightAndBias
+
+MAX_RANKS = 64
+
+
+class Ranks(Protocol):
+    """The way from one rank to the others. Every call is made by all of them, in the same order.
+
+    The tensor calls may be part of a CUDA graph; their results are equal in every rank to the bit.
+    """
+
+    rank: int  # 0 draws the tokens
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, in the memory of x."""
+        ...
+
+    def gather_columns(self, x: Tensor) -> Tensor:
+        """[S, size * n]: every rank's x [S, n] side by side."""
+        ...
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrite x by that of rank 0."""
+        ...
+
+    def agree(self, number: int) -> int:
+        """The smallest of every rank's number. Waits for all of them; not part of a graph."""
+        ...
+
+
+def check_split(shape: DecoderShape, size: int) -> None:
+    """Raise InvalidRequest, naming the sizes that are possible, if `size` ranks cannot share."""
+    reason = _why_not(shape, size)
+    if reason:
+        possible = [str(n) for n in range(1, MAX_RANKS + 1) if not _why_not(shape, n)]
+        raise InvalidRequest(
+            f"tensor_parallel_size={size} cannot split this model: {reason}; "
+            f"possible are {', '.join(possible)}"
+        )
+
+
+def _why_not(shape: DecoderShape, size: int) -> str:
+    for count, what in (
+        (shape.num_heads, "query heads"),
+        (shape.intermediate_size, "columns of the MLP"),
+    ):
+        if count % size:
+            return f"{count} {what} are no multiple of it"
+    if shape.num_kv_heads % size and size % shape.num_kv_heads:
+        return f"{shape.num_kv_heads} key/value heads can neither be split nor repeated evenly"
+    return ""
+
+
+def shard_shape(shape: DecoderShape, size: int) -> DecoderShape:
+    """What each of `size` ranks has."""
+    return replace(
+        shape,
+        num_heads=shape.num_heads // size,
+        num_kv_heads=max(1, shape.num_kv_heads // size),
+        intermediate_size=shape.intermediate_size // size,
+    )
+
+
+def shard_layer(layer: LayerTensors, shape: DecoderShape, rank: int, size: int) -> LayerTensors:
+    """A rank's part of a layer; `shape` is that of the whole. Copies: nothing whole stays alive."""
+    heads = _part(shape.num_heads, rank, size)
+    kv_heads = _kv_heads(shape, rank, size)
+    dim, num_heads = shape.head_dim, shape.num_heads
+    parts = (
+        slice(heads.start * dim, heads.stop * dim),
+        *(
+            slice((first + kv_heads.start) * dim, (first + kv_heads.stop) * dim)
+            for first in (num_heads, num_heads + shape.num_kv_heads)
+        ),
+    )
+    columns = _part(shape.intermediate_size, rank, size)
+    qk_norm = layer.qk_norm
+    if qk_norm is not None:
+        k_norm = qk_norm[num_heads + kv_heads.start : num_heads + kv_heads.stop]
+        qk_norm = torch.cat((qk_norm[heads], k_norm))
+    qkv, bias = layer.qkv
+    return LayerTensors(
+        input_norm=layer.input_norm,
+        qkv=(_rows(qkv, *parts), None if bias is None else _rows(bias, *parts)),
+        qk_norm=qk_norm,
+        o=_columns(layer.o, parts[0], rank),
+        post_norm=layer.post_norm,
+        gate=_both_rows(layer.gate, columns),
+        up=_both_rows(layer.up, columns),
+        down=_columns(layer.down, columns, rank),
+    )
+
+
+def shard_head(head: Tensor, rank: int, size: int) -> Tensor:
+    """A rank's rows of the head [V, H], as many in every rank: zeros behind the last of them."""
+    count = -(-len(head) // size)
+    part = head[rank * count : (rank + 1) * count]
+    return F.pad(part, (0, 0, 0, count - len(part))) if len(part) < count else part.clone()
+
+
+def _part(count: int, rank: int, size: int) -> slice:
+    each = count // size
+    return slice(rank * each, (rank + 1) * each)
+
+
+def _kv_heads(shape: DecoderShape, rank: int, size: int) -> slice:
+    """Those that the rank's query heads read; several ranks have the same one where it must be."""
+    first = rank * shape.num_kv_heads // size
+    return slice(first, first + max(1, shape.num_kv_heads // size))
+
+
+def _rows(tensor: Tensor, *parts: slice) -> Tensor:
+    return torch.cat([tensor[part] for part in parts])
+
+
+def _both_rows(both: WeightAndBias, part: slice) -> WeightAndBias:
+    weight, bias = both
+    return weight[part].clone(), None if bias is None else bias[part].clone()
+
+
+def _columns(both: WeightAndBias, part: slice, rank: int) -> WeightAndBias:
+    """The bias is added once, by rank 0."""
+    weight, bias = both
+    return weight[:, part].clone(memory_format=torch.contiguous_format), bias if rank == 0 else None

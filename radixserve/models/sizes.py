@@ -1,0 +1,111 @@
+"""Shapes of published models, and of tiny ones: what can be run with random weights.
+
+The fields are those of the config.json that each model was published with. Their end tokens are
+left out: no token of a model with random weights means an end, so that an answer has the length
+that was asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixserve.errors import InvalidRequest
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.02,
+    "dtype": "bfloat16",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_LLAMA_8B = {
+    **_LLAMA,
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "initializer_range": 0.02,
+    "dtype": "bfloat16",
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+}
+_TINY: dict[str, Any] = {  # weights so wide that logits differ and greedy answers vary
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "dtype": "float32",
+}
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        **_LLAMA_8B,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    },
+    "llama-3.1-8b": {
+        **_LLAMA_8B,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "tiny-llama": {
+        **_LLAMA,
+        **_TINY,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "tiny-qwen3": {**_QWEN3, **_TINY, "head_dim": 32, "tie_word_embeddings": True},
+}
+
+
+def size_config(name: str) -> Any:
+    """The transformers config of a name in SIZES. Raises InvalidRequest that lists them."""
+    fields = SIZES.get(name)
+    if fields is None:
+        raise InvalidRequest(f"there is no config {name!r}; possible are {', '.join(SIZES)}")
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**fields, bos_token_id=None, eos_token_id=None, pad_token_id=None)

@@ -1,0 +1,56 @@
+"""Which device a runner uses, what it is, and why one that was asked for cannot be had."""
+
+from __future__ import annotations
+
+import torch
+
+from radixserve.errors import InvalidRequest
+
+
+def choose_device(asked: str, attention_backend: str = "auto") -> torch.device:
+    """The device that EngineConfig.device stands for, with its number on CUDA.
+
+    "auto" is the first CUDA device, else the CPU; and the CPU for the backend that needs it. Raises
+    InvalidRequest, naming the reason and what works, for one that is not there.
+    """
+    if asked == "cpu" or (asked == "auto" and attention_backend == "cpu"):
+        return torch.device("cpu")
+    if reason := why_no_cuda():
+        if asked == "auto":
+            return torch.device("cpu")
+        raise InvalidRequest(
+            f'device="{asked}" needs a CUDA device: {reason}; device="cpu" and "auto" work'
+        )
+    if asked == "auto":
+        return torch.device("cuda", 0)
+    device, count = torch.device(asked), torch.cuda.device_count()
+    number = torch.cuda.current_device() if device.index is None else device.index
+    if number >= count:
+        last = "" if count == 1 else f" to cuda:{count - 1}"
+        raise InvalidRequest(f'device="{asked}" is not there; this machine has cuda:0{last}')
+    return torch.device("cuda", number)
+
+
+def why_no_cuda() -> str:
+    """Why torch reaches no CUDA device, or ""."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    return f"torch {torch.__version__} finds none"
+
+
+def check_dtype(asked: str, device: torch.device) -> None:
+    """Raise InvalidRequest for a dtype (EngineConfig.dtype) that the device does not compute in."""
+    if asked == "float16" and device.type == "cpu":
+        raise InvalidRequest(
+            'dtype="float16" needs a CUDA device, and the device is the CPU; '
+            '"float32" and "bfloat16" work there'
+        )
+
+
+def describe_device(device: torch.device) -> str:
+    """ "cpu", or "cuda:0 (NVIDIA H200)"."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"

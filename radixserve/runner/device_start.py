@@ -1,0 +1,135 @@
+"""From a loaded model to a runner that is ready on a device: trial, pool, backend, graphs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from radixserve.attention.base import AttentionBackend
+from radixserve.attention.choice import make_backend
+from radixserve.config import EngineConfig
+from radixserve.models.base import LanguageModel, ModelInfo
+from radixserve.models.parallel import Ranks
+from radixserve.runner.cuda_graph import ladder
+from radixserve.runner.device_batch import BatchSender
+from radixserve.runner.device_memory import (
+    MemoryUse,
+    fitting_pages,
+    forget_peak,
+    graph_bytes,
+    measure,
+    most_pages,
+)
+from radixserve.runner.device_queue import DeviceQueue
+from radixserve.runner.device_steps import DeviceSteps
+from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.page_table import PageTable
+from radixserve.runner.warm_up import num_trial_pages, trial_schedules
+
+logger = logging.getLogger("radixserve")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A runner's parts on a device."""
+
+    steps: DeviceSteps
+    pool: KVPool
+    backend: AttentionBackend
+
+
+def start_on_device(
+    model: LanguageModel,
+    backend_name: str,
+    config: EngineConfig,
+    queue: DeviceQueue,
+    ranks: Ranks | None = None,
+) -> Started:
+    """Warm up, take the memory that the pool may have, record decode steps.
+
+    Raises InvalidRequest if there is no room for the pool.
+    """
+    info, size = model.info, config.page_size
+    num_pages = _given_pages(config, info, queue)
+    longest = min(config.max_seq_len or info.max_positions, info.max_positions)
+    line_pages = min(-(-longest // size), num_pages or most_pages(queue.device, info, size))
+    longest = min(longest, line_pages * size)
+    sizes = ladder(config.max_running) if config.cuda_graphs and can_record(model) else ()
+    with queue.active():
+        table = PageTable(config.max_running, line_pages, queue.device)
+        sender = BatchSender(queue, table, size, max(sizes, default=0))
+        steps = DeviceSteps(model, queue, sender, table, ranks)
+
+        def attend_over(pool: KVPool) -> Any:
+            return make_backend(backend_name, pool.kv, info.num_heads, shares=config.tree_attention)
+
+        later = graph_bytes(max(sizes, default=0), info.vocab_size)
+        use = _try_out(steps, attend_over, config, queue, longest, later)
+        if num_pages is None:
+            share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * size
+            num_pages = fitting_pages(use, share, page_bytes, size)
+        if ranks is not None:
+            num_pages = ranks.agree(num_pages)
+        pool = KVPool(info, num_pages, size, queue.device)
+        backend = attend_over(pool)
+        steps.use(pool, backend)
+        if sizes and hasattr(backend, "for_graph"):
+            logger.info("recording decode steps of %s rows", _shown(sizes))
+            began = time.perf_counter()
+            steps.graphs.record(
+                model,
+                backend,
+                sizes,
+                lambda rows: min(rows * line_pages, 4 * pool.num_pages + rows),
+                shares=config.tree_attention,
+            )
+            spent = time.perf_counter() - began
+            logger.info("decode steps recorded in %.1f s", spent)
+    return Started(steps, pool, backend)
+
+
+def _given_pages(config: EngineConfig, info: ModelInfo, queue: DeviceQueue) -> int | None:
+    """The pool's pages where the settings or the CPU's memory say them; None: to be measured."""
+    is_given = config.num_pages is not None or config.kv_cache_memory is not None
+    if not is_given and queue.device.type == "cuda":
+        return None
+    return choose_num_pages(config, info)
+
+
+def can_record(model: LanguageModel) -> bool:
+    """Whether a graph can be made of its forward."""
+    return bool(getattr(model, "can_record", False))
+
+
+def _try_out(
+    steps: DeviceSteps,
+    attend_over: Any,
+    config: EngineConfig,
+    queue: DeviceQueue,
+    longest: int,
+    later: int,
+) -> MemoryUse:
+    """Run the trial schedules over a pool of their own; what they needed.
+
+    longest: most tokens of a row. later: bytes that will be taken behind the pool.
+    """
+    logger.info("warming up on %s: kernels are compiled when they first run", queue.device)
+    began, info, size = time.perf_counter(), steps.info, config.page_size
+    forget_peak(queue.device)
+    count = num_trial_pages(config.chunk_size, config.max_running, size)
+    pool = KVPool(info, count, size, queue.device)
+    backend = attend_over(pool)
+    if hasattr(backend, "prepare"):
+        backend.prepare()
+    steps.use(pool, backend)
+    for schedule in trial_schedules(config.chunk_size, config.max_running, longest, size):
+        steps.collect(steps.launch(schedule))
+    steps.let_go()
+    logger.info("warmed up in %.1f s", time.perf_counter() - began)
+    return measure(queue.device, pool.num_bytes, later)
+
+
+def _shown(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))

@@ -1,0 +1,106 @@
+"""`Flight`: a step that was handed out and not yet answered, and what may be planned behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from radixserve.cache import PrefixCache
+from radixserve.schedule import Schedule
+from radixserve.scheduler.job import Job
+from radixserve.scheduler.plan import StepPlan
+
+
+class Flight:
+    """Whose rows a step has, by identity: while it is computed a request may end, and another one
+    come by the same id."""
+
+    __slots__ = ("rows", "schedule", "twins")
+
+    def __init__(self, schedule: Schedule, plan: StepPlan) -> None:
+        self.schedule = schedule
+        self.rows = plan.jobs  # the job of each row, and the sequence it had then
+        self.twins = plan.twin_jobs  # the job of each twin, and its first one
+
+    def living_rows(self) -> Iterator[Job]:
+        """The jobs that still wait for their row; one that ends meanwhile may end others."""
+        return (job for job, sequence in self.rows if job.sequence is sequence)
+
+    def living_twins(self) -> list[Job]:
+        """A twin whose first one has ended meanwhile is a request of its own."""
+        waiting = {first: set(first.twins) for _, first in self.twins}
+        return [job for job, first in self.twins if job in waiting[first]]
+
+    def sources(self) -> dict[Job, int] | None:
+        """Which output of this step is the next token of which job.
+
+        None where the next step cannot be planned before this one's answer: a penalty counts the
+        token that is drawn; beams and twins begin, end and share pages by it; scores decide what is
+        scored next. Nothing else asks for a token itself: what may be drawn and which random
+        numbers are used go by how many there were before.
+        """
+        if self.twins:
+            return None
+        found = {}
+        for at, row in enumerate(self.schedule.rows):
+            job, sequence = self.rows[at]
+            if job.sequence is not sequence:
+                continue
+            if row.targets is not None:
+                return None
+            spec = row.sample
+            if spec is not None:
+                if spec.num_candidates or spec.params.has_penalty:
+                    return None
+                found[job] = at
+        return found
+
+
+def plan_behind(flight: Flight, plan: StepPlan, running: Iterable[Job], cache: PrefixCache) -> bool:
+    """Rows of the running jobs, as if `flight` had been answered and nobody ended by it but those
+    that reach their length: decodes first, then prefill chunks, each in order of rank.
+
+    False, and nothing is planned, where the answer must come first: see `Flight.sources`; or not
+    all have room. Then pages would have to be taken from somebody, but who goes on and what is free
+    shows only in the answer.
+    """
+    sources = flight.sources()
+    if sources is None:
+        return False
+    wanted, num_pages, budget = [], 0, plan.budget
+    for is_prefill, _, job, left in _in_order(running, plan):
+        count = min(budget, left) if is_prefill else 1
+        if count:
+            assert job.sequence is not None
+            num_pages += job.sequence.pages_wanted(count)
+            budget -= count if is_prefill else 0
+            wanted.append((job, count, is_prefill, left))
+    if num_pages > cache.num_available:
+        return False
+    for job, count, is_prefill, left in wanted:
+        sequence = job.sequence
+        assert sequence is not None
+        if left:
+            at = sequence.length
+            sequence.extend(job.tokens.view(at, at + count))
+        else:
+            sequence.reserve(1)
+        plan.add(job, count, is_decode=not is_prefill, source=-1 if left else sources[job])
+    return True
+
+
+def _in_order(
+    running: Iterable[Job], plan: StepPlan
+) -> list[tuple[bool, tuple[int, int], Job, int]]:
+    """(does it prefill, rank, job, tokens that no step computes yet) of those that go on; with none
+    of these left the step in flight draws the next one."""
+    order = []
+    for job in running:
+        assert job.sequence is not None
+        left = len(job.tokens) - job.sequence.length
+        if not left and job.ends_next:
+            plan.num_ending += 1
+        else:
+            is_prefill = left > 1 or (left == 1 and not job.only_draws)
+            order.append((is_prefill, job.rank, job, left))
+    order.sort()  # ranks differ: jobs are never compared
+    return order

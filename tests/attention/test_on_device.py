@@ -1,0 +1,120 @@
+"""The CUDA backends on a CUDA device, graphs captured for real; and the same on the CPU.
+
+Where there is no such device, the CPU's half still shows that the test is a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.attention.base import AttentionBackend
+from radixserve.attention.choice import why_not
+from radixserve.attention.flashinfer import FlashInferBackend
+from radixserve.attention.paged import PagedBackend
+from radixserve.attention.triton import TritonBackend
+from radixserve.runner.forward_batch import build_forward_batch
+from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase
+from tests.attention.fake_flashinfer import Fake
+from tests.attention.test_paged_graph import store
+
+DTYPE = torch.bfloat16
+SHAPE = {"heads": 8, "kv_heads": 2, "dim": 64, "dtype": DTYPE}
+Build = Callable[[Case], PagedBackend]
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=["flashinfer", "triton"])
+def build(request: pytest.FixtureRequest, device: torch.device) -> Build:
+    """A backend on the device, over a case's pool with the new tokens stored in layer 1."""
+    name = request.param
+    if device.type == "cuda" and (reason := why_not(name, DTYPE, device, 64)):
+        pytest.skip(reason)
+    fake = request.getfixturevalue("fake") if device.type == "cpu" else Fake()
+
+    def make(case: Case) -> PagedBackend:
+        kv = case.kv.clone()
+        store(case, kv, 1)
+        if name == "triton":
+            return TritonBackend(kv.to(device), 8)
+        library = fake.library if device.type == "cpu" else None
+        return FlashInferBackend(kv.to(device), 8, library=library)
+
+    return make
+
+
+def cases() -> list[tuple[str, int]]:
+    return [(name, page_size) for name in (*LENGTHS, *SHARED) for page_size in (1, 16)]
+
+
+def case_of(name: str, page_size: int) -> Case:
+    if name in LENGTHS:
+        return Case(LENGTHS[name], page_size, **SHAPE)
+    lengths, groups = SHARED[name]
+    shared = [(rows, count * 2 // page_size) for rows, count in groups]
+    return SharedCase(lengths, page_size, shared, **SHAPE)
+
+
+def check(out: Tensor, case: Case) -> None:
+    expected, _ = case.expected(1)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=2e-2, rtol=5e-2)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize(("name", "page_size"), cases()[::3])
+def test_steps(name: str, page_size: int, build: Build, device: torch.device) -> None:
+    case = case_of(name, page_size)
+    backend = build(case)
+    backend.plan(build_forward_batch(case.rows, page_size, device))
+    check(backend.attend(case.q.to(device), 1), case)
+
+
+def captured(backend: AttentionBackend, q: Tensor) -> tuple[Callable[[], None], Tensor]:
+    """What attends anew in layer 1, over the same memory, and where the result lies."""
+    out = torch.empty_like(q)
+
+    def attend() -> None:
+        out.copy_(backend.attend(q, 1))
+
+    attend()  # compiles and allocates what must not happen while a graph is captured
+    if not q.is_cuda:
+        return attend, out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    return graph.replay, out
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("num_levels", [0, 1])
+def test_graphs(num_levels: int, page_size: int, build: Build, device: torch.device) -> None:
+    """Captured with one batch, replayed with others of every number of rows."""
+    everything = SharedCase([(64 + 9 * at, 1) for at in range(12)], page_size, [], **SHAPE)
+    for row in everything.rows[1:7]:
+        row.page_ids[: 48 // page_size] = everything.rows[0].page_ids[: 48 // page_size]
+    everything.batch = build_forward_batch(everything.rows, page_size, torch.device("cpu"))
+    backend = build(everything)
+    graph = backend.for_graph(12, 12 * 200, num_levels)
+    q = torch.zeros(12, 8, 64, dtype=DTYPE, device=device)
+    replay, out = captured(graph, q)
+    expected, _ = everything.expected(1)
+    for some in ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3], [0, 1, 2, 6], [8, 2, 11, 0, 1]):
+        rows = [everything.rows[at] for at in some]
+        graph.plan(build_forward_batch(rows, page_size, device))
+        q.fill_(torch.nan)
+        q[: len(some)] = everything.q[some].to(device)
+        replay()
+        torch.testing.assert_close(
+            out[: len(some)].cpu().double(), expected[np.array(some)], atol=2e-2, rtol=5e-2
+        )

@@ -1,0 +1,226 @@
+"""Decode steps of fixed shape: recorded once, planned and replayed for others, on the CPU.
+
+A recording is the list of kernels that `attend` launched, with the tensors they were given: what a
+CUDA graph keeps. Replaying it runs no Python of the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.attention import sharing
+from radixserve.attention import triton as triton_backend
+from radixserve.attention.paged import PagedBackend, PagedGraph
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.schedule import Row
+from radixserve_kernels import gpu_ops
+from tests.attention.cases import CPU, Case, SharedCase, run
+from tests.attention.conftest import MakePaged
+from tests.attention.fake_flashinfer import Fake
+
+Recording = list[Callable[[], None]]
+
+
+@pytest.fixture
+def recording(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Recording:
+    """Everything that is launched from now on, by whichever kernels."""
+    kernels: Recording = []
+    fake.recording = kernels
+
+    def recorded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            kernels.append(lambda: call(*args, **kwargs))
+            return call(*args, **kwargs)
+
+        return launch
+
+    names = ("decode", "extend", "merge_states")
+    ops = {name: recorded(getattr(gpu_ops, name)) for name in names}
+    ops |= {name: getattr(gpu_ops, name) for name in ("choose_splits", "choose_num_splits")}
+    monkeypatch.setattr(triton_backend, "gpu_ops", SimpleNamespace(**ops))
+    return kernels
+
+
+class Recorded:
+    """A graph's `attend` of one layer; `replay` runs what it launched."""
+
+    def __init__(self, graph: PagedGraph, recording: Recording, layer: int, case: Case) -> None:
+        self.graph = graph
+        self._q = torch.zeros(graph.shape.num_rows, *case.q.shape[1:], dtype=case.q.dtype)
+        recording.clear()
+        self._out = graph.attend(self._q, layer)
+        self._kernels = list(recording)
+        self.num_kernels = len(self._kernels)
+
+    def replay(self, case: Case) -> Tensor:
+        """[rows of the case, Hq, D] after a plan."""
+        self._q.fill_(torch.nan)
+        self._q[: len(case.q)] = case.q
+        self._out.fill_(torch.nan)
+        for kernel in self._kernels:
+            kernel()
+        return self._out[: len(case.q)]
+
+
+def store(case: Case, kv: Tensor, layer: int) -> None:
+    """The new tokens' K and V, as a model that calls `attend` does."""
+    for at, new in enumerate((case.k, case.v)):
+        kv[layer, at].flatten(0, 1)[case.batch.slot_mapping] = new
+
+
+def pool_of(cases: list[Case]) -> Tensor:
+    """Room for the pages of any of them; what is not used must not be read."""
+    most = max(cases, key=lambda case: case.kv.shape[2]).kv
+    return torch.full_like(most, torch.nan)
+
+
+def check_replays(
+    backend: PagedBackend,
+    graph: PagedGraph,
+    recording: Recording,
+    cases: list[Case],
+    layer: int = 1,
+) -> None:
+    """One recording, made of the first case, answers all of them in turn."""
+    pool = backend.kv
+    held: Recorded | None = None
+    for case in [*cases, *cases[::-1]]:
+        pool.fill_(torch.nan)
+        pool[:, :, : case.kv.shape[2]] = case.kv
+        pool[:, :, 0].nan_to_num_(0.5)  # the padding's page may hold anything that is a number
+        store(case, pool, layer)
+        assert graph.fits(case.batch)
+        graph.plan(case.batch)
+        held = held or Recorded(graph, recording, layer, case)
+        out = held.replay(case)
+        expected, _ = case.expected(layer)
+        torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=2e-5)
+
+
+def decodes(seed: int, page_size: int, *, shared: bool) -> Case:
+    generator = np.random.default_rng(seed)
+    lengths = [(int(n), 1) for n in generator.integers(0, 60, generator.integers(1, 9))]
+    shape = {"heads": 4, "kv_heads": 2, "dim": 16, "seed": seed}
+    if not shared:
+        return Case(lengths, page_size, **shape)
+    groups, first = [], 0
+    while first + 1 < len(lengths):
+        end = min(len(lengths), first + int(generator.integers(2, 5)))
+        least = min(start for start, _ in lengths[first:end]) // page_size
+        groups.append((range(first, end), int(generator.integers(0, least + 1))))
+        first = end
+    if len(lengths) > 3:
+        groups.append(((0, 1, len(lengths) - 1), min(3, min(n for n, _ in lengths) // page_size)))
+    return SharedCase(lengths, page_size, groups, **shape)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize("num_levels", [0, 1])
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_replays_of_one_recording(
+    page_size: int, num_levels: int, make_paged: MakePaged, recording: Recording
+) -> None:
+    cases = [decodes(seed, page_size, shared=seed % 3 > 0) for seed in range(6)]
+    backend = make_paged(pool_of(cases), 4)
+    graph = backend.for_graph(9, 9 * 64, num_levels)
+    assert graph.num_levels == num_levels
+    check_replays(backend, graph, recording, cases)
+
+
+@pytest.mark.usefixtures("always_share")
+@pytest.mark.parametrize(("page_size", "view"), [(4, 1), (6, 2), (96, None)])
+def test_pages_may_be_read_as_smaller_ones(
+    page_size: int, view: int | None, make_paged: MakePaged, recording: Recording
+) -> None:
+    cases = [decodes(seed, page_size, shared=seed % 2 > 0) for seed in range(4)]
+    backend = make_paged(pool_of(cases), 4, view=view)
+    check_replays(backend, backend.for_graph(8, 8 * 20, 1), recording, cases)
+    for case in cases:
+        backend.kv[:, :, : case.kv.shape[2]] = case.kv
+        expected, _ = case.expected(0)
+        torch.testing.assert_close(run(backend, case, 0).double(), expected, atol=3e-6, rtol=2e-5)
+
+
+@pytest.mark.usefixtures("always_share")
+def test_graphs_of_all_sizes_in_turn(make_paged: MakePaged, recording: Recording) -> None:
+    """They share memory and are used one at a time, between steps that are no graphs'."""
+    cases = [decodes(seed, 2, shared=True) for seed in range(9)]
+    backend = make_paged(pool_of(cases), 4)
+    graphs = [backend.for_graph(n, n * 40, levels) for n in (8, 4, 2, 1) for levels in (0, 1)]
+    held: dict[int, Recorded] = {}
+    for case in cases * 2:
+        pool = backend.kv
+        pool[:, :, : case.kv.shape[2]] = case.kv
+        pool[:, :, 0].nan_to_num_(0.5)
+        store(case, pool, 0)
+        expected, _ = case.expected(0)
+        for number, graph in enumerate(graphs):
+            if len(case.rows) > graph.shape.num_rows:
+                assert not graph.fits(case.batch)
+                continue
+            graph.plan(case.batch)
+            if number not in held:
+                held[number] = Recorded(graph, recording, 0, case)
+            out = held[number].replay(case)
+            torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=2e-5)
+        eager = run(backend, case, 0)
+        torch.testing.assert_close(eager.double(), expected, atol=3e-6, rtol=2e-5)
+
+
+def test_what_a_graph_launches(make_paged: MakePaged, recording: Recording) -> None:
+    case = decodes(1, 2, shared=False)
+    backend = make_paged(case.kv, 4)
+    for num_levels, num_kernels in ((0, 1), (1, 3)):
+        graph = backend.for_graph(16, 600, num_levels)
+        assert Recorded(graph, recording, 0, case).num_kernels == num_kernels
+    with pytest.raises(ValueError, match="0 or 1 shared levels, not 2"):
+        backend.for_graph(16, 600, 2)
+
+
+def test_which_graph_to_replay(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a level where it pays for the rows as they lie."""
+    token_bytes = 2 * 2 * 16 * 4
+    monkeypatch.setattr(sharing, "SHARE_BYTES", 200 * token_bytes)
+    groups, lengths = [(range(4), 40)], [(80, 1)] * 4 + [(5, 1)] * 3
+    case = SharedCase(lengths, 2, groups, heads=4, kv_heads=2, dim=16)
+    assert make_paged(case.kv, 4).levels_for_graph(case.batch) == 1  # saves 3 * 80 tokens
+    assert make_paged(case.kv, 4, shares=False).levels_for_graph(case.batch) == 0
+    apart = [case.rows[at] for at in (0, 4, 1, 5, 2, 6, 3)]
+    batch = build_forward_batch(apart, 2, CPU)
+    backend = make_paged(case.kv, 4)
+    assert backend.levels_for_graph(batch) == 0
+    backend.plan(batch)
+    assert backend._order is not None  # where rows may be put together it pays
+
+
+def test_what_does_not_fit(make_paged: MakePaged) -> None:
+    case = Case([(9, 1)] * 3, 2, heads=4, kv_heads=2, dim=16)  # of 5 pages each
+    backend = make_paged(case.kv, 4)
+    assert backend.for_graph(3, 15).fits(case.batch)
+    assert backend.for_graph(4, 16).fits(case.batch)  # a page for the row that is padded
+    for num_rows, max_pages in ((4, 15), (3, 14), (2, 99)):
+        assert not backend.for_graph(num_rows, max_pages).fits(case.batch)
+        with pytest.raises(ValueError, match="do not fit a graph"):
+            backend.for_graph(num_rows, max_pages).plan(case.batch)
+    chunk = Row("r", np.ones(2, np.int32), 3, np.arange(3, dtype=np.int32), None)
+    assert not backend.for_graph(4, 99).fits(build_forward_batch([chunk], 2, CPU))
+
+
+def test_smaller_graphs_use_the_memory_of_larger_ones(make_paged: MakePaged) -> None:
+    backend = make_paged(torch.zeros(1, 2, 4, 2, 2, 16), 4)
+    large, small, larger = (backend.for_graph(n, n * 10, 1) for n in (8, 2, 9))
+    rooms = [[one.kv_indices.data_ptr() for one in graph._buffers] for graph in (large, small)]
+    assert rooms[0] == rooms[1]
+    assert large._buffers[0].kv_indices.data_ptr() != larger._buffers[0].kv_indices.data_ptr()
+    assert len(set(rooms[0])) == 2
+    for graph in (large, small, larger):
+        for buffers in graph._buffers:
+            for one in buffers:
+                assert one.data_ptr() % 16 == 0

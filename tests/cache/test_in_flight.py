@@ -1,0 +1,254 @@
+"""Tokens that are computed while others of their sequence are committed, and ids that come late."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+
+from radixserve.cache import HashBlockCache, OutOfPages, RadixCache
+from radixserve.errors import InvalidRequest
+from tests.cache.hash_world import HashWorld
+from tests.cache.world import World, random_tokens
+
+CACHES = [RadixCache, HashBlockCache]
+
+
+@pytest.mark.parametrize("make", CACHES)
+class TestUnknownTokens:
+    def test_they_have_room_and_are_told_later(self, make: Any) -> None:
+        cache = make(10, 4)
+        seq = cache.acquire([1, 2, 3])
+        seq.extend([1, 2, 3])
+        seq.reserve(2)
+        assert (seq.length, seq.num_unknown, len(seq.pages)) == (5, 2, 2)
+        assert seq.tokens.tolist() == [1, 2, 3, -1, -1]
+        seq.commit(3)
+        cache.check()
+        seq.settle([7])
+        assert (seq.num_unknown, seq.tokens.tolist()) == (1, [1, 2, 3, 7, -1])
+        seq.commit(4)
+        seq.settle([8])
+        seq.commit(5)
+        cache.check()
+        seq.release()
+        assert cache.lookup([1, 2, 3, 7, 8, 9]).cached_len == (5 if make is RadixCache else 4)
+
+    def test_they_are_never_published(self, make: Any) -> None:
+        cache = make(10, 1)
+        seq = cache.acquire([1])
+        seq.extend([1])
+        seq.reserve(1)
+        with pytest.raises(InvalidRequest, match=r"between 0 .* and 1, got 2"):
+            seq.commit(2)
+        with pytest.raises(InvalidRequest, match="unknown: settle them"):
+            seq.extend([5])
+        with pytest.raises(InvalidRequest, match="up to 1 tokens"):
+            seq.settle([5, 6])
+        with pytest.raises(InvalidRequest):
+            seq.reserve(0)
+        seq.commit(1)
+        with pytest.raises(InvalidRequest, match="up to 0 tokens"):
+            seq.fork().settle([1])
+        seq.release()
+        assert cache.lookup([1, -1, -1]).cached_len == 1
+        cache.check()
+
+    def test_no_room_changes_nothing(self, make: Any) -> None:
+        cache = make(3, 1)
+        seq = cache.acquire([1])
+        seq.extend([1])
+        seq.reserve(2)
+        with pytest.raises(OutOfPages):
+            seq.reserve(1)
+        assert (seq.length, seq.num_unknown) == (3, 2)
+        cache.check()
+        seq.settle([4, 5])
+        seq.commit(3)
+        seq.release()
+        cache.check()
+
+    def test_a_cut_takes_them_from_the_end(self, make: Any) -> None:
+        cache = make(20, 2)
+        seq = cache.acquire([1])
+        seq.extend([1, 2, 3])
+        seq.reserve(17)
+        seq.truncate(5)
+        assert seq.num_unknown == 2
+        seq.truncate(2)
+        assert seq.num_unknown == 0
+        seq.commit(2)
+        seq.extend([9])
+        cache.check()
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_pages_are_told_by_what_changed(make: Any) -> None:
+    cache = make(40, 2)
+    one, two = (cache.acquire([1, 2, 3, 4, 5]) for _ in range(2))
+    for seq in (one, two):
+        seq.extend([1, 2, 3, 4, 5])
+        assert seq.tell_pages()[1] == 0
+        pages, first = seq.tell_pages()
+        assert (pages.tolist(), first) == (seq.pages.tolist(), 3)
+    told = two.tell_pages()[0]
+    before = told.tolist()
+    one.commit(5)
+    two.commit(5)  # takes over the whole pages
+    assert two.pages[:2].tolist() == one.pages[:2].tolist() != before[:2]
+    assert told.tolist() == before  # until it is told again
+    two.extend([6, 7])
+    pages, first = two.tell_pages()
+    assert (pages.tolist(), first) == (two.pages.tolist(), 0)
+    two.commit(7)
+    two.truncate(4)
+    two.extend([8, 8, 8])
+    pages, first = two.tell_pages()
+    assert (pages.tolist(), first) == (two.pages.tolist(), 2)
+
+
+class Flight(NamedTuple):
+    """A row that was launched and is not computed yet."""
+
+    seq: Any
+    start: int
+    end: int
+    pages: list[int]
+    copies: list[tuple[int, int, int]]
+
+
+class FlightWorld(World):
+    """Rows are computed in the order of their launch, each as late as the next one's commit.
+
+    A sequence goes on behind its row in flight. One that is let go of meanwhile leaves a row that
+    writes nevertheless, whoever may have its pages by then.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.flights: list[Flight] = []
+        self.copied: set[int] = set()  # sequences whose copies are launched
+        self.told: dict[int, list[int]] = {}
+        self.seen: Counter[str] = Counter()
+
+    def copy_heads(self, seq: Any) -> None:
+        """With the first row."""
+
+    def launch(self, seq: Any, count: int, *, is_known: bool) -> None:
+        start = seq.length
+        try:
+            if is_known and not seq.num_unknown:
+                seq.extend([self.now_token() for _ in range(count)])
+            else:
+                seq.reserve(count)
+        except OutOfPages:
+            assert seq.length == start
+            return
+        copies = [] if id(seq) in self.copied else list(seq.copies)
+        self.copied.add(id(seq))
+        self.flights.append(Flight(seq, start, seq.length, self.tell(seq), copies))
+
+    def tell(self, seq: Any) -> list[int]:
+        pages, first = seq.tell_pages()
+        found = [*self.told.get(id(seq), [])[:first], *pages.tolist()[first:]]
+        assert found == seq.pages.tolist()
+        self.told[id(seq)] = found
+        return found
+
+    def now_token(self) -> int:
+        return sum(self.seen.values()) % 2
+
+    def land(self) -> None:
+        flight = self.flights.pop(0)
+        seq, shared = flight.seq, self.shared_cells()
+        for source, target, count in flight.copies:
+            for slot in range(count):
+                self.cells[target, slot] = self.cells[source, slot]
+        known = seq.length - seq.num_unknown
+        if not seq.is_released and known < flight.end:  # the row before has told its token
+            seq.settle([self.now_token() for _ in range(flight.end - known)])
+        tokens = tuple(seq.tokens.tolist())
+        for at in range(flight.start, flight.end):
+            cell = flight.pages[at // self.page_size], at % self.page_size
+            assert cell not in shared, "a slot that others may read would be overwritten"
+            self.cells[cell] = (-9,) if seq.is_released else tokens[: at + 1]
+        self.seen["dead" if seq.is_released else "alive"] += 1
+        if not seq.is_released:
+            behind = seq.length > flight.end
+            pages = seq.pages.tolist()
+            self.commit(seq, flight.end)
+            self.seen["switched"] += behind and pages != seq.pages.tolist()
+
+    def in_flight(self, seq: Any) -> int:
+        return sum(flight.seq is seq for flight in self.flights)
+
+    def step(self, rng: random.Random) -> None:
+        action = rng.choices(
+            ["acquire", "launch", "land", "fork", "release", "evict", "reset"],
+            [6, 14, 14, 1.5, 3, 2, 0.2],
+        )[0]
+        seq = rng.choice(self.open) if self.open else None
+        if action == "acquire" and len(self.open) < 8:
+            self.acquire(random_tokens(self, rng, 30), rng.choice(["", "", "b"]))
+        elif action == "land" and self.flights:
+            self.land()
+        elif action == "evict":
+            self.cache.evict(rng.randrange(2 * self.page_size + 8))
+        elif action == "reset":
+            self.reset(rng.choice([None, "", "b"]))
+        elif seq is None:
+            return
+        elif action == "launch" and self.in_flight(seq) < 2:
+            self.launch(seq, rng.randint(1, 5), is_known=rng.random() < 0.5)
+        elif action == "fork":
+            self.fork(seq)
+        elif action == "release":
+            self.release(seq)
+            self.told.pop(id(seq), None)
+
+    def drain(self) -> None:
+        while self.flights:
+            self.land()
+        super().drain()
+
+    def _add(self, seq: Any, namespace: str) -> None:
+        self.copied.discard(id(seq))
+        self.told.pop(id(seq), None)
+        super()._add(seq, namespace)
+
+
+class HashFlightWorld(FlightWorld, HashWorld):
+    pass
+
+
+def program(make: type[FlightWorld], seed: int, steps: int) -> Counter[str]:
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 3, 16])
+    world = make(max(4, rng.choice([20, 60, 200]) // page_size), page_size)
+    for _ in range(steps):
+        world.step(rng)
+        world.check()
+    world.drain()
+    return world.seen
+
+
+@pytest.mark.parametrize("make", [FlightWorld, HashFlightWorld])
+def test_random_programs(make: type[FlightWorld]) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(8):
+        seen += program(make, seed, 150)
+    assert min(seen[event] for event in ("alive", "dead", "switched")) > 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(36_000)
+def test_many_random_programs() -> None:
+    """RADIXSERVE_FUZZ_SEEDS sets how many (default 1,000):
+
+    RADIXSERVE_FUZZ_SEEDS=100 python -m pytest -m long tests/cache/test_in_flight.py
+    """
+    for seed in range(100, 100 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "1000"))):
+        program((FlightWorld, HashFlightWorld)[seed % 3 == 0], seed, 300)

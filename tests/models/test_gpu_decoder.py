@@ -1,0 +1,144 @@
+"""The decoder on device kernels against decoder.py, on CPU tensors: logits, and K and V."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from radixserve.attention.choice import make_backend
+from radixserve.models.base import LanguageModel
+from radixserve.models.decoder import load_decoder
+from radixserve.models.gpu_decoder import load_gpu_decoder
+from radixserve.models.source import checkpoint
+from radixserve.request import SamplingParams
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.schedule import Row, SampleSpec
+from tests.checkpoints import NATIVE, make_checkpoint
+from tests.models.test_decoder import ROPE
+
+CPU = torch.device("cpu")
+NUM_PAGES = 700
+DRAWS = SampleSpec(SamplingParams(), 0, 1, np.ones(1, np.int32), ())
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in NATIVE},
+    "wide heads": ("llama", {"hidden_size": 72, "head_dim": 48}),
+    "one key head": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 1}),
+    "all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qk-norm and biases": ("qwen3", {"attention_bias": True, "head_dim": 48}),
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "llama3 rope": ("llama", {"rope_parameters": ROPE["llama3"]}),
+    "yarn rope": ("qwen3", {"rope_parameters": ROPE["yarn with its own attention factor"]}),
+    "one layer": ("mistral", {"num_hidden_layers": 1, "rms_norm_eps": 1e-3}),
+}
+
+
+@dataclass
+class World:
+    """A model with a pool of its own."""
+
+    model: LanguageModel
+    backend_name: str
+    page_size: int
+    kv: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        info = self.model.info
+        shape = (info.num_layers, 2, NUM_PAGES, self.page_size, info.num_kv_heads, info.head_dim)
+        self.kv = torch.zeros(shape, dtype=info.dtype)
+        self.backend = make_backend(self.backend_name, self.kv, info.num_heads)
+
+    @torch.inference_mode()
+    def run(self, rows: list[Row]) -> Tensor:
+        batch = build_forward_batch(rows, self.page_size, CPU)
+        self.backend.plan(batch)
+        return self.model.forward(batch, self.backend)
+
+
+def steps(seed: int, page_size: int, vocab: int = 288) -> list[list[Row]]:
+    """Chunks and decodes of sequences that fork off each other, mixed; some draw, some do not."""
+    rng = random.Random(seed)
+    unused = iter(rng.sample(range(NUM_PAGES), NUM_PAGES))
+    sequences: list[tuple[list[int], list[int]]] = []  # pages, [tokens computed]
+    plan = []
+    for _ in range(7):
+        if len(sequences) < 5:
+            pages, done = [], 0
+            if sequences and rng.random() < 0.6:
+                other, (num_done,) = rng.choice(sequences)
+                whole = rng.randint(0, num_done // page_size)
+                pages, done = other[:whole], whole * page_size
+            sequences.append((pages, [done]))
+        rows = []
+        for number, (pages, at) in enumerate(sequences):
+            count = rng.choice([1, 1, 1, rng.randint(2, 9), rng.randint(20, 60)])
+            while len(pages) * page_size < at[0] + count:
+                pages.append(next(unused))
+            ids = np.array([rng.randrange(vocab) for _ in range(count)], np.int32)
+            used = np.array(pages[: -(-(at[0] + count) // page_size)], np.int32)
+            targets = np.zeros(min(2, count - 1), np.int32) if rng.random() < 0.2 else None
+            draws = DRAWS if rng.random() < 0.7 else None
+            rows.append(Row(str(number), ids, at[0], used, draws, targets))
+            at[0] += count
+        plan.append(rows)
+    return plan
+
+
+def compare(
+    model: LanguageModel, expected: LanguageModel, backend: str, page_size: int, tolerance: float
+) -> None:
+    """Step for step the same logits, up to `tolerance` of their norm, and the same pool."""
+    ours, theirs = World(model, backend, page_size), World(expected, "torch", page_size)
+    for rows in steps(page_size, page_size):
+        got, wanted = ours.run(rows), theirs.run(rows)
+        assert got.shape == wanted.shape
+        assert got.dtype == torch.float32
+        if len(wanted):
+            error = float((got - wanted).norm() / wanted.norm())
+            assert error <= tolerance
+    difference = (ours.kv.float() - theirs.kv.float()).norm() / theirs.kv.float().norm()
+    assert float(difference) <= tolerance
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(tmp_path: Path, variant: str) -> None:
+    family, fields = VARIANTS[variant]
+    source = checkpoint(make_checkpoint(tmp_path, family, seed=3, **fields))
+    model = load_gpu_decoder(source, torch.float32, CPU)
+    expected = load_decoder(source, torch.float32, CPU)
+    assert model.info == expected.info
+    for page_size, backend in ((1, "torch"), (16, "triton")):
+        compare(model, expected, backend, page_size, 1e-5)
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_bfloat16(tmp_path: Path, family: str) -> None:
+    source = checkpoint(make_checkpoint(tmp_path, family, dtype=torch.bfloat16))
+    model = load_gpu_decoder(source, torch.bfloat16, CPU)
+    compare(model, load_decoder(source, torch.bfloat16, CPU), "torch", 2, 0.03)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_kernels_themselves(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, instead of their twins."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    fields = {"hidden_size": 48, "head_dim": 16, "vocab_size": 61, "num_hidden_layers": 2}
+    source = checkpoint(make_checkpoint(tmp_path, family, eos_token_id=2, **fields))
+    ours = World(load_gpu_decoder(source, torch.float32, CPU), "triton", 2)
+    theirs = World(load_decoder(source, torch.float32, CPU), "torch", 2)
+    ids = np.arange(1, 10, dtype=np.int32)
+    pages = np.array([8, 3, 5, 1, 9], np.int32)
+    for rows in (
+        [Row("a", ids[:5], 0, pages[:3], None), Row("b", ids[3:5], 0, pages[4:], DRAWS)],
+        [Row("a", ids[5:8], 5, pages[:4], DRAWS)],
+        [Row("c", ids[:3], 0, pages[4:] + 1 + np.arange(2, dtype=np.int32), DRAWS)],
+    ):
+        assert torch.allclose(ours.run(rows), theirs.run(rows), atol=1e-4, rtol=1e-4)
+    assert torch.allclose(ours.kv, theirs.kv, atol=1e-4)

@@ -1,0 +1,298 @@
+"""Which device is chosen and what its memory leaves for the pool; CUDA is a stand-in here."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from radixserve import InvalidRequest, Runtime
+from radixserve.config import EngineConfig
+from radixserve.runner import cuda_graph
+from radixserve.runner.cuda_graph import LADDER, ladder
+from radixserve.runner.device import check_dtype, choose_device, describe_device
+from radixserve.runner.device_memory import (
+    MOST_TOKENS,
+    MemoryUse,
+    fitting_pages,
+    graph_bytes,
+    measure,
+)
+from radixserve.runner.device_queue import DeviceQueue
+from radixserve.runner.model_runner import RunnerChoices
+from radixserve.runner.warm_up import num_trial_pages, trial_schedules
+from tests.runner.on_device import device_runner
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "is_available": True,
+        "device_count": 2,
+        "current_device": 1,
+        "get_device_name": "NVIDIA H200",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_cuda() -> None:
+    assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
+    for asked in ("cuda", "cuda:1"):
+        with pytest.raises(
+            InvalidRequest,
+            match=rf'device="{asked}" needs a CUDA device: torch .* was built without CUDA; '
+            'device="cpu" and "auto" work',
+        ):
+            choose_device(asked)
+    with pytest.raises(InvalidRequest, match="needs a CUDA device"):
+        Runtime("demo", device="cuda")
+    with pytest.raises(InvalidRequest, match='dtype="float16" needs a CUDA device'):
+        Runtime("demo", dtype="float16")
+    assert describe_device(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(InvalidRequest, match=r"torch .* finds none"):
+        choose_device("cuda")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_with_cuda() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device("auto") == choose_device("auto", "torch") == torch.device("cuda", 0)
+    assert choose_device("auto", "cpu") == torch.device("cpu")
+    assert choose_device("cuda") == torch.device("cuda", 1)  # the current one
+    assert choose_device("cuda:0") == torch.device("cuda", 0)
+    assert describe_device(torch.device("cuda", 0)) == "cuda:0 (NVIDIA H200)"
+    with pytest.raises(InvalidRequest, match=r'device="cuda:2" is not there; .* cuda:0 to cuda:1'):
+        choose_device("cuda:2")
+    check_dtype("float16", torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:x", "cuda:-1", "CUDA", "", 0, None])
+def test_devices_that_there_are_not(device: object) -> None:
+    with pytest.raises(InvalidRequest, match='device must be "auto", "cpu", "cuda" or "cuda:N"'):
+        EngineConfig(device=device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": "float16", "device": "cpu"},
+        {"dtype": "half"},
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.5},
+        {"gpu_memory_utilization": "most"},
+        {"cuda_graphs": 1},
+        {"attention_backend": "flash"},
+    ],
+)
+def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="^" + next(iter(fields))):
+        EngineConfig(**fields)
+
+
+def test_choices_in_words() -> None:
+    one = RunnerChoices("cuda:0 (NVIDIA H200)", "bfloat16", "flashinfer", (1, 2, 64), overlap=True)
+    assert str(one) == (
+        "cuda:0 (NVIDIA H200), bfloat16, flashinfer attention, "
+        "graphs of decode steps of up to 64 rows, overlap"
+    )
+    assert str(RunnerChoices("cpu", "float32", "cpu", (), overlap=False)) == (
+        "cpu, float32, cpu attention"
+    )
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+def use_of(**fields: int) -> MemoryUse:
+    """An H200 with Llama-3-8B: 2 GiB of it are others'."""
+    h200 = {"total": 140, "free": 118, "reserved": 20, "peak": 18, "trial": 1}
+    return MemoryUse(**{name: size * GIB for name, size in {**h200, **fields}.items()})
+
+
+def test_the_pool_takes_what_is_left() -> None:
+    use = use_of()
+    assert use.needed == (2 + 18 - 1) * GIB
+    page_bytes = 16 * 131_072
+    pages = fitting_pages(use, 0.9, page_bytes, 16)
+    assert pages == (126 - 19) * GIB // page_bytes
+    taken = use.needed + pages * page_bytes
+    assert taken <= 0.9 * use.total < taken + page_bytes
+    assert fitting_pages(use, 0.5, page_bytes, 16) == (70 - 19) * GIB // page_bytes
+    # What torch holds without using it is the pool's to take; what others hold is not.
+    assert fitting_pages(use_of(reserved=30, free=108), 0.9, page_bytes, 16) == pages
+    assert fitting_pages(use_of(free=108), 0.9, page_bytes, 16) == pages - 10 * GIB // page_bytes
+
+
+def test_graphs_are_made_room_for() -> None:
+    later = graph_bytes(256, 128_256)
+    assert later == 3 * 256 * 128_256 * 4
+    pages = [fitting_pages(use, 0.9, 131_072, 1) for use in (use_of(), use_of(later=1))]
+    assert pages[0] - pages[1] == GIB // 131_072
+
+
+def test_no_room_for_a_pool() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"gpu_memory_utilization=0.1 of 140.0 GiB .* take 19.0 GiB"
+    ):
+        fitting_pages(use_of(), 0.1, 131_072, 1)
+    page = GIB // 2
+    assert fitting_pages(use_of(), 19.5 / 140, page, 1) == 1
+    with pytest.raises(InvalidRequest, match="leaves no room"):
+        fitting_pages(use_of(), 19.4 / 140, page, 1)
+
+
+def test_a_small_model_does_not_fill_a_large_card() -> None:
+    for page_size in (1, 16):
+        assert fitting_pages(use_of(), 0.9, 64 * page_size, page_size) == MOST_TOKENS // page_size
+
+
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of what is asked for are torch's."""
+    for name, value in {
+        "synchronize": None,
+        "mem_get_info": (118 * GIB, 140 * GIB),
+        "memory_reserved": 20 * GIB,
+        "max_memory_allocated": 18 * GIB,
+    }.items():
+        assert callable(getattr(torch.cuda, name))
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert measure(torch.device("cuda", 0), GIB, 0) == use_of()
+
+
+# -- the trial ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize(
+    ("chunk_size", "max_running", "longest"), [(512, 64, 4096), (512, 4, 100), (3, 1, 8), (1, 2, 2)]
+)
+def test_trial_schedules(chunk_size: int, max_running: int, longest: int, page_size: int) -> None:
+    room = num_trial_pages(chunk_size, max_running, page_size)
+    schedules = list(trial_schedules(chunk_size, max_running, longest, page_size))
+    for schedule in schedules:
+        pages = [page for row in schedule.rows for page in row.page_ids.tolist()]
+        assert len(set(pages)) == len(pages)
+        assert max(pages) < room
+        assert len({row.request_id for row in schedule.rows}) == len(schedule.rows) <= max_running
+        assert all(1 <= len(row.token_ids) <= longest for row in schedule.rows)
+        num_tokens = sum(len(row.token_ids) for row in schedule.rows)
+        assert num_tokens == schedule.num_prefill_tokens + schedule.num_decode_tokens
+    (copy,) = schedules[0].copies.tolist()
+    used = {page for row in schedules[0].rows for page in row.page_ids.tolist()}
+    assert copy[0] in used
+    assert copy[1] not in used
+    assert copy[1] < room
+    largest = sum(len(row.token_ids) for row in schedules[0].rows)
+    num_chunks = min(-(-chunk_size // longest), max_running)
+    assert largest == min(chunk_size, num_chunks * longest) + max_running - num_chunks
+    assert len(schedules[0].rows) == len(schedules[-1].rows) == max_running
+
+
+# -- recording ----------------------------------------------------------------------------------
+
+
+def test_ladder() -> None:
+    assert ladder(1) == (1,)
+    assert ladder(3) == (1, 2, 3)
+    assert ladder(64)[-3:] == (48, 56, 64)
+    assert ladder(100)[-3:] == (80, 96, 100)
+    assert ladder(256) == ladder(10_000) == LADDER
+    for most in range(1, 300):
+        sizes = ladder(most)
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] == min(most, 256)
+
+
+class FakeCuda:
+    """Notes what is done with streams, events and graphs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        side = SimpleNamespace(wait_stream=lambda _: self.done.append("side waits"))
+        main = SimpleNamespace(wait_stream=lambda _: self.done.append("main waits"))
+        graph = SimpleNamespace(replay=lambda: self.done.append("replay"))
+        for name, value in {
+            "Stream": lambda _: side,
+            "current_stream": lambda _: main,
+            "stream": lambda _: self._inside("side"),
+            "CUDAGraph": lambda: graph,
+            "graph_pool_handle": lambda: "pool",
+            "graph": self._capture,
+            "Event": lambda: self,
+            "device": lambda one: self._inside(f"on {one}"),
+            "synchronize": lambda _: self.done.append("all"),
+        }.items():
+            assert hasattr(torch.cuda, name)
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def record(self) -> None:
+        self.done.append("record")
+
+    def synchronize(self) -> None:
+        self.done.append("wait")
+
+    @contextlib.contextmanager
+    def _inside(self, name: str) -> Any:
+        self.done.append(f"enter {name}")
+        yield
+        self.done.append(f"leave {name}")
+
+    def _capture(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
+        assert graph.replay
+        assert stream.wait_stream
+        assert capture_error_mode == "thread_local"
+        return self._inside(f"capture into {pool}")
+
+
+def test_a_recording_is_warmed_up_beside_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    recorder = cuda_graph._CudaRecorder(torch.device("cuda", 0))
+    replay = recorder.record(lambda: fake.done.append("run"))
+    assert fake.done == [
+        *("side waits", "enter side", "run", "run", "leave side", "main waits"),
+        *("enter capture into pool", "run", "leave capture into pool"),
+    ]
+    fake.done.clear()
+    replay()
+    assert fake.done == ["replay"]
+
+
+def test_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    queue = DeviceQueue(torch.device("cuda", 0))
+    with queue.active():
+        mark = queue.mark()
+    mark.wait()
+    queue.wait()
+    assert fake.done == ["enter on cuda:0", "record", "leave on cuda:0", "wait", "all"]
+
+
+def test_what_the_log_says(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    from tests.checkpoints import make_checkpoint
+
+    caplog.set_level("INFO", "radixserve")
+    runner = device_runner(make_checkpoint(tmp_path, "llama"), num_pages=100)
+    text = caplog.text
+    assert "warmed up in" in text
+    assert "recording decode steps of 1, 2, 4, 8 rows" in text
+    assert "decode steps recorded in" in text
+    assert f"on {runner.choices}; 100 pages of 1 tokens" in text
+    assert runner.choices == RunnerChoices("cpu", "float32", "triton", (1, 2, 4, 8), overlap=True)

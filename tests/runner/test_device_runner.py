@@ -1,0 +1,389 @@
+"""The path of a CUDA device, end to end on CPU tensors, against the CPU's own: the same answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve import EngineDead, Runtime, SamplingParams
+from radixserve.output import Completion
+from radixserve.runner.cuda_graph import DecodeGraph
+from radixserve.runner.page_table import PageTable
+from radixserve.schedule import Schedule
+from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
+from tests.runner.driver import GREEDY, Driver
+from tests.runner.late_queue import LateQueue
+from tests.runner.on_device import DeviceRuntime, device_runner
+from tests.runner.test_model_runner import check_parity, prompts_of
+
+TOKENS = 1200
+PLAIN = SamplingParams(temperature=0.0, max_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_checkpoint(root / family, family) for family in NATIVE}
+
+
+@pytest.mark.parametrize(
+    ("family", "page_size", "backend"),
+    [(family, 2, "auto") for family in NATIVE]
+    + [("llama", 1, "auto"), ("llama", 16, "auto"), ("llama", 4, "torch")],
+)
+def test_native_families(
+    checkpoints: dict[str, Path], family: str, page_size: int, backend: str
+) -> None:
+    runner = device_runner(
+        checkpoints[family],
+        page_size=page_size,
+        num_pages=TOKENS // page_size,
+        attention_backend=backend,
+    )
+    assert runner.backend_name == ("triton" if backend == "auto" else backend)
+    driver = Driver(runner, page_size, page_size)
+    for prompt in prompts_of([1, 3, 20, 41, 90]):
+        driver.add(prompt)
+    driver.run(chunk=13)
+    check_parity(driver.sequences, load_reference(checkpoints[family]))
+
+
+def test_transformers_families(tmp_path: Path) -> None:
+    runner = device_runner(make_checkpoint(tmp_path, "olmo2"), num_pages=TOKENS)
+    assert not runner.info.is_native
+    assert not runner.choices.graph_sizes  # their code cannot be recorded
+    driver = Driver(runner, 1)
+    for prompt in prompts_of([1, 37]):
+        driver.add(prompt)
+    driver.run(chunk=20)
+    check_parity(driver.sequences, load_reference(tmp_path))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_shared_pages_and_copied_heads(checkpoints: dict[str, Path], page_size: int) -> None:
+    runner = device_runner(
+        checkpoints["llama"], page_size=page_size, num_pages=2 * TOKENS // page_size
+    )
+    driver = Driver(runner, page_size)
+    first = driver.add(prompts_of([75])[0])
+    driver.step([(first, 75)])
+    for shared in (1, 16, 37, 74):
+        tail = prompts_of([9], seed=shared)[0]
+        driver.add(first.tokens[:shared] + tail, share=(first, shared))
+    driver.run(chunk=5)
+    check_parity(driver.sequences, load_reference(checkpoints["llama"]))
+
+
+# -- through the Runtime ------------------------------------------------------------------------
+
+
+def jobs() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that share beginnings, with everything that params can ask for."""
+    rng = random.Random(4)
+    prompts: list[list[int]] = []
+    for _ in range(13):
+        head = rng.choice(prompts)[: rng.randrange(60)] if prompts and rng.random() < 0.8 else []
+        tail = [rng.randrange(256) for _ in range(rng.choice([1, 2, 9, 30]))]
+        prompts.append(head + tail)
+    few: dict[str, Any] = {"top_k": 4, "seed": 3}  # few ways to differ by a rounding
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 3},
+        few,
+        {**few, "temperature": 0.5, "logprobs": 0},
+        {**few, "top_p": 0.9, "min_p": 0.02, "logprobs": 2},
+        {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": list(range(0, 256, 2))},
+        {**few, "stop_token_ids": list(range(0, 256, 7))},
+        {**few, "n": 3, "logprobs": 1},
+        {"temperature": 0.0, "repetition_penalty": 1.7},
+        {**few, "presence_penalty": 0.8, "frequency_penalty": 0.3, "logprobs": 1},
+        {"temperature": 0.0, "prompt_logprobs": 2},
+        {**few, "n": 2, "best_of": 4},
+        {"temperature": 0.0, "max_tokens": 1},
+    ]
+    return prompts, [SamplingParams(**{"max_tokens": 14, **kind}) for kind in kinds]
+
+
+def run_jobs(rt: Runtime) -> list[Completion]:
+    prompts, params = jobs()
+    outs = rt.generate(prompts, params, progress=False)
+    flat = [one for out in outs for one in (out if isinstance(out, list) else [out])]
+    return flat + rt.beam_search(prompts[3], beam_width=3, max_tokens=6)
+
+
+def assert_same(mine: list[Completion], theirs: list[Completion]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finish_reason == other.finish_reason
+        if other.logprobs is not None:
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        if other.top_logprobs is not None:
+            assert one.top_logprobs is not None
+            for found, wanted in zip(one.top_logprobs, other.top_logprobs, strict=True):
+                assert list(found.values()) == pytest.approx(list(wanted.values()), abs=1e-4)
+        if other.prompt_logprobs is not None:
+            assert one.prompt_logprobs is not None
+            assert one.prompt_logprobs[1:] == pytest.approx(other.prompt_logprobs[1:], abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path]) -> list[Completion]:
+    with Runtime(str(checkpoints["llama"]), num_pages=TOKENS, cache="off") as rt:
+        return run_jobs(rt)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"page_size": 1},
+        {"page_size": 16, "chunk_size": 7, "cuda_graphs": False, "overlap": False},
+        {"page_size": 16, "num_pages": 9, "chunk_size": 20},  # so few pages that it preempts
+        {"page_size": 1, "num_pages": 125},
+        {"page_size": 2, "cache": "off", "tree_attention": False},
+    ],
+    ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
+)
+def test_same_answers(
+    checkpoints: dict[str, Path], expected: list[Completion], fields: dict[str, Any]
+) -> None:
+    fields = {"num_pages": TOKENS // fields["page_size"], **fields}
+    with DeviceRuntime(checkpoints["llama"], **fields) as rt:
+        assert rt.choices.overlap == rt.config.overlap
+        assert bool(rt.choices.graph_sizes) == rt.config.cuda_graphs
+        for _ in range(2):  # cold, then warm
+            assert_same(run_jobs(rt), expected)
+            rt.check()
+        stats = rt.cache_stats()
+        assert stats["reused_tokens"] + stats["computed_tokens"] == stats["prompted_tokens"]
+        assert stats["sequences"] == 0
+        assert rt.num_checked >= stats["steps"] > 30
+        assert rt.num_lean > 10
+        assert (stats["hidden_s"] > 0) == rt.config.overlap  # a step was launched behind another
+        if fields["num_pages"] * fields["page_size"] < 150:
+            assert stats["preemptions"] > 0
+
+
+def test_forks_and_rollbacks(checkpoints: dict[str, Path]) -> None:
+    """Pages that a request has are exchanged, given back and shared while the table stays."""
+
+    def walk(rt: Runtime) -> list[list[int]]:
+        params = SamplingParams(temperature=0.0, max_tokens=7)
+        said = []
+        with rt.branch(prompts_of([33])[0]) as root:
+            kids = root.fork(3)
+            for at, kid in enumerate(kids):
+                kid.extend([at + 5, 9])
+                said.append(kid.generate(params).token_ids)
+                kid.truncate(20 + at)
+                said.append(kid.generate(params).token_ids)
+            said.append(root.generate(params).token_ids)
+            for kid in kids:
+                kid.release()
+        return said
+
+    fields: dict[str, Any] = {"page_size": 4, "num_pages": 100}
+    with Runtime(str(checkpoints["qwen3"]), **fields) as rt:
+        wanted = walk(rt)
+    with DeviceRuntime(checkpoints["qwen3"], **fields) as rt:
+        assert walk(rt) == wanted
+
+
+def test_aborts_under_overlap(checkpoints: dict[str, Path], expected: list[Completion]) -> None:
+    prompts, params = jobs()
+    with DeviceRuntime(checkpoints["llama"], num_pages=TOKENS) as rt:
+        for at in (0, 2, 5):
+            stream = rt.stream(prompts[at], params[at])
+            for _, _ in zip(range(at + 1), stream, strict=False):
+                pass
+            stream.close()
+        assert_same(run_jobs(rt), expected)
+        rt.check()
+
+
+def test_a_failed_step_leaves_nothing_behind(
+    checkpoints: dict[str, Path], expected: list[Completion]
+) -> None:
+    prompts, params = jobs()
+    with DeviceRuntime(checkpoints["llama"], num_pages=TOKENS) as rt:
+        steps = rt.runner._steps
+        assert steps is not None
+        real, count = steps._sampler.launch, 0
+
+        def sometimes(*args: Any, **fields: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count % 9 == 0:
+                raise RuntimeError("the device is on fire")
+            return real(*args, **fields)
+
+        steps._sampler.launch = sometimes  # type: ignore[method-assign]
+        for _ in range(3):
+            with pytest.raises(EngineDead, match="on fire"):
+                rt.generate(prompts, params, progress=False)
+        steps._sampler.launch = real  # type: ignore[method-assign]
+        assert_same(run_jobs(rt), expected)
+        rt.check()
+
+
+# -- what a step costs, and what it must not touch ----------------------------------------------
+
+
+def decode_schedule(driver: Driver) -> Schedule:
+    rows = tuple(driver._row(one, 1) for one in driver.sequences)
+    return Schedule(driver.num_steps, rows, np.empty((0, 3), np.int32), 0, len(rows))
+
+
+def prefilled(folder: Path, num_rows: int, params: SamplingParams = PLAIN, **fields: Any) -> Driver:
+    driver = Driver(device_runner(folder, num_pages=TOKENS, **fields), 1)
+    for prompt in prompts_of([10 + at for at in range(num_rows)]):
+        driver.add(prompt, params)
+    driver.step([(one, len(one.tokens)) for one in driver.sequences])
+    return driver
+
+
+def test_a_decode_step_is_one_copy_in_and_one_out(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = prefilled(checkpoints["llama"], 5)
+    queue = driver.runner._steps._queue  # type: ignore[union-attr]
+    assert isinstance(queue, LateQueue)
+    planned: list[int] = []
+    real = DecodeGraph.plan
+
+    def plan(graph: DecodeGraph, batch: Any) -> Callable[[], torch.Tensor]:
+        planned.append(graph.num_rows)
+        assert batch.host._flat is None  # nobody wants all page ids on the host
+        return real(graph, batch)
+
+    monkeypatch.setattr(DecodeGraph, "plan", plan)
+    driver.step([(one, 1) for one in driver.sequences])
+    schedule = decode_schedule(driver)
+    rows = tuple(row._replace(first_new_page=len(row.page_ids) - 1) for row in schedule.rows)
+    before = queue.num_uploads, queue.num_downloads
+    pending = driver.runner.launch(Schedule(9, rows, schedule.copies, 0, 5))
+    assert (queue.num_uploads, queue.num_downloads) == (before[0] + 1, before[1] + 1)
+    assert len(driver.runner.collect(pending).outputs) == 5
+    assert planned == [8, 8]
+
+
+def test_padding_writes_nothing(checkpoints: dict[str, Path]) -> None:
+    driver = prefilled(checkpoints["llama"], 3)
+    pool = driver.runner._pool.kv
+    before = pool.clone()
+    driver.step([(one, 1) for one in driver.sequences])
+    changed = (pool != before).flatten(3).any(-1).any(0).any(0).nonzero()[:, 0]
+    assert sorted(changed.tolist()) == sorted(one.pages[-1] for one in driver.sequences)
+
+
+def test_fewer_rows_see_nothing_of_more(checkpoints: dict[str, Path]) -> None:
+    """Graph sizes in any order, logits poisoned between: as without graphs, to the bit."""
+    drivers = [prefilled(checkpoints["llama"], 8, cuda_graphs=graphs) for graphs in (True, False)]
+    steps = drivers[0].runner._steps
+    assert steps is not None
+    assert steps.graphs.sizes == (1, 2, 4, 8)
+    rng = random.Random(1)
+    for _ in range(14):
+        count = rng.choice([1, 2, 3, 5, 7, 8])
+        chosen = rng.sample(range(8), count)
+        with torch.inference_mode():
+            for graph in steps.graphs._graphs:
+                graph.logits.fill_(float("nan"))
+        for driver in drivers:
+            driver.step([(driver.sequences[at], 1) for at in chosen])
+    for mine, theirs in zip(*(driver.sequences for driver in drivers), strict=True):
+        assert mine.outputs == theirs.outputs
+        assert len({out.token_id for out in mine.outputs}) > 1
+
+
+def test_steps_that_fit_no_graph_run_without(checkpoints: dict[str, Path]) -> None:
+    driver = prefilled(checkpoints["llama"], 8, GREEDY, max_running=4)
+    steps = driver.runner._steps
+    assert steps is not None
+    assert steps.graphs.sizes == (1, 2, 4)
+    driver.run(shuffle=False)  # 8 rows: more than any graph, and than lines of the table
+    check_parity(driver.sequences, load_reference(checkpoints["llama"]))
+
+
+def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path]) -> None:
+    """Five steps launched before any is collected: only the device knows the tokens between."""
+    plain, late = (prefilled(checkpoints["llama"], 3) for _ in range(2))
+    for _ in range(5):
+        plain.step([(one, 1) for one in plain.sequences])
+    pendings = []
+    order = [0, 1, 2]
+    for step in range(5):
+        last = {at: place for place, at in enumerate(order)}
+        order = order[1:] + order[:1]
+        rows = []
+        for at in order:
+            row = late._row(late.sequences[at], 1)
+            if step:
+                row = row._replace(token_ids=np.array([-1], np.int32), source=last[at])
+            rows.append(row)
+        schedule = Schedule(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
+        pendings.append((list(order), late.runner.launch(schedule)))
+        for one in late.sequences:
+            one.computed += 1
+            one.tokens.append(-1)
+    for step, (places, pending) in enumerate(pendings):
+        outputs = late.runner.collect(pending).outputs
+        for at, output in zip(places, outputs, strict=True):
+            assert output is not None
+            assert output.token_id == plain.sequences[at].outputs[step + 1].token_id
+
+
+def test_pages_of_a_failed_step_are_told_again(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler has told them already; the device has not heard."""
+    driver = prefilled(checkpoints["llama"], 1)
+    stream = driver.sequences[0]
+    stream.tokens += [7, 8, 9]
+    row = driver._row(stream, len(stream.tokens) - stream.computed)
+    row = row._replace(first_new_page=stream.computed)
+    schedule = Schedule(1, (row,), np.empty((0, 3), np.int32), 4, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(PageTable, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driver.runner.execute(schedule)
+    again = row._replace(first_new_page=len(row.page_ids))
+    output = driver.runner.execute(Schedule(2, (again,), schedule.copies, 4, 0)).outputs[0]
+    assert output is not None
+    wanted = greedy(load_reference(checkpoints["llama"]), stream.tokens, 1)[-1]
+    assert output.token_id == wanted
+
+
+def test_rows_that_do_not_fit_their_pages_are_refused(checkpoints: dict[str, Path]) -> None:
+    driver = prefilled(checkpoints["llama"], 2)
+    schedule = decode_schedule(driver)
+    bad = schedule.rows[0]._replace(page_ids=np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match="has 3 pages of 1 tokens for 11 tokens"):
+        driver.runner.execute(Schedule(0, (bad,), schedule.copies, 0, 1))
+    driver.step([(one, 1) for one in driver.sequences])
+    assert all(out.error is None for one in driver.sequences for out in one.outputs)
+
+
+def test_copies_alone(checkpoints: dict[str, Path]) -> None:
+    runner = device_runner(checkpoints["llama"], num_pages=20, page_size=4)
+    runner._pool.kv.copy_(torch.randn_like(runner._pool.kv))
+    before = runner._pool.kv.clone()
+    copies = np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32)
+    output = runner.execute(Schedule(0, (), copies, 0, 0))
+    assert output.outputs == ()
+    assert set(output.seconds) == {"prepare", "forward", "sample"}
+    assert torch.equal(runner._pool.kv[:, :, 3, :3], before[:, :, 0, :3])
+    assert torch.equal(runner._pool.kv[:, :, 3, 3:], before[:, :, 3, 3:])
+    assert torch.equal(runner._pool.kv[:, :, 5], before[:, :, 1])
+
+
+def test_the_trial_leaves_the_pool_alone(checkpoints: dict[str, Path]) -> None:
+    runner = device_runner(checkpoints["llama"], num_pages=20, page_size=4)
+    assert not runner._pool.kv.any()
+    assert runner.can_overlap
+    assert runner.info.vocab_size == VOCAB_SIZE

@@ -1,0 +1,255 @@
+"""The device's sampler against sampler.py: the same tokens from the same logits."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.request import SamplingParams
+from radixserve.runner.device_sampler import DeviceSampler, Drawing
+from radixserve.runner.sample_plan import plan_samples
+from radixserve.runner.sampler import sample, score
+from radixserve.runner.step_layout import lay_out, pad
+from radixserve.schedule import Row, RowOutput, SampleSpec, Schedule, Twin
+from tests.runner.late_queue import LateQueue
+
+VOCAB = 300
+
+
+def spec(
+    *,
+    seed: int = 1,
+    output: tuple[int, ...] = (),
+    banned: tuple[int, ...] = (),
+    num_candidates: int = 0,
+    **params: float,
+) -> SampleSpec:
+    ids = np.array((3, 4, 4, *output), np.int32)
+    return SampleSpec(SamplingParams(**params), seed, 3, ids, banned, num_candidates)
+
+
+def row(at: int, asked: SampleSpec | None, **fields: object) -> Row:
+    token, page = np.ones(1, np.int32), np.zeros(1, np.int32)
+    return Row(f"{at}", token, 0, page, asked)._replace(**fields)
+
+
+def schedule_of(rows: list[Row], twins: tuple[Twin, ...] = ()) -> Schedule:
+    return Schedule(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows), twins)
+
+
+def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def launch(
+    sampler: DeviceSampler, logits: torch.Tensor, schedule: Schedule, padding: int = 0
+) -> Drawing:
+    layout = lay_out(schedule.rows, 1)
+    if padding:
+        layout = pad(layout, len(schedule.rows) + padding)
+    plan = plan_samples(schedule, layout, VOCAB)
+    there = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
+    return sampler.launch(logits, plan, there, is_lent=bool(padding))
+
+
+def draw(logits: torch.Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
+    sampler = DeviceSampler(LateQueue())
+    return sampler.collect(launch(sampler, logits, schedule))
+
+
+def assert_same(mine: RowOutput | None, theirs: RowOutput) -> None:
+    assert mine is not None
+    if theirs.error is not None:
+        assert mine.token_id == -1
+        assert "no token can be drawn" in str(mine.error)
+        return
+    assert mine.candidates is None or mine.candidates.token_ids.tolist() == (
+        theirs.candidates.token_ids.tolist()
+    )
+    assert mine._replace(candidates=None) == theirs._replace(candidates=None)
+
+
+PARAMS: list[dict[str, float]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 0},
+    {"temperature": 0.0, "logprobs": 4},
+    {},
+    {"temperature": 0.3},
+    {"temperature": 3.0, "top_k": 5},
+    {"top_k": 1},
+    {"top_k": 100_000},
+    {"top_p": 0.5},
+    {"top_p": 0.999, "temperature": 2.0},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
+    {"temperature": 1e-5},
+    {"temperature": 100.0, "logprobs": 100},
+]
+HOSTED: list[dict[str, float]] = [
+    {"repetition_penalty": 1.5, "temperature": 0.0},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.4, "logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("number", range(len(PARAMS)))
+def test_one_kind_of_row(number: int) -> None:
+    for seed in range(6):
+        specs = [spec(seed=seed * 7 + at, output=(5,) * at, **PARAMS[number]) for at in range(6)]
+        logits = logits_of(6, seed)
+        rows = [row(at, one) for at, one in enumerate(specs)]
+        for mine, theirs in zip(
+            draw(logits, schedule_of(rows)), sample(logits, specs), strict=True
+        ):
+            assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_all_kinds_in_any_mix(padding: int) -> None:
+    """Rows that draw nothing, twins, bans, penalties and beams among the others."""
+    generator = np.random.default_rng(padding)
+    kinds = [*PARAMS, *HOSTED]
+    queue = LateQueue()
+    sampler = DeviceSampler(queue)
+    for step in range(60):
+        specs: list[SampleSpec | None] = []
+        for at in range(1 + step % 9):
+            kind = int(generator.integers(0, len(kinds) + 2))
+            banned = tuple(generator.integers(0, VOCAB, 3).tolist()) if step % 3 == 0 else ()
+            if kind == len(kinds):
+                specs.append(None)
+            elif kind > len(kinds):
+                specs.append(spec(num_candidates=3, banned=banned))
+            else:
+                output = tuple(generator.integers(0, VOCAB, at).tolist())
+                specs.append(spec(seed=step * 50 + at, output=output, banned=banned, **kinds[kind]))
+        rows = [row(at, one) for at, one in enumerate(specs)]
+        drawn = [at for at, one in enumerate(specs) if one is not None]
+        twins = tuple(Twin(f"t{at}", at, spec(seed=900 + at, top_k=9)) for at in drawn[: step % 3])
+        logits = logits_of(len(rows) + padding if padding else len(drawn), step)
+        drawing = launch(sampler, logits, schedule_of(rows, twins), padding)
+        if padding:
+            source, logits = logits, logits.clone()
+            source.fill_(math.nan)  # the next graph overwrites them
+        outputs = sampler.collect(drawing)
+        assert len(outputs) == len(rows) + len(twins) == len(drawing.tokens)
+        logit_of = dict(zip(drawn, drawn if padding else range(len(drawn)), strict=True))
+        for at, output in enumerate(outputs):
+            twin = twins[at - len(rows)] if at >= len(rows) else None
+            asked = twin.sample if twin is not None else specs[at]
+            if asked is None:
+                assert output is None
+                continue
+            place = logit_of[at if twin is None else twin.row]
+            theirs = sample(logits[place : place + 1], [asked])[0]
+            assert_same(output, theirs)
+            if at in drawing.plan.outputs:
+                assert drawing.tokens[at] == theirs.token_id
+    assert queue.num_waits == 60
+
+
+def test_tokens_are_not_read_before_they_are_there() -> None:
+    sampler, logits = DeviceSampler(LateQueue()), [logits_of(3, seed) for seed in range(3)]
+    rows = [row(at, spec(temperature=0.0)) for at in range(3)]
+    drawings = [launch(sampler, one, schedule_of(rows)) for one in logits]
+    assert (drawings[0].parcel.arrays[0] < 0).all()
+    for one, drawing in zip(logits, drawings, strict=True):
+        outputs = sampler.collect(drawing)
+        assert [out.token_id for out in outputs if out] == one.argmax(-1).tolist()
+
+
+def test_broken_rows_disturb_nobody() -> None:
+    logits = logits_of(7)
+    logits[1, 9] = math.nan
+    logits[2, 9] = math.inf
+    logits[3] = -math.inf
+    logits[4, 5:] = -math.inf
+    for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 30}):
+        specs = [spec(seed=at, **params) for at in range(7)]
+        drawing = launch(
+            sampler := DeviceSampler(LateQueue()),
+            logits,
+            schedule_of([row(at, one) for at, one in enumerate(specs)]),
+        )
+        assert ((drawing.tokens >= 0) & (drawing.tokens < VOCAB)).all()  # they feed the next step
+        outputs = sampler.collect(drawing)
+        assert [out.error is None for out in outputs if out] == [
+            at not in (1, 2, 3) for at in range(7)
+        ]
+        for mine, theirs in zip(outputs, sample(logits, specs), strict=True):
+            assert_same(mine, theirs)
+
+
+def test_everything_banned_is_an_error() -> None:
+    logits = logits_of(2)
+    specs = [spec(banned=tuple(range(VOCAB))), spec(seed=3)]
+    outputs = draw(logits, schedule_of([row(0, specs[0]), row(1, specs[1])]))
+    assert_same(outputs[0], sample(logits, specs)[0])
+    assert_same(outputs[1], sample(logits, specs)[1])
+
+
+def test_bans_leave_logprobs_and_logits_as_they_are() -> None:
+    logits = logits_of(2)
+    before = logits.clone()
+    best = logits.topk(2).indices.tolist()
+    specs = [spec(temperature=0.0, banned=(best[0][0],), logprobs=2), spec(temperature=0.0)]
+    outputs = draw(logits, schedule_of([row(0, specs[0]), row(1, specs[1])]))
+    assert outputs[0] is not None
+    assert outputs[0].token_id == best[0][1]
+    assert [token for token, _ in outputs[0].top_logprobs] == best[0]
+    assert torch.equal(logits, before)
+
+
+def test_scores_with_and_without_a_draw() -> None:
+    logits = logits_of(7)
+    targets = [np.array(ids, np.int32) for ids in ([5, 6], [7], [8, 9, 9])]
+    tokens = [np.ones(n, np.int32) for n in (3, 1, 3)]
+    asked = spec(seed=4, top_k=50, logprobs=1)
+    rows = [
+        row(at, one, targets=ids, token_ids=new, page_ids=np.arange(len(new)), num_top=top)
+        for at, (one, ids, new, top) in enumerate(
+            zip((asked, None, None), targets, tokens, (2, 0, 1), strict=True)
+        )
+    ]
+    outputs = draw(logits, schedule_of(rows))
+    first, scored = sample(logits[2:3], [asked])[0], score(logits[:2], targets[0], 2)
+    assert outputs[0] == first._replace(scores=scored.scores, top_scores=scored.top_scores)
+    assert outputs[1] == score(logits[3:4], targets[1], 0)
+    assert outputs[2] == score(logits[4:7], targets[2], 1)
+    logits[5] = math.nan
+    assert "no token can be scored" in str(draw(logits, schedule_of(rows))[2].error)
+
+
+def test_plain_rows_send_nothing() -> None:
+    rows = [row(at, spec(temperature=0.0)) for at in range(4)]
+    plan = plan_samples(schedule_of(rows), pad(lay_out(rows, 1), 8), VOCAB)
+    assert not plan.arrays
+    assert plan.is_whole
+    assert not plan.has_gaps
+
+
+class OtherRank:
+    """Rank 1 of two: what rank 0 says arrives."""
+
+    def __init__(self, rank: int, said: list[torch.Tensor]) -> None:
+        self.rank, self._said = rank, said
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        if self.rank == 0:
+            self._said.append(x.clone())
+        else:
+            x.copy_(self._said.pop(0))
+
+
+def test_the_other_ranks_go_on_with_the_same_tokens() -> None:
+    said: list[torch.Tensor] = []
+    rows = [row(0, spec(seed=5)), row(1, None), row(2, spec(temperature=0.0))]
+    twins = (Twin("t", 0, spec(seed=6)),)
+    logits = logits_of(2)
+    first, other = (DeviceSampler(LateQueue(), OtherRank(rank, said)) for rank in (0, 1))
+    drawing = launch(first, logits, schedule_of(rows, twins))
+    assert len(drawing.tokens) == 4
+    assert other.follow(3, logits.device).tolist() == drawing.tokens[:3].tolist()

@@ -1,0 +1,132 @@
+"""Random requests, aborts and tiny pools on the path of a device: what is said stays the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixserve import SamplingParams
+from radixserve.config import EngineConfig
+from radixserve.engine import Engine
+from radixserve.request import Request
+from radixserve.runner.model_runner import ModelRunner
+from tests.checkpoints import load_reference, make_checkpoint
+from tests.runner.driver import Driver
+from tests.runner.on_device import device_runner
+from tests.runner.test_model_runner import check_parity, prompts_of
+
+NUM_REQUESTS = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("storm"), "qwen3")
+
+
+def requests_of(rng: random.Random) -> list[Request]:
+    found: list[Request] = []
+    for at in range(NUM_REQUESTS):
+        head: list[int] = []
+        if found and rng.random() < 0.7:
+            other = rng.choice(found).token_ids.tolist()
+            head = other[: rng.randrange(len(other) + 1)]
+        tail = [rng.randrange(256) for _ in range(rng.choice([1, 2, 7, 30]))]
+        kind = rng.choice(["greedy", "drawn", "penalty", "short", "min"])
+        params = SamplingParams(
+            temperature=0.9 if kind == "drawn" else 0.0,
+            top_k=3 if kind == "drawn" else 0,
+            max_tokens=1 if kind == "short" else rng.randrange(2, 20),
+            min_tokens=2 if kind == "min" else 0,
+            presence_penalty=0.5 if kind == "penalty" else 0.0,
+            logprobs=rng.choice([None, None, 2]),
+        )
+        ends = frozenset(range(0, 256, 5)) if kind in ("min", "drawn") else frozenset()
+        ids = np.array((head + tail)[:70], np.int32)
+        found.append(Request(f"{at}", ids, params, rng.getrandbits(60), ends, 100))
+        if at and rng.random() < 0.2:  # another one of the same prompt
+            first = found[-2]
+            found[-1] = replace(found[-1], token_ids=first.token_ids, twin_of=first.request_id)
+    return found
+
+
+def run(engine: Engine, requests: list[Request], aborts: dict[str, int]) -> dict[str, list[int]]:
+    """The tokens of each; `aborts` come when so many steps are done."""
+    said: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    waiting, done, num_steps = list(requests), set(), 0
+    while waiting or engine.has_work():
+        for _ in range(3):
+            if waiting:
+                engine.add(waiting.pop(0))
+        for output in engine.step():
+            said[output.request_id] += output.token_ids
+            if output.finish is not None:
+                assert output.finish.reason != "error", output.finish.error
+                done.add(output.request_id)
+        num_steps += 1
+        for name, when in aborts.items():
+            if when == num_steps:
+                engine.abort(name)
+        engine.check()
+        assert num_steps < 2_000
+    assert done | set(aborts) == set(said)
+    return said
+
+
+def check_storm(folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([1, 2, 16])
+    tokens = rng.choice([110, 160, 600])
+    config = EngineConfig(
+        page_size=size,
+        num_pages=-(-tokens // size),
+        chunk_size=rng.choice([3, 16, 64]),
+        max_running=rng.choice([2, 5, 8]),
+        cache=rng.choice(["radix", "radix", "off", "hash"]),
+        overlap=rng.random() < 0.8,
+        cuda_graphs=rng.random() < 0.7,
+    )
+    fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+    runner = device_runner(folder, **fields)
+    plain = ModelRunner(str(folder), EngineConfig(num_pages=800))
+    for _ in range(3):  # the same names again: nothing is known of the ones before
+        requests = [
+            replace(one, twin_of="") if rng.random() < 0.5 else one for one in requests_of(rng)
+        ]
+        alone = [replace(one, twin_of="") for one in requests]
+        wanted = run(Engine(plain, EngineConfig(num_pages=800, cache="off")), alone, {})
+        names = rng.sample(list(wanted), 3)
+        aborts = {name: rng.randrange(1, 30) for name in names}
+        found = run(Engine(runner, config), requests, aborts)
+        for name, said in found.items():
+            if name in aborts:
+                assert said == wanted[name][: len(said)]
+            else:
+                assert said == wanted[name]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_storm(folder: Path, seed: int) -> None:
+    check_storm(folder, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 220))
+def test_long_storm(folder: Path, seed: int) -> None:
+    check_storm(folder, seed)
+
+
+@pytest.mark.long
+def test_with_the_kernels_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not their twins: the whole path with Triton's interpreter in their place."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    runner = device_runner(folder, num_pages=40, page_size=4, max_running=2, chunk_size=24)
+    driver = Driver(runner, 4)
+    for prompt in prompts_of([5, 21]):
+        driver.add(prompt)
+    driver.run(chunk=11)
+    check_parity(driver.sequences, load_reference(folder))

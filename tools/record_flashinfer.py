@@ -1,0 +1,38 @@
+"""Records what FlashInfer's functions take, for tests on machines that do not have it.
+
+    python tools/record_flashinfer.py [--output FILE]
+
+Run it in the root of the sources with the version installed that setup.cfg names. The record is
+held against the installed package by tests/attention/test_flashinfer_calls.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.attention.signatures import RECORD, installed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=RECORD)
+    output: Path = parser.parse_args().output
+    calls = ",\n".join(
+        f"  {json.dumps(name)}: [\n"
+        + ",\n".join(f"   {json.dumps(one)}" for one in parameters)
+        + "\n  ]"
+        for name, parameters in installed().items()
+    )
+    found = version("flashinfer-python")
+    output.write_text(f'{{\n "version": {json.dumps(found)},\n "calls": {{\n{calls}\n }}\n}}\n')
+    print(f"FlashInfer {found}: {output}")
+
+
+if __name__ == "__main__":
+    main()
