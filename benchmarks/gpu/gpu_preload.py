@@ -1,0 +1,11 @@
+"""Everything heavy that jobs import, loaded once before they are forked; touches no device."""
+
+import torch
+import transformers.models.llama.modeling_llama
+
+import radixserve.models.gpu_decoder
+import radixserve.models.sizes
+import radixserve.runner.model_runner
+import radixserve.runtime
+
+LOADED = (torch, transformers, radixserve)

@@ -1,0 +1,58 @@
+"""Beam search of the Llama-3-8B shapes through `Runtime`."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from gpu_bench import LLAMA, Bench
+from gpu_limits import beams_s
+from gpu_runtime import open_runtime
+
+PUBLISHED = 551.8  # tokens a second on an H100, the same lengths
+WIDTH = 4
+
+
+def run(bench: Bench, group: str) -> None:
+    del group
+    count = bench.pick(100, 24, 2)
+    prompt, new = bench.pick((256, 256), (256, 128), (5, 4))
+    rng = np.random.default_rng(bench.settings.seed)
+    with open_runtime(
+        bench,
+        LLAMA,
+        max_running=bench.pick(256, 256, 8),
+        chunk_size=bench.pick(8_192, 8_192, 64),
+        max_seq_len=prompt + new + 8,
+        num_pages=bench.pick(262_144, 131_072, 1_024) // bench.settings.page_size,
+    ) as rt:
+        prompts = rng.integers(0, rt.model.vocab_size, (count + 2, prompt)).tolist()
+        options = {"beam_width": WIDTH, "max_tokens": new, "ignore_eos": True}
+        rt.beam_search(prompts[:2], **{**options, "max_tokens": 8 if new > 8 else 2})
+        began = time.perf_counter()
+        answers = rt.beam_search(prompts[2:], **options)
+        spent = time.perf_counter() - began
+        stats = rt.cache_stats()
+        bench.note(f"{rt.choices}")
+    lengths = {len(one.token_ids) for found in answers for one in found}
+    widths = {len(found) for found in answers}
+    scores = [[one.score for one in found] for found in answers]
+    failed = ""
+    if lengths != {new} or widths != {WIDTH}:
+        failed = f"answers of {sorted(lengths)} tokens, {sorted(widths)} of a prompt"
+    elif any(sorted(found, reverse=True) != found for found in scores):
+        failed = "answers are not in the order of their scores"
+    limit = beams_s(bench.shape(LLAMA), bench.ceilings, count, WIDTH, prompt, new)
+    rate = count * new / spent
+    cells = {
+        "s": spent,
+        "limit s": limit,
+        "of limit": f"{limit / spent:.0%}",
+        "tok/s": rate,
+        "all beams": WIDTH * rate,
+    }
+    check = bench.at_least("tok/s of the best answers", rate, PUBLISHED)
+    details = {"preemptions": stats.get("preemptions"), "published_tok_s": PUBLISHED}
+    name = f"{count} prompts, {prompt} in, {new} out"
+    bench.row(name, cells, checks=(check,), failed=failed, details=details)
+    bench.note("tok/s counts the best answer of each prompt alone; the beams of one make four")

@@ -1,0 +1,99 @@
+"""Time to first token of the Llama-3-8B shapes: of cold prompts, and behind what is cached.
+
+One request at a time through the engine, from `add` to its first token, host and all; a request's
+prompt is random but for what is to be cached.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+from gpu_bench import LLAMA, Bench
+from gpu_clock import Times
+from gpu_jobs import Skip
+from gpu_limits import prefill_s
+from gpu_stage import Stage
+
+TARGET = 0.7  # of the limit, cold
+GAIN = 10.0  # cold over cached
+NUM_NEW = 512
+
+
+def run(bench: Bench, group: str) -> None:
+    """group: the backend; "" is the run's own."""
+    new = bench.pick(NUM_NEW, NUM_NEW, 16)
+    cold = bench.pick((512, 4_096, 32_768), (512, 4_096), (16, 64))
+    cached = bench.pick((8_192, 32_768), (8_192,), (128,))
+    if group:
+        if (name := bench.backend_name()) == group:
+            raise Skip(f"{name} is the run's backend already")
+        if reason := bench.why_not(group):
+            raise Skip(f"no {group}: {reason}")
+        cold, cached = cold[:2], cached[:1]
+    settings = {"attention_backend": group} if group else {}
+    with Stage(
+        bench,
+        LLAMA,
+        max_running=8,
+        chunk_size=bench.pick(8_192, 8_192, 64),
+        max_seq_len=max(*cold, *cached) + bench.pick(1_024, 1_024, 64),
+        num_pages=bench.pick(None, None, 2_048),
+        **settings,
+    ) as stage:
+        bench.note(f"{stage.choices}; chunks of {stage.config.chunk_size:,} tokens")
+        stage.first_token(stage.tokens(new))
+        for length in cold:
+            _measure_cold(bench, stage, length)
+        for length in cached:
+            _measure_cached(bench, stage, length, new)
+
+
+def _measure_cold(bench: Bench, stage: Stage, length: int) -> None:
+    name = f"{stage.choices.attention_backend}, {length:,} cold"
+    times = _cold(bench, stage, length)
+    limit = prefill_s(bench.shape(LLAMA), bench.ceilings, length)
+    check = bench.at_least("of the limit", limit / times.median, TARGET)
+    bench.row(name, _cells(times, limit, length), checks=(check,))
+
+
+def _cold(bench: Bench, stage: Stage, length: int) -> Times:
+    """Every prompt is a new one."""
+    stage.check_room(length + 1, "a prompt and its answer")
+    found = [stage.first_token(stage.tokens(length)) for _ in range(_repeats(bench, length))]
+    if any(num_cached > 8 for _, num_cached in found):  # random tokens may begin alike
+        raise AssertionError(f"parts of random prompts were cached: {found}")
+    return Times.of([seconds for seconds, _ in found])
+
+
+def _measure_cached(bench: Bench, stage: Stage, length: int, new: int) -> None:
+    name = f"{stage.choices.attention_backend}, {new:,} behind {length:,} cached"
+    stage.check_room(2 * (length + new), "a prompt and its answers")
+    prefix = stage.tokens(length)
+    stage.first_token(prefix)
+    prompts = [np.concatenate([prefix, stage.tokens(new)]) for _ in range(_repeats(bench, new) + 1)]
+    found = [stage.first_token(prompt) for prompt in prompts][1:]
+    times = Times.of([seconds for seconds, _ in found])
+    num_cached = median(count for _, count in found)
+    failed = "" if num_cached in (length, length + 1) else f"{num_cached:,} tokens were cached"
+    limit = prefill_s(bench.shape(LLAMA), bench.ceilings, new, length)
+    cells = _cells(times, limit, new)
+    checks = []
+    if length <= bench.pick(8_192, 8_192, 128):
+        gain = _cold(bench, stage, length + new).median / times.median
+        cells["cold / cached"] = f"{gain:.1f} x"
+        checks.append(bench.at_least("cold over cached", gain, GAIN))
+    bench.row(name, cells, checks=tuple(checks), failed=failed)
+
+
+def _repeats(bench: Bench, num_new: int) -> int:
+    return bench.pick(3 if num_new > 8_192 else 7, 3, 2)
+
+
+def _cells(times: Times, limit: float, num_new: int) -> dict[str, float | str | None]:
+    return {
+        **times.cells("first token ms"),
+        "limit ms": limit * 1e3,
+        "of limit": f"{limit / times.median:.0%}",
+        "tok/s": num_new / times.median,
+    }

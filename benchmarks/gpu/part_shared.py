@@ -1,0 +1,216 @@
+"""Rows over one long shared prefix: read together (cascade) against every row on its own (flat).
+
+attention   that of all layers alone, as a graph, over a pool of random K and V
+step        decode steps of the engine; the prefix is computed once and found in the cache
+crossover   from how many tokens on together is faster, (rows - 1) x prefix: SHARE_BYTES of
+            radixserve/attention/sharing.py over the bytes of a token in a layer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_bench import DTYPE, LLAMA, Bench
+from gpu_clock import Times, captured
+from gpu_jobs import Skip
+from gpu_limits import cascade_s, decode_s, flat_s, matrices_s
+from gpu_stage import DecodeFigures, Stage
+
+from radixserve.attention import sharing
+from radixserve.attention.choice import make_backend
+from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.schedule import Row
+
+ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0
+STEP_ROWS = 64  # that the target of the step is for
+OWN = 128
+
+
+def run(bench: Bench, group: str) -> None:
+    if (name := bench.backend_name()) not in ("flashinfer", "triton"):
+        raise Skip(f"the backend {name} has no cascade in graphs")
+    {"attention": measure_attention, "crossover": find_crossover, "step": measure_steps}[group](
+        bench
+    )
+
+
+class Prefix:
+    """Rows of one token over `shared` tokens in common and `own` ones each, in a random pool."""
+
+    def __init__(
+        self, bench: Bench, name: str, num_layers: int, num_rows: int, shared: int, own: int
+    ) -> None:
+        shape, size = bench.shape(LLAMA), bench.settings.page_size
+        self._bench, self._name, self._heads = bench, name, shape.num_heads
+        self.num_layers = num_layers
+        of_prefix, of_row = -(-shared // size), -(-(own + 1) // size)
+        num_pages = of_prefix + num_rows * of_row
+        dims = (num_layers, 2, num_pages, size, shape.num_kv_heads, shape.head_dim)
+        self._kv = torch.randn(dims, device=bench.device, dtype=DTYPE)
+        self._q = torch.randn(
+            (num_rows, shape.num_heads, shape.head_dim), device=bench.device, dtype=DTYPE
+        )
+        pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
+        rows = pages[of_prefix:].reshape(num_rows, of_row)
+        token, start = np.zeros(1, np.int32), of_prefix * size + own
+        self._rows = [
+            Row("", token, start, np.concatenate([pages[:of_prefix], mine]), None) for mine in rows
+        ]
+        self._num_pages = num_rows * (of_prefix + of_row)
+
+    def times(self, *, together: bool, repeats: int) -> Times:
+        """Of all layers; together: whether or not that pays."""
+        backend = make_backend(self._name, self._kv, self._heads, shares=together)
+        backend.prepare()
+        graph = backend.for_graph(len(self._rows), self._num_pages, int(together))
+        batch = build_forward_batch(self._rows, self._bench.settings.page_size, self._bench.device)
+        if together and not backend.levels_for_graph(batch):
+            raise RuntimeError("the backend finds nothing to read together")
+        graph.plan(batch)
+
+        def attend() -> torch.Tensor:
+            out = self._q
+            for layer in range(self.num_layers):
+                out = graph.attend(self._q, layer)
+            return out
+
+        replay, _ = captured(attend, self._bench.device)
+        return Times.of(self._bench.clock.samples(replay, repeats))
+
+
+def always_share() -> None:
+    """In this process whatever rows have in common is read together."""
+    sharing.SHARE_BYTES, sharing.MERGE_TOKENS = 1, 0
+
+
+def measure_attention(bench: Bench) -> None:
+    always_share()
+    shape, name = bench.shape(LLAMA), bench.backend_name()
+    shared, own = bench.pick(8_192, 8_192, 64), bench.pick(OWN, OWN, 8)
+    for num_rows in bench.pick((64, 256), (64,), (8,)):
+        case = Prefix(bench, name, shape.num_layers, num_rows, shared, own)
+        repeats = bench.pick(20, 10, 2)
+        flat, cascade = (case.times(together=is_on, repeats=repeats) for is_on in (False, True))
+        limits = (
+            flat_s(shape, bench.ceilings, num_rows, shared + own),
+            cascade_s(shape, bench.ceilings, num_rows, shared, own),
+        )
+        gain = flat.median / cascade.median
+        cells = {
+            "flat ms": flat.ms,
+            "limit ms": limits[0] * 1e3,
+            "cascade ms": cascade.ms,
+            "its limit": limits[1] * 1e3,
+            "gain": f"{gain:.1f} x",
+        }
+        check = bench.at_least("gain", gain, ATTENTION_GAIN)
+        what = f"{name}, {num_rows} rows, {shared:,} + {own}"
+        bench.row(what, cells, checks=(check,), section="attention alone, all layers")
+
+
+def find_crossover(bench: Bench) -> None:
+    always_share()
+    shape, name = bench.shape(LLAMA), bench.backend_name()
+    num_layers = bench.pick(8, 8, 2)
+    prefixes = bench.pick((128, 256, 512, 1_024, 2_048, 4_096, 8_192), (256, 1_024, 4_096), (8, 32))
+    found: list[float] = []
+    for num_rows in bench.pick((2, 4, 8, 16, 32, 64, 128, 256), (4, 16, 64), (2, 4)):
+        gains = [
+            _gain(bench, Prefix(bench, name, num_layers, num_rows, shared, bench.pick(OWN, OWN, 4)))
+            for shared in prefixes
+        ]
+        cells: dict[str, Any] = {
+            str(p): f"{gain:.2f}" for p, gain in zip(prefixes, gains, strict=True)
+        }
+        at = crossing(prefixes, gains)
+        cells["(rows - 1) x prefix"] = None if at is None else round((num_rows - 1) * at)
+        if at is not None:
+            found.append((num_rows - 1) * at)
+        bench.row(f"{num_rows} rows", cells, section="flat / cascade by prefix")
+    token_bytes = shape.kv_bytes // shape.num_layers
+    if found:
+        tokens = median(found)
+        bench.note(
+            f"{name}: together is faster from (rows - 1) x prefix = {tokens:,.0f} tokens on (the"
+            f" median): SHARE_BYTES = {tokens * token_bytes / 2**20:.1f} MiB"
+        )
+    else:
+        bench.note(f"{name}: no crossing among these prefixes")
+
+
+def _gain(bench: Bench, case: Prefix) -> float:
+    repeats = bench.pick(10, 5, 2)
+    flat, cascade = (case.times(together=is_on, repeats=repeats) for is_on in (False, True))
+    return flat.median / cascade.median
+
+
+def crossing(places: Sequence[int], gains: Sequence[float]) -> float | None:
+    """Where the gain passes 1 for good, between two places on a logarithmic scale; the first place
+    if it is larger everywhere, None if it is not at the last one."""
+    below = [at for at, gain in enumerate(gains) if gain < 1]
+    if not below:
+        return float(places[0])
+    last = below[-1]
+    if last == len(gains) - 1:
+        return None
+    low, high = math.log(gains[last]), math.log(gains[last + 1])
+    share = -low / (high - low)
+    return float(places[last] * (places[last + 1] / places[last]) ** share)
+
+
+def measure_steps(bench: Bench) -> None:
+    sizes = bench.pick((64, 256), (64,), (4,))
+    shared, own = bench.pick(8_192, 8_192, 64), bench.pick(OWN, OWN, 8)
+    found: dict[tuple[int, bool], DecodeFigures] = {}
+    for is_on in (False, True):
+        if bench.is_dry and is_on:
+            always_share()  # tiny rows would not pay
+        for size, figures in _steps(bench, sizes, shared, own, is_on=is_on).items():
+            found[size, is_on] = figures
+    shape = bench.shape(LLAMA)
+    for size in sizes:
+        flat, cascade = found[size, False], found[size, True]
+        gain = flat.step.median / cascade.step.median
+        matrices = matrices_s(shape, bench.ceilings, size, size)
+        limit = matrices + cascade_s(shape, bench.ceilings, size, shared, cascade.num_keys - shared)
+        cells = {
+            "flat ms": flat.step.ms,
+            "limit ms": decode_s(shape, bench.ceilings, size, flat.num_keys) * 1e3,
+            "cascade ms": cascade.step.ms,
+            "its limit": limit * 1e3,
+            "gain": f"{gain:.1f} x",
+            "host share": f"{cascade.host_share:.1%}",
+        }
+        checks = (bench.at_least("gain", gain, STEP_GAIN),) if size == STEP_ROWS else ()
+        what = f"{size} rows, {shared:,} + {own}"
+        bench.row(what, cells, checks=checks, section="whole step")
+
+
+def _steps(
+    bench: Bench, sizes: Sequence[int], shared: int, own: int, *, is_on: bool
+) -> dict[int, DecodeFigures]:
+    with Stage(
+        bench,
+        LLAMA,
+        max_running=max(sizes),
+        chunk_size=bench.pick(8_192, 8_192, 64),
+        max_seq_len=shared + bench.pick(2_048, 2_048, 256),
+        num_pages=-(-bench.pick(262_144, 131_072, 2_048) // bench.settings.page_size),
+        tree_attention=is_on,
+    ) as stage:
+        most = shared + max(sizes) * (own + 2 * max(sizes))
+        if most > stage.capacity:
+            raise Skip(f"a pool of {stage.capacity:,} tokens is too small for {most:,}")
+        prefix = stage.tokens(shared)
+        stage.first_token(prefix)
+        found = {}
+        for size in sizes:
+            prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
+            found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
+        bench.note(f"tree_attention={is_on}: {stage.choices}")
+    return found
