@@ -97,7 +97,7 @@ class FlashInferKernels:
         except Exception as error:
             raise ModelNotSupported(
                 f"FlashInfer's kernels cannot be compiled: {error}; nvcc has to be found below "
-                'CUDA_HOME, or attention_backend="triton" does without it'
+                'CUDA_HOME and ninja in PATH; attention_backend="triton" does without them'
             ) from error
 
     def launch(self, staged: StagedPart, role: str) -> Launch:

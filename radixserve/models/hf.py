@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
 from radixserve.attention.torch import TorchBackend
+from radixserve.attention.triton import TritonBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
 from radixserve.models.base import ModelInfo
 from radixserve.models.weights import (
@@ -34,7 +35,7 @@ from radixserve.models.weights import (
 
 ATTENTION_NAME = "radixserve"  # in transformers' registry of attention functions
 NUM_CHECKED = 13  # tokens of the comparison with eager attention
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}  # of the logits' norm
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}  # of the logits' norm
 UNPLACED_ROPE = ("dynamic", "longrope")  # depend on the longest sequence in the batch
 REFUSED_ARGUMENTS = {  # what a model may hand to its attention, and what that means
     "softcap": "soft-capped attention scores",
@@ -182,7 +183,8 @@ def load_transformers(
         num_parameters=sum(p.numel() for p in model.parameters()),
     )
     wrapped = TransformersModel(model, slot, info)
-    with torch.inference_mode():
+    is_current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), is_current:
         _compare_with_eager(wrapped, model, device)
     return wrapped
 
@@ -307,7 +309,8 @@ def _run_in_chunks(wrapped: TransformersModel, tokens: Tensor, device: torch.dev
     info = wrapped.info
     size = len(tokens)
     shape = (info.num_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
-    backend = TorchBackend(torch.zeros(shape, dtype=info.dtype, device=device), info.num_heads)
+    make = TritonBackend if info.dtype == torch.float16 else TorchBackend
+    backend = make(torch.zeros(shape, dtype=info.dtype, device=device), info.num_heads)
     pages = np.arange(size)[::-1].astype(np.int32)
     parts = []
     for start, end in ((0, 6), (6, size - 1), (size - 1, size)):

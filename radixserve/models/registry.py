@@ -27,10 +27,12 @@ def load_model(
     """
     dtype = choose_dtype(config.dtype, source.config, device)
     is_native = architecture_of(source.config) in ARCHITECTURES
-    dim = decoder_shape(source.config).head_dim if is_native else None
-    backend = choose_backend(config.attention_backend, dtype, device, head_dim=dim)
-    if not is_native:
-        return _load_other(source, dtype, device, ranks), backend
+    asked = config.attention_backend
+    if not is_native:  # what its heads are like shows when it has run
+        model = _load_other(source, dtype, device, ranks)
+        return model, choose_backend(asked, dtype, device, head_dim=model.info.head_dim)
+    dim = decoder_shape(source.config).head_dim
+    backend = choose_backend(asked, dtype, device, head_dim=dim)
     if device.type != "cpu" or backend in DEVICE_BACKENDS or ranks is not None:
         from radixserve.models.gpu_decoder import load_gpu_decoder
 

@@ -94,7 +94,8 @@ class DecodeGraphs:
         max_pages: of a number of rows, see `DecodeGraph`. shares: with shared pages, too.
         """
         device = self._queue.device
-        logits = torch.empty((sizes[-1], model.info.vocab_size), device=device)
+        shape = sizes[-1], model.info.vocab_size
+        logits = torch.empty(shape, dtype=torch.float32, device=device)
         recorder = _CudaRecorder(device) if device.type == "cuda" else None
         levels_for = backend.levels_for_graph if shares else None
         for size in reversed(sizes):

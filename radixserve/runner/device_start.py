@@ -30,6 +30,8 @@ from radixserve.runner.warm_up import num_trial_pages, trial_schedules
 
 logger = logging.getLogger("radixserve")
 
+GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a row: 64 MiB
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -82,7 +84,7 @@ def start_on_device(
                 model,
                 backend,
                 sizes,
-                lambda rows: min(rows * line_pages, 4 * pool.num_pages + rows),
+                lambda rows: min(rows * line_pages, max(4 * pool.num_pages, GRAPH_PAGES) + rows),
                 shares=config.tree_attention,
             )
             spent = time.perf_counter() - began

@@ -71,7 +71,9 @@ class ParallelRunner:
         self.num_pages = self._runner.num_pages
         self.backend_name = self._runner.backend_name
         self.choices = self._runner.choices
-        self.info: ModelInfo = describe(source, self._runner.info.dtype)
+        own = self._runner.info  # of a rank, which may have fewer positions than the model
+        whole = describe(source, own.dtype)
+        self.info: ModelInfo = dataclasses.replace(whole, max_positions=own.max_positions)
 
     @property
     def process_ids(self) -> list[int]:

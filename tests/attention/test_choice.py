@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from radixserve.attention import choice, flashinfer_calls
 from radixserve.attention.choice import choose_backend, make_backend
 from radixserve.attention.torch import TorchBackend
 from radixserve.attention.triton import TritonBackend
+from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
+from radixserve.models import registry
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -112,3 +116,15 @@ def test_a_broken_flashinfer_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert flashinfer_calls.not_installed() == "importing FlashInfer failed: OSError: no such file"
     monkeypatch.setattr(flashinfer_calls.importlib.util, "find_spec", lambda _: None)
     assert "not installed" in flashinfer_calls.not_installed()
+
+
+@pytest.mark.parametrize(("head_dim", "name"), [(80, "triton"), (128, "flashinfer")])
+def test_heads_of_a_foreign_model_count(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, name: str
+) -> None:
+    """Their size is known once it is loaded, and not before."""
+    model = SimpleNamespace(info=SimpleNamespace(head_dim=head_dim))
+    monkeypatch.setattr(registry, "_load_other", lambda *_: model)
+    config = SimpleNamespace(architectures=["OtherForCausalLM"], dtype=BF16)
+    source: Any = SimpleNamespace(config=config)
+    assert registry.load_model(source, EngineConfig(), CUDA) == (model, name)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ SOURCES = Path(gpu_ops.__file__).parent / "gpu"
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, with an empty cache of its own."""
     pytest.importorskip("triton", reason="there is no Triton for this system")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -40,19 +41,17 @@ def kernels_in_sources() -> set[str]:
     return {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
 
 
-def check(compiler, target: int, *, every: bool) -> Iterator[str]:
+def check(compiler: ModuleType, target: int, *, every: bool) -> Iterator[str]:
     print()
     for made in compiler.compile_all([target], every=every):
         print(compiler.table_line((f"sm_{target}", *made[1:])))
         assert made.fits, f"{made} takes more than {compiler.SHARED_BYTES[target]} bytes"
-        if "fp32" not in made.variant or made.kernel != "extend":  # products without tensor cores
-            assert made.stack_bytes == 0, f"{made} spills registers"
-        assert made.stack_bytes <= 64, f"{made} spills many registers"
+        assert made.stack_bytes <= (16 if every else 0), f"{made} spills registers"
         yield made.kernel
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles(compiler, target: int) -> None:
+def test_every_kernel_compiles(compiler: ModuleType, target: int) -> None:
     """Without spills, within the shared memory of the target; see the table with -s."""
     assert set(check(compiler, target, every=False)) == kernels_in_sources()
 
@@ -60,12 +59,14 @@ def test_every_kernel_compiles(compiler, target: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_variant_compiles(compiler, target: int) -> None:
-    """All dtypes, head dimensions and page sizes."""
+def test_every_variant_compiles(compiler: ModuleType, target: int) -> None:
+    """All dtypes, head dimensions, groups and page sizes; 16 bytes of spills are allowed."""
     assert set(check(compiler, target, every=True)) == kernels_in_sources()
 
 
-def test_compiled_and_interpreted_live_together(compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_and_interpreted_live_together(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interpreting in between changes nothing of what is compiled before and after."""
     from radixserve_kernels.gpu import launch, norm
     from radixserve_kernels.gpu.variants import Variant
@@ -112,27 +113,29 @@ def test_triton_is_imported_when_a_kernel_starts() -> None:
     subprocess.run([sys.executable, "-c", FRESH], check=True, env=environment)
 
 
-def test_signatures_are_specialised_as_triton_does(compiler) -> None:
-    """1 becomes a constant, multiples of 16 are known as such, what varies is neither."""
-    from radixserve_kernels.gpu import launch, pages
+def test_signatures_are_those_of_a_call(compiler: ModuleType) -> None:
+    """What is compiled ahead is what Triton's own binder makes of the same arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
 
-    table = torch.empty(3, 32, dtype=torch.int32, device="meta")
-    (one,) = pages.flat_indices(table, table[0], table[0], table[0], table[0])
-    found = compiler.signature_of(one)
-    assert found.types["table_ptr"] == "*i32"
-    assert found.types["stride_table"] == "i32"
-    assert found.types["block"] == "constexpr"
-    assert found.attributes == {(5,): [["tt.divisibility", 16]]}
-    (thin,) = pages.flat_indices(table[:, :1], *[table[0]] * 4)
-    assert compiler.signature_of(thin).attributes == found.attributes
-    (single,) = pages.copy_pages(torch.empty(1, 2, 9, 1, 1, 1, device="meta"), table.view(-1, 2))
-    types = compiler.signature_of(single).types
-    assert types["token_cells"] == "constexpr"
-    assert launch.power_of_2(1) == 1
-    assert launch.power_of_2(17) == 32
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    for variant in compiler.variants((9, 0), every=False):
+        launch, found = variant.launch, compiler.signature_of(variant.launch)
+        kernel = launch.kernel
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, kinds, options = bind(**launch.arguments, **launch.options, debug=False)
+        assert options["num_warps"] == launch.num_warps
+        for number, (name, (kind, value)) in enumerate(zip(bound, kinds, strict=True)):
+            assert found.types[name] == kind
+            if kind == "constexpr":
+                assert found.constants[number,] == bound[name]
+            else:
+                attributes = backend.parse_attr(value) if value else []
+                assert found.attributes.get((number,), []) == attributes
 
 
-def test_the_command(compiler, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(compiler: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         compiler.main(["--targets", "70"])
     assert "70" in capsys.readouterr().err

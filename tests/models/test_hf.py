@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import hf
+from radixserve.models.weights import load_config
 from radixserve.runner.model_runner import ModelRunner
 from tests.checkpoints import edit_json, make_checkpoint
 from tests.runner.driver import Driver
@@ -116,3 +117,11 @@ def test_bfloat16(tmp_path: Path) -> None:
     stream = driver.add(list(range(20)))
     driver.run()
     assert stream.is_done
+
+
+def test_float16(tmp_path: Path) -> None:
+    """Of a device: what it is compared by at load runs on the CPU, too."""
+    make_checkpoint(tmp_path, "phi3", dtype=torch.float16)
+    config = load_config(tmp_path)
+    model = hf.load_transformers(tmp_path, config, torch.float16, torch.device("cpu"))
+    assert model.info.dtype == torch.float16

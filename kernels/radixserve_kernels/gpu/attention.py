@@ -128,7 +128,7 @@ def decode_blocks(group: int, head_dim: int, dtype: torch.dtype) -> Blocks:
     """
     rows = max(power_of_2(group), 16)
     if dtype == torch.float32:  # no tensor cores: products of small tiles
-        return Blocks(rows, 32, 4, 2)
+        return Blocks(rows, 32, 8, 2)
     return Blocks(rows, 32 if head_dim > 128 else 64, 4 if rows <= 32 else 8, 5)
 
 

@@ -44,7 +44,7 @@ def first_best(values, tokens, is_token, vocab_size):
     return tl.where(num_nan > 0, float("nan"), best), first
 
 
-@kernel()
+@kernel(varying=("out_ptr", "finite_ptr"))
 def row_best_kernel(
     best_ptr,  # [S, blocks]
     token_ptr,
@@ -90,7 +90,7 @@ def block_sum_kernel(
     tl.store(sum_ptr + cell, tl.sum(tl.exp(logits - shift), 0))
 
 
-@kernel()
+@kernel(varying=("token_ptr", "out_ptr"))
 def logprob_kernel(
     logits_ptr,
     best_ptr,

@@ -29,7 +29,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
-    torch.bool: "*i1",
+    torch.bool: "*u1",
 }
 
 

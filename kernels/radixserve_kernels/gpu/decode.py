@@ -34,7 +34,7 @@ from radixserve_kernels.gpu.records import (
 PARTS_AT_ONCE = 16  # read by the merge
 
 
-@kernel(varying=("indptr_ptr", "indices_ptr", "last_ptr", "num_even"))
+@kernel(varying=("indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "num_even"))
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -123,7 +123,7 @@ def decode_kernel(
     )
 
 
-@kernel(varying=("num_parts",))
+@kernel(varying=("lse_ptr", "num_parts"))
 def merge_parts_kernel(
     part_ptr,  # [T, Hq, parts, D] float32
     part_lse_ptr,  # [T, Hq, parts] float32

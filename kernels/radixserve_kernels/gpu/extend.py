@@ -29,7 +29,7 @@ def find_row(tile, qo_ptr, num_rows, tile_tokens: tl.constexpr, block: tl.conste
     return row, tl.load(qo_ptr + row) // tile_tokens + row
 
 
-@kernel(varying=("qo_ptr", "indptr_ptr", "indices_ptr", "last_ptr", "num_rows"))
+@kernel(varying=("qo_ptr", "indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "num_rows"))
 def extend_kernel(
     q_ptr,
     k_ptr,

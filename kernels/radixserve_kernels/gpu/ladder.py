@@ -13,6 +13,7 @@ from radixserve_kernels.gpu.launch import kernel, tl
 BLOCK = best.BLOCK  # tokens at a time
 STEPS = 8  # of the ladder: see `step_floor`
 MAX_GATHERED = 4_096
+PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "floor_ptr")  # of each row
 
 
 @kernel()
@@ -76,7 +77,7 @@ def choose_step(
     return chosen, num_tokens
 
 
-@kernel()
+@kernel(varying=PARAMETERS)
 def ladder_kernel(
     logits_ptr,  # [S, V] float32
     row_best_ptr,  # [S] float32
@@ -118,7 +119,7 @@ def ladder_kernel(
                 tl.store(masses_ptr + cells + step * num_blocks, mass)
 
 
-@kernel()
+@kernel(varying=PARAMETERS)
 def gather_kernel(
     logits_ptr,
     row_best_ptr,

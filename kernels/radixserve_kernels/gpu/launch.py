@@ -42,8 +42,8 @@ def kernel(varying: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """A function in Triton's language, never run by Python.
 
     It stays compiled code whatever the environment says: `interpreter` makes its own copy.
-    varying: arguments that change from call to call. Nothing is compiled anew for their values
-    (1, multiples of 16) or, of pointers, their alignment.
+    varying: arguments that change from call to call, or may lie anywhere in a larger buffer.
+    Nothing is compiled anew for their values (1, multiples of 16) or, of pointers, alignment.
     """
     return lambda function: JITFunction(function, do_not_specialize=list(varying))
 

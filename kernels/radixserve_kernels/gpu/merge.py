@@ -9,7 +9,7 @@ from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
 BLOCK_CELLS = 2_048  # features of some heads at a time
 
 
-@kernel()
+@kernel(varying=("lse_a_ptr", "lse_b_ptr", "lse_ptr"))
 def merge_states_kernel(
     a_ptr,
     lse_a_ptr,

@@ -9,7 +9,7 @@ from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
 BLOCK_CELLS = 1_024  # features of some heads of one token at a time
 
 
-@kernel()
+@kernel(varying=("positions_ptr", "slots_ptr"))
 def rope_and_store_kernel(
     qkv_ptr,  # [T, (Hq + 2 Hkv) * D]
     positions_ptr,  # [T] int64

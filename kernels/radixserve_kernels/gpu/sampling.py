@@ -28,6 +28,7 @@ from radixserve_kernels.gpu import best
 from radixserve_kernels.gpu.ladder import (
     BLOCK,
     MAX_GATHERED,
+    PARAMETERS,
     STEPS,
     choose_step,
     gather_kernel,
@@ -89,7 +90,7 @@ def point_of(uniform, total):
     return tl.minimum(uniform * total, below)
 
 
-@kernel()
+@kernel(varying=(*PARAMETERS, "uniform_ptr", "out_ptr"))
 def draw_kernel(
     logits_ptr,
     row_best_ptr,
