@@ -188,9 +188,10 @@ def _end_of(member: _Member, failure: object) -> EngineDead:
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
     """Its exit code, once it has ended or been made to."""
-    for act in (lambda: None, process.terminate):
-        act()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(STOP_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(STOP_S)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(STOP_S)
     process.kill()
     return process.wait()

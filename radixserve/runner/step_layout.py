@@ -49,7 +49,7 @@ class LazyHostIndex(HostIndex):
             put(self, name, value)
 
     @property
-    def kv_indices(self) -> NDArray[np.int32]:  # type: ignore[override]
+    def kv_indices(self) -> NDArray[np.int32]:
         flat: NDArray[np.int32] | None = self._flat
         if flat is None:
             assert self.tables is not None, "the page ids were given back"
