@@ -6,7 +6,7 @@ Knows token slots and pages; nothing of requests, models or sampling.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -45,35 +45,10 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
 
-    # Made when they are asked for, by a backend that wants them on the device: once a plan.
-
-    @property
-    def qo_indptr(self) -> Tensor:
-        """[R + 1] int32."""
-        return self._on_device(self.host.qo_indptr)
-
-    @property
-    def kv_indptr(self) -> Tensor:
-        """[R + 1] int32."""
-        return self._on_device(self.host.kv_indptr)
-
     @property
     def kv_indices(self) -> Tensor:
-        """[total pages] int32."""
-        return self._on_device(self.host.kv_indices)
-
-    @property
-    def last_page_len(self) -> Tensor:
-        """[R] int32, tokens in each row's last page after the step."""
-        return self._on_device((self.host.seq_lens - 1) % self.page_size + 1)
-
-    @property
-    def seq_lens(self) -> Tensor:
-        """[R] int32."""
-        return self._on_device(self.host.seq_lens)
-
-    def _on_device(self, array: NDArray[np.signedinteger[Any]]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int32)).to(self.input_ids.device)
+        """[total pages] int32, host.kv_indices on the device: made when it is asked for."""
+        return torch.from_numpy(self.host.kv_indices).to(self.input_ids.device)
 
 
 class AttentionBackend(Protocol):

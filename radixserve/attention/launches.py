@@ -9,7 +9,7 @@ from torch import Tensor
 from radixserve.attention.base import ForwardBatch
 from radixserve.attention.paged_plan import PagedPlan
 from radixserve.attention.parts import Part
-from radixserve.attention.staging import Staged, Staging
+from radixserve.attention.plan_upload import PlanUpload, Staged
 
 
 class StagedPart(NamedTuple):
@@ -76,7 +76,7 @@ def roles_of(plan: PagedPlan) -> list[str]:
 
 
 def stage_parts(
-    plan: PagedPlan, batch: ForwardBatch, staging: Staging, into: Tensor | None = None
+    plan: PagedPlan, batch: ForwardBatch, staging: PlanUpload, into: Tensor | None = None
 ) -> list[StagedPart]:
     """The parts' arrays on the device, the small ones in `into`; page ids of whole rows are the
     batch's own."""

@@ -32,8 +32,8 @@ from radixserve.attention.paged_plan import (
     plan_rows,
 )
 from radixserve.attention.parts import view_size
+from radixserve.attention.plan_upload import PlanUpload, layout
 from radixserve.attention.sharing import MAX_LEVELS, NodeFinder
-from radixserve.attention.staging import Staging, layout
 from radixserve_kernels.torch_ops import store_kv
 
 
@@ -99,7 +99,7 @@ class PagedBackend(PagedAttention):
         super().__init__(kv, kernels, view_size(kv.shape[3], view))
         token_bytes = 2 * kv.shape[4] * kv.shape[5] * kv.element_size()
         self._nodes = NodeFinder(self._page_size, token_bytes, shares=shares)
-        self._staging = Staging(kv.device)
+        self._staging = PlanUpload(kv.device)
         self._rooms: dict[int, Tensor] = {}
 
     def prepare(self) -> None:
@@ -164,7 +164,7 @@ class PagedGraph(PagedAttention):
         kv: Tensor,
         kernels: PagedKernels,
         view: int,
-        staging: Staging,
+        staging: PlanUpload,
         nodes: NodeFinder,
         shape: FixedShape,
         rooms: Sequence[Tensor],

@@ -143,7 +143,7 @@ class Decoder:
         for number, layer in enumerate(self._layers):
             attended = self._attend(layer, x, turns, backend, number)  # [T, Hq * D]
             if number == len(self._layers) - 1:  # from here on every token is on its own
-                attended, x = _sampled(attended, batch), _sampled(x, batch)
+                attended, x = sampled_rows(attended, batch), sampled_rows(x, batch)
             x = layer.o(attended, x)
             normed = rms_norm(x, layer.post_norm, self._eps)
             x = layer.down(silu_and_mul(layer.gate_up(normed)), x)
@@ -169,7 +169,7 @@ class Decoder:
         return out.flatten(1)
 
 
-def _sampled(x: Tensor, batch: ForwardBatch) -> Tensor:
+def sampled_rows(x: Tensor, batch: ForwardBatch) -> Tensor:
     """The rows of x [T, n] after which a token is drawn: [S, n]."""
     rows = batch.logits_indices
     return x if len(rows) == len(x) else x.index_select(0, rows)
@@ -223,19 +223,23 @@ def read_decoder(
 
 
 def _layer_weights(tensors: LayerTensors) -> LayerWeights:
-    (gate, gate_bias), (up, up_bias) = tensors.gate, tensors.up
-    bias = None
-    if gate_bias is not None and up_bias is not None:
-        bias = torch.cat((gate_bias, up_bias))
     return LayerWeights(
         input_norm=tensors.input_norm,
         qkv=Linear(*tensors.qkv),
         qk_norm=tensors.qk_norm,
         o=Linear(*tensors.o),
         post_norm=tensors.post_norm,
-        gate_up=Linear(torch.cat((gate, up)), bias),
+        gate_up=Linear(*stacked(tensors.gate, tensors.up)),
         down=Linear(*tensors.down),
     )
+
+
+def stacked(first: WeightAndBias, second: WeightAndBias) -> WeightAndBias:
+    """One projection that gives the features of both, one after the other; bias both or neither."""
+    bias = None
+    if first[1] is not None and second[1] is not None:
+        bias = torch.cat((first[1], second[1]))
+    return torch.cat((first[0], second[0])), bias
 
 
 def check_decoder(config: Any) -> None:

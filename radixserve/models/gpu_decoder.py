@@ -23,6 +23,8 @@ from radixserve.models.decoder import (
     check_decoder,
     decoder_shape,
     read_decoder,
+    sampled_rows,
+    stacked,
 )
 from radixserve.models.parallel import Ranks, check_split, shard_head, shard_layer, shard_shape
 from radixserve.models.source import ModelSource
@@ -77,7 +79,7 @@ class GpuDecoder:
             if number == last:  # from here on every token is on its own
                 if not len(batch.logits_indices):
                     return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
-                x, residual = _sampled(x, batch), _sampled(residual, batch)
+                x, residual = sampled_rows(x, batch), sampled_rows(residual, batch)
             x = self._summed(F.linear(x, *layer.o))
             x, residual = add_rms_norm(x, residual, layer.post_norm, eps, x)
             x = silu_and_mul(F.linear(x, *layer.gate_up))
@@ -121,12 +123,6 @@ class GpuDecoder:
         return logits.float()
 
 
-def _sampled(x: Tensor, batch: ForwardBatch) -> Tensor:
-    """The rows of x [T, n] after which a token is drawn: [S, n]."""
-    rows = batch.logits_indices
-    return x if len(rows) == len(x) else x.index_select(0, rows)
-
-
 def load_gpu_decoder(
     source: ModelSource,
     dtype: torch.dtype,
@@ -161,17 +157,13 @@ def load_gpu_decoder(
 
 
 def _gpu_layer(tensors: LayerTensors) -> GpuLayer:
-    (gate, gate_bias), (up, up_bias) = tensors.gate, tensors.up
-    bias = None
-    if gate_bias is not None and up_bias is not None:
-        bias = torch.cat((gate_bias, up_bias))
     return GpuLayer(
         input_norm=tensors.input_norm,
         qkv=tensors.qkv,
         qk_norm=tensors.qk_norm,
         o=tensors.o,
         post_norm=tensors.post_norm,
-        gate_up=(torch.cat((gate, up)), bias),
+        gate_up=stacked(tensors.gate, tensors.up),
         down=tensors.down,
     )
 

@@ -25,33 +25,13 @@ _NUM_ARRAYS = 16  # each is rounded up to 64 bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch(ForwardBatch):
-    """A ForwardBatch whose index tensors lie on the device already; good until the next one."""
+    """A ForwardBatch whose page ids lie on the device already; good until the next one."""
 
-    _qo_indptr: Tensor  # [R + 1] int32, and so on
-    _kv_indptr: Tensor
-    _kv_indices: Tensor
-    _last_page_len: Tensor
-    _seq_lens: Tensor
-
-    @property
-    def qo_indptr(self) -> Tensor:
-        return self._qo_indptr
-
-    @property
-    def kv_indptr(self) -> Tensor:
-        return self._kv_indptr
+    _kv_indices: Tensor  # [total pages] int32
 
     @property
     def kv_indices(self) -> Tensor:
         return self._kv_indices
-
-    @property
-    def last_page_len(self) -> Tensor:
-        return self._last_page_len
-
-    @property
-    def seq_lens(self) -> Tensor:
-        return self._seq_lens
 
 
 class BatchSender:
@@ -84,7 +64,7 @@ class BatchSender:
             more["cells"], more["pages"] = update.cells, _int32(update.pages)
         if layout.late.size:
             more["late_places"], more["late_outputs"] = layout.late
-        index = _index(layout, self._page_size)
+        index = _index(layout)
         index["lines"], index["last_cells"] = _int32(update.lines), update.last_cells
         index["last_pages"] = _int32(update.last_pages)
         there = self._upload(index, more, is_fixed)
@@ -129,26 +109,18 @@ class BatchSender:
             logits_indices=there["logits_indices"],
             host=layout.host,
             page_size=self._page_size,
-            _qo_indptr=there["qo_indptr"],
-            _kv_indptr=there["kv_indptr"],
             _kv_indices=kv_indices,
-            _last_page_len=there["last_page_len"],
-            _seq_lens=there["seq_lens"],
         )
 
 
-def _index(layout: StepLayout, page_size: int) -> dict[str, NDArray[Any]]:
+def _index(layout: StepLayout) -> dict[str, NDArray[Any]]:
     """What a graph reads comes first: the places of these depend on the number of rows alone."""
-    host = layout.host
     return {
         "input_ids": layout.input_ids,
         "positions": layout.positions,
         "slots": layout.slots,
         "logits_indices": layout.logits_indices,
-        "qo_indptr": _int32(host.qo_indptr),
-        "kv_indptr": _int32(host.kv_indptr),
-        "last_page_len": _int32((host.seq_lens - 1) % page_size + 1),
-        "seq_lens": _int32(host.seq_lens),
+        "kv_indptr": _int32(layout.host.kv_indptr),
         "num_pages": _int32(layout.num_pages),
     }
 

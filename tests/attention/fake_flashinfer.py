@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixserve.attention import staging
 from radixserve.attention.flashinfer_calls import Library
+from radixserve.attention.plan_upload import PlanUpload
 from tests.attention.signatures import recorded
 
 NO_KEYS = -5e4  # FlashInfer's logarithm of nothing
@@ -300,8 +300,8 @@ def side_of(array: Tensor) -> str:
 
 
 def mark_sides(monkeypatch: Any) -> None:
-    """What Staging hands out for the host is known by it, although everything is on the CPU."""
-    upload = staging.Staging.upload
+    """What PlanUpload hands out for the host is known by it, although everything is on the CPU."""
+    upload = PlanUpload.upload
 
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
         arrays = upload(self, *args, **kwargs)
@@ -309,4 +309,4 @@ def mark_sides(monkeypatch: Any) -> None:
             one.host.side = "host"
         return arrays
 
-    monkeypatch.setattr(staging.Staging, "upload", marked)
+    monkeypatch.setattr(PlanUpload, "upload", marked)

@@ -25,7 +25,7 @@ from radixserve.attention.flashinfer import (
     workspace_bytes,
 )
 from radixserve.attention.flashinfer_calls import HeadShape, compile_modules, not_installed, unfit
-from radixserve.attention.staging import Staging, layout
+from radixserve.attention.plan_upload import PlanUpload, layout
 from radixserve.errors import ModelNotSupported
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import MakePaged
@@ -126,7 +126,7 @@ def test_where_the_scale_goes(fake: Fake, make_flashinfer: MakePaged) -> None:
 # -- plans and the pinned memory they are copied from ---------------------------------------------
 
 
-class WatchedStaging(Staging):
+class WatchedUpload(PlanUpload):
     """Notes when a plan begins and ends among FlashInfer's calls."""
 
     def __init__(self, fake: Fake) -> None:
@@ -149,7 +149,7 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
     case = SharedCase(lengths, 2, groups, **SHAPE)
     decodes = Case(LENGTHS["decodes"], 2, **SHAPE)
     backend = make_flashinfer(torch.zeros(2, 2, 400, 2, 2, 64, dtype=BF16), 8)
-    backend._staging = WatchedStaging(fake)
+    backend._staging = WatchedUpload(fake)
     graph = backend.for_graph(8, 400, 1)
     backend.plan(case.batch)
     graph.plan(decodes.batch)
@@ -168,7 +168,7 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
 
 def test_a_plan_waits_for_the_copies_of_the_last_one() -> None:
     events: list[str] = []
-    staging = Staging(torch.device("cpu"))
+    staging = PlanUpload(torch.device("cpu"))
     staging._copied = SimpleNamespace(  # type: ignore[assignment]
         synchronize=lambda: events.append("waited"), record=lambda: events.append("recorded")
     )
@@ -183,7 +183,7 @@ def test_arrays_are_staged_aligned() -> None:
     assert [(one.start, one.stop) for one in places] == [(0, 3), (4, 4), (4, 8), (8, 13), (16, 17)]
     assert total == 20
     assert layout([]) == ([], 0)
-    staging = Staging(torch.device("cpu"))
+    staging = PlanUpload(torch.device("cpu"))
     staging.begin()
     arrays = [np.arange(n, dtype=np.int32) for n in (3, 5)]
     first = staging.upload(arrays)

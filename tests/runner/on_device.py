@@ -48,7 +48,6 @@ class DeviceRuntime(Runtime):
         def checked(*args: Any, **fields: Any) -> tuple[DeviceBatch, Any]:
             batch, there = send(*args, **fields)
             assert batch.kv_indices.tolist() == batch.host.kv_indices.tolist()
-            assert batch.kv_indptr.tolist() == batch.host.kv_indptr.tolist()
             self.num_checked += 1
             self.num_lean += "cells" not in there
             return batch, there

@@ -23,20 +23,14 @@ def test_rows_end_to_end() -> None:
     assert batch.input_ids.tolist() == [7, 8, 9, 4, 6]
     assert batch.positions.tolist() == [2, 3, 4, 4, 0]
     assert batch.slot_mapping.tolist() == [22, 23, 4, 0, 8]
-    assert batch.qo_indptr.tolist() == [0, 3, 4, 5]
-    assert batch.kv_indptr.tolist() == [0, 2, 4, 5]
+    assert batch.host.qo_indptr.tolist() == [0, 3, 4, 5]
+    assert batch.host.kv_indptr.tolist() == [0, 2, 4, 5]
     assert batch.kv_indices.tolist() == [5, 1, 3, 0, 2]
-    assert batch.last_page_len.tolist() == [1, 1, 1]
-    assert batch.seq_lens.tolist() == [5, 5, 1]
+    assert batch.host.seq_lens.tolist() == [5, 5, 1]
     assert batch.logits_indices.tolist() == [2, 4]
     assert batch.num_tokens == 5
     assert batch.kv_indices.dtype == torch.int32
     assert batch.slot_mapping.dtype == torch.int64
-
-
-def test_full_last_page() -> None:
-    batch = build_forward_batch((row([1, 2], 6, [0, 1]),), 4, torch.device("cpu"))
-    assert batch.last_page_len.tolist() == [4]
 
 
 @pytest.mark.parametrize("pages", [[0], [0, 1, 2]])

@@ -1,4 +1,6 @@
-"""A plan's small int32 arrays on their way to the device: one pinned buffer, one copy.
+"""`PlanUpload`: a plan's int32 arrays on the host and on the device, by one copy.
+
+The host's side is pinned: FlashInfer plans from it.
 
 On the CPU the arrays are copied as well, so that what is handed out does not change behind anybody.
 """
@@ -25,7 +27,7 @@ class Staged:
     device: Tensor  # int32, the same values
 
 
-class Staging:
+class PlanUpload:
     """For one stream. `begin`, any number of `upload`, `end`; then kernels that read them.
 
     Between `end` and the next `begin` the device may still be copying from pinned memory, this one
