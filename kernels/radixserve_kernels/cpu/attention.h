@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "crew.h"
+#include "direct.h"
 #include "transpose.h"
 
 constexpr int KEYS = 128;         // in a block
@@ -98,7 +99,8 @@ template <class T> class Attention {
         int crew = crew_for(4.0 * plan.key_rows * heads.dim);
         for (size_t end : plan.wave_ends) {
 #pragma omp parallel for num_threads(crew) schedule(dynamic, 1) if (crew > 1)
-            for (size_t i = first; i < end; i++) attend(plan.tasks[i], desks[crew_member()]);
+            for (size_t i = first; i < end; i++)
+                attend(plan.tasks[i], i + 1 < end ? &plan.tasks[i + 1] : nullptr, desks[crew_member()]);
             first = end;
         }
     }
@@ -121,53 +123,71 @@ template <class T> class Attention {
         float *sums;     // [rows]
     };
 
-    void attend(const Task &task, Desk<T> &desk) {
+    // A task under way. Its rows are queries x query heads of a K/V head, `group` of a query.
+    struct Work {
+        const Task &task;
+        const int64_t group, rows, depth, width;
+        const int64_t seen, end;  // keys that its first query sees, and that its last one does
+        const bool causal;        // each query sees one more than the one before it; or all see all
+        const Part whole;         // of all heads, one after the other
+
+        Part part(int64_t head) const {
+            const int64_t at = head * rows;
+            return {whole.queries + at * depth, whole.mixed + at * width, whole.highest + at, whole.sums + at};
+        }
+        int64_t seen_by(int64_t row) const { return causal ? seen + row / group : end; }
+    };
+
+    // `next` is likely to follow.
+    void attend(const Task &task, const Task *next, Desk<T> &desk) {
         const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
         const int64_t depth = padded_depth<T>(dim), width = round_up(dim, PANEL);
         const int64_t *tokens = jobs.query_tokens + jobs.query_indptr[task.job] + task.first_query;
         const int64_t all = jobs.query_indptr[task.job + 1] - jobs.query_indptr[task.job];
         const bool causal = jobs.flags[task.job] & CAUSAL;
-        // Query i of the task sees keys [0, seen + i), or [0, num_keys).
-        const int64_t num_keys = jobs.num_keys[task.job];
-        const int64_t seen = num_keys - all + task.first_query + 1;
-        const int64_t end = causal ? seen + task.num_queries - 1 : num_keys;
-
+        const int64_t num_keys = jobs.num_keys[task.job], seen = num_keys - all + task.first_query + 1;
         const int64_t total = rows * task.num_heads;
         const Part whole{desk.queries.template of<T>(total * depth), desk.mixed.template of<float>(total * width),
                          desk.highest.template of<float>(total), desk.sums.template of<float>(total)};
-        auto part_of = [&](int64_t head) {
-            const int64_t at = head * rows;
-            return Part{whole.queries + at * depth, whole.mixed + at * width, whole.highest + at, whole.sums + at};
-        };
+        const Work work{task, group, rows, depth, width, seen, causal ? seen + task.num_queries - 1 : num_keys,
+                        causal, whole};
         for (int64_t head = 0; head < task.num_heads; head++)
-            begin(task, task.first_head + head, tokens, part_of(head), depth, width);
+            begin(task, task.first_head + head, tokens, work.part(head), depth, width);
+        if (all * group <= DIRECT_ROWS && has_direct<T>(dim))
+            read_directly(work, next, desk);
+        else
+            read_packed(work, desk);
+        for (int64_t head = 0; head < task.num_heads; head++)
+            finish(task, task.first_head + head, tokens, work.part(head), width);
+    }
 
+    void read_packed(const Work &work, Desk<T> &desk) {
+        const Task &task = work.task;
+        const int64_t depth = work.depth, width = work.width;
         T *keys = desk.keys.template of<T>(task.num_heads * KEYS * depth);
         T *values = desk.values.template of<T>(task.num_heads * KEYS * width);
         float *scores = desk.scores.template of<float>(SCORE_ROWS * KEYS);
         T *weights = desk.weights.template of<T>(SCORE_ROWS * KEYS);
         const T *zeros = desk.zeros.template of<T>(width);
-        for (int64_t from = 0; from < end; from += KEYS) {
-            const int64_t count = least<int64_t>(end - from, KEYS), used = padded_depth<T>(count);
+        for (int64_t from = 0; from < work.end; from += KEYS) {
+            const int64_t count = least<int64_t>(work.end - from, KEYS), used = padded_depth<T>(count);
             for (int64_t some = 0; some < count; some += SOME_KEYS)
                 pack(task, from + some, least(count - some, int64_t(SOME_KEYS)), zeros, keys + some * depth,
                      KEYS * depth, values + some * PANEL, KEYS * width, used);
             for (int64_t head = 0; head < task.num_heads; head++) {
                 const T *own_keys = keys + head * KEYS * depth, *own_values = values + head * KEYS * width;
-                const Part part = part_of(head);
-                for (int64_t top = 0; top < rows; top += SCORE_ROWS) {
-                    const int some = int(least<int64_t>(rows - top, SCORE_ROWS));
-                    const int64_t last = seen + (top + some - 1) / group;  // keys that its last row sees
-                    const int64_t reach = causal ? least(last - from, count) : count;
+                const Part part = work.part(head);
+                for (int64_t top = 0; top < work.rows; top += SCORE_ROWS) {
+                    const int some = int(least<int64_t>(work.rows - top, SCORE_ROWS));
+                    const int64_t reach = least(work.seen_by(top + some - 1) - from, count);
                     if (reach <= 0) continue;
                     const int64_t deep = least(padded_depth<T>(reach), used);
                     product_into<false>(part.queries + top * depth, depth, some, own_keys, PANEL * depth,
                                         int((reach + PANEL - 1) / PANEL), depth, scores, KEYS);
                     for (int m = 0; m < some; m++) {
                         const int64_t row = top + m;
-                        const int64_t visible = causal ? least(seen + row / group - from, count) : count;
-                        weigh(scores + m * KEYS, weights + m * KEYS, visible, deep, part.highest[row],
-                              part.sums[row], part.mixed + row * width, width);
+                        weigh(scores + m * KEYS, weights + m * KEYS, least(work.seen_by(row) - from, count),
+                              deep, part.highest[row], part.sums[row], part.mixed + row * width, width);
                     }
                     product_into<true>(weights, KEYS, some, own_values, PANEL * used, int(width / PANEL), deep,
                                        part.mixed + top * width, width);
@@ -175,8 +195,66 @@ template <class T> class Attention {
             }
         }
         release_tiles();
-        for (int64_t head = 0; head < task.num_heads; head++)
-            finish(task, task.first_head + head, tokens, part_of(head), width);
+    }
+
+    // For few rows. While keys are read their values are asked for, while values are mixed the keys
+    // of the next block.
+    void read_directly(const Work &work, const Task *next, Desk<T> &desk) {
+        const Task &task = work.task;
+        const int64_t dim = heads.dim, rows = work.rows, depth = work.depth, width = work.width;
+        const int64_t line = 64 / sizeof(T), size = task.num_heads * dim;
+        float *scores = desk.scores.template of<float>(task.num_heads * rows * KEYS);
+        T *weights = desk.weights.template of<T>(rows * KEYS);
+        const T *zeros = desk.zeros.template of<T>(size);
+        const T *keys[KEYS], *values[KEYS], *later[KEYS];
+        int64_t places[KEYS];
+        int64_t count = find_places(task, 0, least<int64_t>(work.end, KEYS), places);
+        for (int64_t from = 0; from < work.end; from += KEYS) {
+            for (int64_t j = 0; j < KEYS; j++) {  // behind the last one there are zeros, for whole fours
+                keys[j] = j < count ? k + places[j] : zeros;
+                values[j] = j < count ? v + places[j] : zeros;
+            }
+            for (int64_t j = 0; j < count; j += FOUR) {
+                for (int64_t i = j; i < least<int64_t>(j + FOUR, count); i++)
+                    for (int64_t at = 0; at < size; at += line) __builtin_prefetch(values[i] + at, 0, 2);
+                for (int64_t head = 0; head < task.num_heads; head++)
+                    by_fours(rows, [&](int64_t row, auto some) {
+                        score_four<some>(work.part(head).queries + row * depth, depth, keys + j, head * dim, dim,
+                                         scores + (head * rows + row) * KEYS + j, KEYS);
+                    });
+            }
+            int64_t coming = 0;
+            if (from + KEYS < work.end)
+                coming = find_places(task, from + KEYS, least<int64_t>(work.end - from - KEYS, KEYS), places);
+            else if (next && next->num_heads == task.num_heads)
+                coming = find_places(*next, 0, least<int64_t>(jobs.num_keys[next->job], KEYS), places);
+            for (int64_t j = 0; j < KEYS; j++) later[j] = j < coming ? k + places[j] : zeros;
+            const int64_t deep = padded_depth<T>(count);
+            for (int64_t head = 0; head < task.num_heads; head++) {
+                const Part part = work.part(head);
+                for (int64_t row = 0; row < rows; row++)
+                    weigh(scores + (head * rows + row) * KEYS, weights + row * KEYS,
+                          least(work.seen_by(row) - from, count), deep, part.highest[row], part.sums[row],
+                          part.mixed + row * width, width);
+                const Values<T> some_values{values, later, count, head * dim, dim};
+                by_fours(rows, [&](int64_t row, auto some) {
+                    mix<some>(weights + row * KEYS, KEYS, some_values, part.mixed + row * width, width);
+                });
+            }
+            count = coming;
+        }
+    }
+
+    // Where `count` keys from `first` on begin in k, for the task's first head; returns count.
+    int64_t find_places(const Task &task, int64_t first, int64_t count, int64_t *places) const {
+        const int32_t *pages = jobs.page_ids + jobs.first_page[task.job];
+        const int64_t size = jobs.page_size, step = heads.num_kv_heads * heads.dim;
+        const int64_t head = task.first_head * heads.dim;
+        int64_t page = first / size, offset = first % size;
+        for (int64_t j = 0; j < count; page++, offset = 0)
+            for (int64_t slot = pages[page] * size + offset; offset < size && j < count; offset++, slot++, j++)
+                places[j] = slot * step + head;
+        return count;
     }
 
     // Packs `count` keys and values from `first` on, for each head of the task: all of a row's heads
