@@ -52,11 +52,11 @@ inline int block_rows(int64_t rows, int64_t row_bytes) {
     return int(round_up((rows + parts - 1) / parts, 96));
 }
 
-// epilogue(row, first column, low, high); columns may lie behind the last one of the weight.
-// place(row, first column) is where it will write.
-template <class T, class Epilogue, class Place>
-void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, Epilogue &&epilogue,
-              Place &&place) {
+// epilogue(row, first column, low, high); columns may lie behind the last one of the weight. `place` is
+// where it will write.
+template <class T, class Epilogue>
+void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const Place &place,
+              Epilogue &&epilogue) {
     if (!rows) return;  // of a step behind which nothing is drawn
     const int64_t depth = padded_depth<T>(w.depth), count = w.num_panels();
     const int most = block_rows(rows, depth * sizeof(T));
@@ -68,11 +68,9 @@ void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, Epil
         for (int64_t top = 0; top < rows; top += most)
             panels_product(x + top * stride, stride, int(least<int64_t>(rows - top, most)),
                            w.panels + first * w.panel_size(), w.panel_size(), int(last - first), depth,
+                           {place.first + top * place.stride + first * place.size, place.stride, place.size},
                            [&](int m, int panel, vec low, vec high) {
                                epilogue(top + m, (first + panel) * PANEL, low, high);
-                           },
-                           [&](int m, int panel) {
-                               __builtin_prefetch(place(top + m, (first + panel) * PANEL), 1);
                            });
     }
 }
@@ -94,7 +92,8 @@ template <class T> inline vec load_some(const T *row, int64_t column, int64_t co
 template <class T, class Out>
 void linear(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const T *plus, Out *out,
             int64_t out_stride) {
-    multiply(x, stride, rows, w, [&](int64_t row, int64_t column, vec low, vec high) {
+    const Place place{(char *)out, out_stride * int64_t(sizeof(Out)), PANEL * int64_t(sizeof(Out))};
+    multiply(x, stride, rows, w, place, [&](int64_t row, int64_t column, vec low, vec high) {
         if (column + PANEL <= w.columns && !w.bias) {
             if (plus) {
                 const T *with = plus + row * out_stride + column;
@@ -109,13 +108,14 @@ void linear(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const 
             if (plus) sum += load_some(plus + row * out_stride, column, w.columns);
             store_some(out + row * out_stride, column, w.columns, sum);
         }
-    }, [&](int64_t row, int64_t column) { return out + row * out_stride + column; });
+    });
 }
 
 // out = silu(gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
 template <class T>
 void gated(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, T *out, int64_t out_stride) {
-    multiply(x, stride, rows, w, [&](int64_t row, int64_t column, vec gate, vec up) {
+    const Place place{(char *)out, out_stride * int64_t(sizeof(T)), LANES * int64_t(sizeof(T))};
+    multiply(x, stride, rows, w, place, [&](int64_t row, int64_t column, vec gate, vec up) {
         if (w.bias) {
             gate += load_some(w.bias, column, w.columns);
             up += load_some(w.bias, column + LANES, w.columns);
@@ -124,7 +124,7 @@ void gated(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, T *out,
         const vec exponent = gate * fill(-1.44269504f);
         vec silu = gate / (fill(1.0f) + exp2_of<T>(exponent < fill(126.0f) ? exponent : fill(126.0f)));
         store_some(out + row * out_stride, column / 2, out_stride, rounded_to<T>(silu) * up);
-    }, [&](int64_t row, int64_t column) { return out + row * out_stride + column / 2; });
+    });
 }
 
 template <class T>

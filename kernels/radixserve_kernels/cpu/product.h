@@ -8,6 +8,8 @@
 // same order however many rows there are.
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 constexpr int PANEL = 2 * LANES;  // columns
@@ -41,32 +43,69 @@ inline void release_tiles();
     RADIXSERVE_CASE(5) RADIXSERVE_CASE(6) RADIXSERVE_CASE(7) RADIXSERVE_CASE(8)                     \
     RADIXSERVE_CASE(9) RADIXSERVE_CASE(10) RADIXSERVE_CASE(11) RADIXSERVE_CASE(12)
 
+// Lines of memory that are asked for one by one during a product, to be there when their turn comes:
+// `lines` of what lies at `next` with each call, and one of `rows` that will be written. Asked for in a
+// burst they would hold up the loads of the product.
+struct Ahead {
+    const char *next = nullptr;
+    int lines = 0;
+    char *row = nullptr;
+    int64_t row_stride = 0, row_bytes = 0;
+    int rows = 0;
+
+    void fetch() {
+        for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+        if (rows <= 0) return;
+        for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 1);
+        row += row_stride, rows--;
+    }
+};
+
+// Where the results of panel p go: row m's begin at first + m * stride + p * size, all in bytes.
+struct Place {
+    char *first;
+    int64_t stride, size;
+};
+
+constexpr int FETCH_DEPTH = 16;  // of float panels between two calls of fetch
+
 // -- float --------------------------------------------------------------------------------------
+
+// Nothing to ask for: a product of what is at hand.
+struct Nothing {
+    void fetch() {}
+};
 
 // M rows with P panels, to out[M][P * PANEL] or, with ADDS, on top of it. Row m of x is at
 // three_rows[m / 3][m % 3 * stride]: few pointers, so that none is spilled.
-template <int M, int P, bool ADDS>
+template <int M, int P, bool ADDS, class Fetch>
 inline void float_tile(const float *x, int64_t stride, const float *panel, int64_t panel_size,
-                       int64_t depth, float *out, int64_t out_stride) {
+                       int64_t depth, float *out, int64_t out_stride, Fetch &lent) {
     constexpr int N = 2 * P;
+    constexpr bool FETCHES = !std::is_same<Fetch, Nothing>::value;
+    Fetch ahead = lent;  // in registers
     vec sums[M][N] = {};
     const float *three_rows[(M + 2) / 3];
     for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
-    for (int64_t k = 0; k < depth; k++) {
-        vec w[N];
+    for (int64_t k = 0; k < depth;) {
+        ahead.fetch();
+        for (const int64_t end = FETCHES ? least<int64_t>(k + FETCH_DEPTH, depth) : depth; k < end; k++) {
+            vec w[N];
 #pragma GCC unroll 8
-        for (int n = 0; n < N; n++)
-            w[n] = load(panel + (n / 2) * panel_size + (n % 2) * LANES);
+            for (int n = 0; n < N; n++)
+                w[n] = load(panel + (n / 2) * panel_size + (n % 2) * LANES);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            vec one = fill(three_rows[m / 3][m % 3 * stride]);
+            for (int m = 0; m < M; m++) {
+                vec one = fill(three_rows[m / 3][m % 3 * stride]);
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sums[m][n] += one * w[n];
-        }
+                for (int n = 0; n < N; n++) sums[m][n] += one * w[n];
+            }
 #pragma GCC unroll 4
-        for (int i = 0; i < (M + 2) / 3; i++) three_rows[i]++;
-        panel += PANEL;
+            for (int i = 0; i < (M + 2) / 3; i++) three_rows[i]++;
+            panel += PANEL;
+        }
     }
+    lent = ahead;
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
@@ -76,27 +115,18 @@ inline void float_tile(const float *x, int64_t stride, const float *panel, int64
         }
 }
 
-template <int P, bool ADDS>
-inline void float_rows(int rows, const float *x, int64_t stride, const float *panel,
-                       int64_t panel_size, int64_t depth, float *out, int64_t out_stride) {
+template <int P, bool ADDS, class Fetch>
+inline void float_rows(int rows, const float *x, int64_t stride, const float *panel, int64_t panel_size,
+                       int64_t depth, float *out, int64_t out_stride, Fetch &ahead) {
     switch (rows) {
 #define RADIXSERVE_CASE(M)                                                                         \
     case M:                                                                                        \
         if constexpr (M * P <= ROWS)                                                               \
-            float_tile<M, P, ADDS>(x, stride, panel, panel_size, depth, out, out_stride);          \
+            float_tile<M, P, ADDS>(x, stride, panel, panel_size, depth, out, out_stride, ahead);   \
         break;
         RADIXSERVE_ROWS
 #undef RADIXSERVE_CASE
     }
-}
-
-// Asks for the part [first, last) of `rows` of a panel, to be had when all rows are through with the
-// one before it.
-template <class T>
-inline void fetch_share(const T *panel, int64_t panel_size, int first, int last, int rows) {
-    const char *bytes = (const char *)panel;
-    const int64_t size = panel_size * int64_t(sizeof(T)), end = size * last / rows;
-    for (int64_t i = size * first / rows / 64 * 64; i < end; i += 64) __builtin_prefetch(bytes + i, 0, 2);
 }
 
 // Rows in blocks of nearly equal size, each calling block(first, count).
@@ -109,40 +139,49 @@ template <class Block> inline void in_blocks(int rows, Block &&block) {
 }
 
 // Products of some rows with `count` panels: out[row][panel * PANEL ...], added to it with ADDS.
-template <bool ADDS>
+template <bool ADDS, class Fetch>
 inline void product_into(const float *x, int64_t stride, int rows, const float *panels,
-                         int64_t panel_size, int count, int64_t depth, float *out,
-                         int64_t out_stride) {
+                         int64_t panel_size, int count, int64_t depth, float *out, int64_t out_stride,
+                         Fetch &ahead) {
     int panel = 0;
     if (rows * 4 <= ROWS)  // too few rows to hide the latency of the sums: four panels at a time
         for (; panel + 4 <= count; panel += 4)
             float_rows<4, ADDS>(rows, x, stride, panels + panel * panel_size, panel_size, depth,
-                                out + panel * PANEL, out_stride);
+                                out + panel * PANEL, out_stride, ahead);
     for (; panel < count; panel++)
         in_blocks(rows, [&](int first, int some) {
             float_rows<1, ADDS>(some, x + first * stride, stride, panels + panel * panel_size,
                                 panel_size, depth, out + first * out_stride + panel * PANEL,
-                                out_stride);
+                                out_stride, ahead);
         });
 }
 
-// Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns,
-// and some time before fetch(row, panel), to ask for the memory that the epilogue will write.
-template <class Epilogue, class Fetch>
+template <bool ADDS>
+inline void product_into(const float *x, int64_t stride, int rows, const float *panels,
+                         int64_t panel_size, int count, int64_t depth, float *out, int64_t out_stride) {
+    Nothing ahead;
+    product_into<ADDS>(x, stride, rows, panels, panel_size, count, depth, out, out_stride, ahead);
+}
+
+// Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns;
+// the memory that it will write is asked for before.
+template <class Epilogue>
 inline void panels_product(const float *x, int64_t stride, int rows, const float *panels,
-                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue,
-                           Fetch &&fetch) {
+                           int64_t panel_size, int count, int64_t depth, const Place &place,
+                           Epilogue &&epilogue) {
     alignas(64) float sums[4 * ROWS * PANEL];
-    const int at_once = rows * 4 <= ROWS ? 4 : 1;
+    const int at_once = rows * 4 <= ROWS ? 4 : 1, blocks = (rows + ROWS - 1) / ROWS;
+    const int panel_lines = FETCH_DEPTH * PANEL * int(sizeof(float)) / 64;
     for (int panel = 0; panel < count; panel += at_once) {
         const int some_panels = least(count - panel, at_once);
+        const float *from = panels + panel * panel_size;
+        Ahead ahead{(const char *)(from + some_panels * panel_size)};
+        if (panel + some_panels < count) ahead.lines = (panel_lines * some_panels + blocks - 1) / blocks;
         in_blocks(rows, [&](int first, int some) {
-            for (int p = 0; p < some_panels; p++)
-                for (int m = 0; m < some; m++) fetch(first + m, panel + p);
-            if (rows > ROWS && panel + 1 < count)
-                fetch_share(panels + (panel + 1) * panel_size, panel_size, first, first + some, rows);
-            product_into<false>(x + first * stride, stride, some, panels + panel * panel_size,
-                                panel_size, some_panels, depth, sums, some_panels * PANEL);
+            ahead.row = place.first + first * place.stride + panel * place.size;
+            ahead.row_stride = place.stride, ahead.row_bytes = some_panels * place.size, ahead.rows = some;
+            product_into<false>(x + first * stride, stride, some, from, panel_size, some_panels, depth,
+                                sums, some_panels * PANEL, ahead);
             for (int p = 0; p < some_panels; p++)
                 for (int m = 0; m < some; m++) {
                     const float *row = sums + (m * some_panels + p) * PANEL;
@@ -163,16 +202,6 @@ struct TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t width[16] = {};
     uint8_t rows[16] = {};
-};
-
-// Lines of memory that are asked for one by one while tiles are multiplied, so that they are there
-// when their turn comes. Asked for in a burst they would hold up the loads of the tiles.
-struct Ahead {
-    const char *next = nullptr;
-    int lines = 0;  // with each 32 of depth
-    void fetch() {
-        for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
-    }
 };
 
 // Products of up to 32 rows with one panel, added to out[rows][PANEL] or, with `starts`, put there.
@@ -324,10 +353,10 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
     }
 }
 
-template <class Epilogue, class Fetch>
+template <class Epilogue>
 inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *panels,
-                           int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue,
-                           Fetch &&fetch) {
+                           int64_t panel_size, int count, int64_t depth, const Place &place,
+                           Epilogue &&epilogue) {
     alignas(64) static thread_local float sums[TILE_ROWS * PANEL];
     for (int top = 0; top < rows; top += TILE_ROWS) {
         const int some = least(rows - top, TILE_ROWS);
@@ -348,9 +377,6 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
             }
 #endif
             in_blocks(some, [&](int first, int number) {
-                for (int m = first; m < first + number; m++) fetch(top + m, panel);
-                if (some > ROWS && panel + 1 < count)
-                    fetch_share(from + panel_size, panel_size, first, first + number, some);
                 pair_rows<false>(number, here + first * stride, stride, from, depth,
                                  sums + first * PANEL, PANEL);
                 after(first, number);
@@ -366,9 +392,9 @@ template <bool ADDS>
 inline void product_into(const bf16 *, int64_t, int, const bf16 *, int64_t, int, int64_t, float *,
                          int64_t) {}
 
-template <class Epilogue, class Fetch>
+template <class Epilogue>
 inline void panels_product(const bf16 *, int64_t, int, const bf16 *, int64_t, int, int64_t,
-                           Epilogue &&, Fetch &&) {}
+                           const Place &, Epilogue &&) {}
 
 #endif
 
