@@ -9,6 +9,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,32 @@ class Attender:
         return out
 
 
+class Arena:
+    """Memory for weights, many from one piece: large enough for the system's large pages, without
+    which a good part of reading a weight goes into looking up where it lies."""
+
+    def __init__(self, piece_bytes: int = 32 << 20) -> None:
+        self._piece_bytes = piece_bytes
+        self._piece, self._used = np.zeros(0, np.uint8), 0
+        self._lock = Lock()
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Zeros, 64-byte aligned; the piece lives as long as anything taken from it."""
+        rounded = -(-num_bytes // 64) * 64
+        with self._lock:
+            if self._used + rounded > len(self._piece):
+                size = max(self._piece_bytes, rounded)
+                fresh = np.zeros(size + 64, np.uint8)  # numpy asks for large pages
+                start = -fresh.ctypes.data % 64
+                self._piece, self._used = fresh[start : start + size], 0
+            taken = self._piece[self._used : self._used + num_bytes]
+            self._used += rounded
+        return taken
+
+
+_arena = Arena()
+
+
 class PackedWeight:
     """A weight [N, K] in panels, with a bias [N] or None; see cpu/product.h."""
 
@@ -195,7 +222,7 @@ class PackedWeight:
         self.bias = None if bias is None else bias.contiguous()
         is_bf16 = _is_bf16(weight.dtype)
         length = library.radixserve_packed_size(is_bf16, self.size, self.depth)
-        memory = np.zeros(length * weight.dtype.itemsize, np.uint8)  # numpy asks for large pages
+        memory = _arena.take(length * weight.dtype.itemsize)
         self.panels = torch.from_numpy(memory).view(weight.dtype)
         library.radixserve_pack(
             is_bf16, weight.data_ptr(), self.size, self.depth, self.panels.data_ptr()

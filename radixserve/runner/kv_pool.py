@@ -19,6 +19,10 @@ from radixserve_kernels.torch_ops import copy_slots
 
 FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
 FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell
+READY_BYTES = (
+    256 << 20
+)  # of a pool in the CPU's memory, had from the system before the first request
+MEMORY_PAGE = 4096  # bytes, the least that systems hand out
 
 
 class KVPool:
@@ -96,7 +100,8 @@ def free_memory() -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU the system provides them when they are first touched."""
+    """Zeros; on the CPU the system provides them when they are first touched, which happens here for
+    the pages that are taken first: a step that meets fresh memory waits for it."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
         if device.type != "cpu":
@@ -107,4 +112,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             f"the KV pool needs {num_bytes} bytes, which cannot be had; "
             "set a smaller num_pages or kv_cache_memory"
         ) from error
+    runs = flat.reshape(shape[0] * shape[1], -1)  # pages with low ids first, in each
+    runs[:, : READY_BYTES // len(runs) : MEMORY_PAGE] = 0
     return torch.from_numpy(flat).view(dtype).view(shape)

@@ -12,7 +12,7 @@
 #include "direct.h"
 #include "transpose.h"
 
-constexpr int KEYS = 128;         // in a block
+constexpr int KEYS = 192;         // in a block
 constexpr int SOME_KEYS = 32;     // packed at a time
 constexpr int TASK_ROWS = 768;    // queries x query heads of a K/V head that share a packed block
 constexpr int LEAST_ROWS = 192;   // of a task that leaves work to other threads
@@ -321,8 +321,8 @@ template <class T> class Attention {
         for (int64_t j = visible; j < whole; j++) scores[j] = LOWEST;
         vec most = load(scores);
         for (int64_t j = LANES; j < whole; j += LANES) most = larger(most, load(scores + j));
-        const float top = max_of(most) * exponent_scale;
-        if (!(top <= highest)) {  // NaN as well
+        if (any_above(most * fill(exponent_scale), highest)) {
+            const float top = max_of(most) * exponent_scale;
             const float factor = __builtin_exp2f(highest - top);
             highest = top;
             sum *= factor;

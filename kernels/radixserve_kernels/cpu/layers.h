@@ -122,7 +122,7 @@ void gated(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, T *out,
         }
         gate = rounded_to<T>(gate), up = rounded_to<T>(up);
         const vec exponent = gate * fill(-1.44269504f);
-        vec silu = gate / (fill(1.0f) + exp2_of<T>(exponent < fill(126.0f) ? exponent : fill(126.0f)));
+        vec silu = quotient<T>(gate, fill(1.0f) + exp2_of<T>(exponent < fill(126.0f) ? exponent : fill(126.0f)));
         store_some(out + row * out_stride, column / 2, out_stride, rounded_to<T>(silu) * up);
     });
 }

@@ -115,9 +115,34 @@ inline float max_of(vec x) {
 #endif
 }
 
+// Whether a lane of x is above a limit, or a NaN.
+inline bool any_above(vec x, float limit) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_NLE_UQ);
+#else
+    return !(max_of(x) <= limit);
+#endif
+}
+
 // 2 to the power of x <= 127, for weights of type T: float within 2 units in the last place, bf16
-// to 5e-5. About 0 below -126.
+// to 8e-5. About 0 below -126.
 template <class T> inline vec exp2_of(vec x) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    const vec r = (vec)_mm512_reduce_ps((__m512)x, 9);  // x - floor(x)
+    vec y;
+    if (sizeof(T) == 2) {
+        y = fill(7.80245195e-2f) * r + fill(2.26067178e-1f);
+        y = y * r + fill(6.95833522e-1f);
+        y = y * r + fill(9.99925221e-1f);
+    } else {
+        y = fill(1.87757664e-3f) * r + fill(8.98934047e-3f);
+        y = y * r + fill(5.58263174e-2f);
+        y = y * r + fill(2.40153617e-1f);
+        y = y * r + fill(6.93153073e-1f);
+        y = y * r + fill(9.99999925e-1f);
+    }
+    return (vec)_mm512_scalef_ps((__m512)y, (__m512)x);  // y times 2 to the power of floor(x)
+#else
     x = larger(fill(-126.0f), x);  // in this order a NaN stays one
     const vec magic = fill(12582912.0f);
     vec n = x + magic;
@@ -134,6 +159,15 @@ template <class T> inline vec exp2_of(vec x) {
     y = y * r + fill(6.9314720e-1f);
     y = y * r + fill(1.0f);
     return (vec)((ivec)y + power);
+#endif
+}
+
+// x / y; for results of type bf16 to 7e-5.
+template <class T> inline vec quotient(vec x, vec y) {
+#if defined(__AVX512F__)
+    if (sizeof(T) == 2) return x * (vec)_mm512_rcp14_ps((__m512)y);
+#endif
+    return x / y;
 }
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
