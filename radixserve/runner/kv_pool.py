@@ -100,8 +100,8 @@ def free_memory() -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU the system provides them when they are first touched, which happens here for
-    the pages that are taken first: a step that meets fresh memory waits for it."""
+    """Zeros. On the CPU the system provides memory when it is first touched, and a step that meets
+    fresh memory waits for it: the pages that are taken first are touched here."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
         if device.type != "cpu":

@@ -207,6 +207,7 @@ template <class T> class Attention {
         T *weights = desk.weights.template of<T>(rows * KEYS);
         const T *zeros = desk.zeros.template of<T>(size);
         const T *keys[KEYS], *values[KEYS], *later[KEYS];
+        const int64_t share = FOUR * dim;
         int64_t places[KEYS];
         int64_t count = find_places(task, 0, least<int64_t>(work.end, KEYS), places);
         for (int64_t from = 0; from < work.end; from += KEYS) {
@@ -215,20 +216,25 @@ template <class T> class Attention {
                 values[j] = j < count ? v + places[j] : zeros;
             }
             for (int64_t j = 0; j < count; j += FOUR) {
-                for (int64_t i = j; i < least<int64_t>(j + FOUR, count); i++)
-                    for (int64_t at = 0; at < size; at += line) __builtin_prefetch(values[i] + at, 0, 2);
-                for (int64_t head = 0; head < task.num_heads; head++)
+                int64_t key = j, at = 0;
+                for (int64_t head = 0; head < task.num_heads; head++) {
+                    for (int64_t i = 0; i < share; i += line) {
+                        __builtin_prefetch(values[key] + at, 0, 2);
+                        at += line;
+                        if (at >= size) at = 0, key++;
+                    }
                     by_fours(rows, [&](int64_t row, auto some) {
                         score_four<some>(work.part(head).queries + row * depth, depth, keys + j, head * dim, dim,
                                          scores + (head * rows + row) * KEYS + j, KEYS);
                     });
+                }
             }
             int64_t coming = 0;
             if (from + KEYS < work.end)
                 coming = find_places(task, from + KEYS, least<int64_t>(work.end - from - KEYS, KEYS), places);
             else if (next && next->num_heads == task.num_heads)
                 coming = find_places(*next, 0, least<int64_t>(jobs.num_keys[next->job], KEYS), places);
-            for (int64_t j = 0; j < KEYS; j++) later[j] = j < coming ? k + places[j] : zeros;
+            int64_t key = 0, at = 0;
             const int64_t deep = padded_depth<T>(count);
             for (int64_t head = 0; head < task.num_heads; head++) {
                 const Part part = work.part(head);
@@ -236,6 +242,11 @@ template <class T> class Attention {
                     weigh(scores + (head * rows + row) * KEYS, weights + row * KEYS,
                           least(work.seen_by(row) - from, count), deep, part.highest[row], part.sums[row],
                           part.mixed + row * width, width);
+                for (int64_t j = 0; j < KEYS; j++) {
+                    later[j] = key < coming ? k + places[key] + at : zeros;
+                    at += dim;
+                    if (at >= size) at = 0, key++;
+                }
                 const Values<T> some_values{values, later, count, head * dim, dim};
                 by_fours(rows, [&](int64_t row, auto some) {
                     mix<some>(weights + row * KEYS, KEYS, some_values, part.mixed + row * width, width);

@@ -24,7 +24,7 @@ template <class T> inline bool has_direct(int64_t dim) {
 // Some values, and what to ask the memory for meanwhile: one line of `next` for each line of them.
 template <class T> struct Values {
     const T *const *rows;  // each value begins at rows[...] + at; with bf16 an even number of them
-    const T *const *next;
+    const T *const *next;  // as many
     int64_t count, at, dim;
 };
 
@@ -94,7 +94,7 @@ inline void mix_vectors(const float *weights, int64_t stride, const Values<float
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             some[v] = _mm512_loadu_ps(values.rows[k] + at + v * 16);
-            __builtin_prefetch(values.next[k] + at + v * 16, 0, 2);
+            __builtin_prefetch(values.next[k] + d + v * 16, 0, 2);
         }
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
@@ -130,8 +130,8 @@ inline void mix_vectors(const bf16 *weights, int64_t stride, const Values<bf16> 
         for (int v = 0; v < V; v++) {
             const __m512i even = _mm512_loadu_si512(values.rows[k] + at + v * 32);
             const __m512i odd = _mm512_loadu_si512(values.rows[k + 1] + at + v * 32);
-            __builtin_prefetch(values.next[k] + at + v * 32, 0, 2);
-            __builtin_prefetch(values.next[k + 1] + at + v * 32, 0, 2);
+            __builtin_prefetch(values.next[k] + d + v * 32, 0, 2);
+            __builtin_prefetch(values.next[k + 1] + d + v * 32, 0, 2);
             some[2 * v] = _mm512_unpacklo_epi16(even, odd);
             some[2 * v + 1] = _mm512_unpackhi_epi16(even, odd);
         }

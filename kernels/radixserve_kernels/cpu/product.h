@@ -195,7 +195,7 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
 
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 
-constexpr int TILE_ROWS = 512;  // whose sums are kept at a time
+constexpr int TILE_ROWS = 768;  // whose sums are kept at a time
 
 #if defined(__AMX_BF16__)
 struct TileConfig {
