@@ -322,16 +322,16 @@ template <class T> class Attention {
 
     // One row's weights of a block's keys, zeros from `visible` to `deep`; what was mixed before is
     // scaled down where the maximum rises. Exponents are to the base 2.
-    void weigh(float *scores, T *weights, int64_t visible, int64_t deep, float &highest, float &sum,
+    void weigh(const float *scores, T *weights, int64_t visible, int64_t deep, float &highest, float &sum,
                float *mixed, int64_t width) {
         if (visible <= 0) {
             memset((void *)weights, 0, deep * sizeof(T));
             return;
         }
-        const int64_t whole = round_up(visible, LANES);
-        for (int64_t j = visible; j < whole; j++) scores[j] = LOWEST;
-        vec most = load(scores);
-        for (int64_t j = LANES; j < whole; j += LANES) most = larger(most, load(scores + j));
+        const int64_t whole = visible / LANES * LANES, rest = visible - whole;
+        const vec last = rest ? cut(load(scores + whole), rest, LOWEST) : fill(LOWEST);
+        vec most = last;
+        for (int64_t j = 0; j < whole; j += LANES) most = larger(most, load(scores + j));
         if (any_above(most * fill(exponent_scale), highest)) {
             const float top = max_of(most) * exponent_scale;
             const float factor = __builtin_exp2f(highest - top);
@@ -341,13 +341,17 @@ template <class T> class Attention {
         }
         vec total = {}, shift = fill(-highest), scale = fill(exponent_scale);
         for (int64_t j = 0; j < whole; j += LANES) {
-            vec weight = exp2_of<T>(load(scores + j) * scale + shift);
-            if (j + LANES > visible)
-                for (int64_t i = visible - j; i < LANES; i++) weight[i] = 0;
+            const vec weight = exp2_of<T>(load(scores + j) * scale + shift);
             total += weight;
             store(weights + j, weight);
         }
-        for (int64_t j = whole; j < deep; j++) put(weights + j, 0.0f);
+        if (rest) {
+            const vec weight = cut(exp2_of<T>(last * scale + shift), rest, 0);
+            total += weight;
+            store(weights + whole, weight);
+        }
+        const int64_t end = round_up(visible, LANES);
+        if (end < deep) memset((void *)(weights + end), 0, (deep - end) * sizeof(T));
         sum += sum_of(total);
     }
 

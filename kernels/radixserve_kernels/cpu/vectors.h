@@ -115,6 +115,16 @@ inline float max_of(vec x) {
 #endif
 }
 
+// x, but for lanes from `count` on.
+inline vec cut(vec x, int64_t count, float others) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_mask_mov_ps(_mm512_set1_ps(others), __mmask16((1u << count) - 1), (__m512)x);
+#else
+    for (int64_t i = count; i < LANES; i++) x[i] = others;
+    return x;
+#endif
+}
+
 // Whether a lane of x is above a limit, or a NaN.
 inline bool any_above(vec x, float limit) {
 #if defined(__AVX512F__)
