@@ -129,9 +129,14 @@ void gated(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, T *out,
 
 template <class T>
 void norm_row(const T *x, const T *weight, int64_t size, float eps, T *out) {
-    vec squares = {};
+    vec squares = {}, more = {};
     float rest = 0;
     int64_t i = 0;
+    for (; i + 2 * LANES <= size; i += 2 * LANES) {
+        const vec a = load(x + i), b = load(x + i + LANES);
+        squares += a * a, more += b * b;
+    }
+    squares += more;
     for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
     for (; i < size; i++) rest += widen(x[i]) * widen(x[i]);
     const float scale = 1.0f / __builtin_sqrtf((sum_of(squares) + rest) / float(size) + eps);
@@ -251,6 +256,13 @@ template <class T> class Decoder {
 #pragma omp parallel for num_threads(crew) if (crew > 1)
         for (int64_t i = 0; i < step.num_tokens; i++) {
             T *row = heads_of + i * qkv_wide;
+            if (i + 1 < step.num_tokens) {
+                const int64_t slot = step.slots[i + 1] * kv, line = 64 / sizeof(T);
+                for (int64_t at = 0; at < kv; at += line) {
+                    __builtin_prefetch(k_slots + slot + at, 1);
+                    __builtin_prefetch(v_slots + slot + at, 1);
+                }
+            }
             const float *turns = step.rotations + step.positions[i] * dim;
             for (int64_t h = 0; h < turned; h++) {
                 T *one = row + h * dim;
