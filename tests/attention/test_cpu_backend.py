@@ -17,7 +17,8 @@ from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import Make
 from tests.attention.test_backends import BOTH, check
 
-KEYS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257]  # a block has 128
+KEYS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385]
+# a block has 192, or 128 where they are not packed
 QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193]  # a task has 192 rows
 
 
@@ -26,8 +27,21 @@ QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193]  # a task ha
 def test_block_borders(group: int, dtype: torch.dtype, make_cpu: Make) -> None:
     lengths = [(keys - 1, 1) for keys in KEYS]
     lengths += [(0, queries) for queries in QUERIES]
-    lengths += [(keys - 1, queries) for keys in (127, 128, 129) for queries in (2, 64, 129)]
+    lengths += [(keys - 1, queries) for keys in (191, 192, 193) for queries in (2, 64, 129)]
     check(make_cpu, Case(lengths, 16, 2 * group, 2, 24, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(
+    ("group", "dim"),
+    [(1, 16), (1, 160), (2, 64), (3, 128), (4, 32), (4, 48), (5, 96), (7, 64), (8, 32), (9, 32)],
+)
+def test_few_rows(group: int, dim: int, dtype: torch.dtype, make_cpu: Make) -> None:
+    """Up to eight rows of a job read keys and values as they lie: all numbers of rows, heads of one
+    line and of many, each number of keys left over; and rows of several queries."""
+    lengths = [(keys - 1, 1) for keys in (1, 2, 3, 4, 5, 127, 128, 130, 259)]
+    lengths += [(keys, queries) for keys, queries in ((0, 2), (126, 3), (127, 2), (128, 4))]
+    check(make_cpu, Case(lengths, 3, 2 * group, 2, dim, dtype=dtype))
 
 
 @pytest.mark.usefixtures("bf16_routine")

@@ -13,6 +13,7 @@
 #include "transpose.h"
 
 constexpr int KEYS = 192;         // in a block
+constexpr int DIRECT_KEYS = 128;  // in a block that is not packed
 constexpr int SOME_KEYS = 32;     // packed at a time
 constexpr int TASK_ROWS = 768;    // queries x query heads of a K/V head that share a packed block
 constexpr int LEAST_ROWS = 192;   // of a task that leaves work to other threads
@@ -149,8 +150,8 @@ template <class T> class Attention {
         const int64_t total = rows * task.num_heads;
         const Part whole{desk.queries.template of<T>(total * depth), desk.mixed.template of<float>(total * width),
                          desk.highest.template of<float>(total), desk.sums.template of<float>(total)};
-        const Work work{task, group, rows, depth, width, seen, causal ? seen + task.num_queries - 1 : num_keys,
-                        causal, whole};
+        const int64_t end = causal ? seen + task.num_queries - 1 : num_keys;
+        const Work work{task, group, rows, depth, width, seen, end, causal, whole};
         for (int64_t head = 0; head < task.num_heads; head++)
             begin(task, task.first_head + head, tokens, work.part(head), depth, width);
         if (all * group <= DIRECT_ROWS && has_direct<T>(dim))
@@ -197,74 +198,81 @@ template <class T> class Attention {
         release_tiles();
     }
 
-    // For few rows. While keys are read their values are asked for, while values are mixed the keys
-    // of the next block.
+    // For few rows. While keys are scored their values are asked for, while values are mixed the keys
+    // of the next block: in the order in which they lie, so that the processor goes on by itself.
     void read_directly(const Work &work, const Task *next, Desk<T> &desk) {
         const Task &task = work.task;
-        const int64_t dim = heads.dim, rows = work.rows, depth = work.depth, width = work.width;
-        const int64_t line = 64 / sizeof(T), size = task.num_heads * dim;
-        float *scores = desk.scores.template of<float>(task.num_heads * rows * KEYS);
-        T *weights = desk.weights.template of<T>(rows * KEYS);
+        const int64_t rows = work.rows, dim = heads.dim, size = task.num_heads * dim;
+        float *scores = desk.scores.template of<float>(task.num_heads * rows * DIRECT_KEYS);
+        T *weights = desk.weights.template of<T>(rows * DIRECT_KEYS);
         const T *zeros = desk.zeros.template of<T>(size);
-        const T *keys[KEYS], *values[KEYS], *later[KEYS];
-        const int64_t share = FOUR * dim;
-        int64_t places[KEYS];
-        int64_t count = find_places(task, 0, least<int64_t>(work.end, KEYS), places);
-        for (int64_t from = 0; from < work.end; from += KEYS) {
-            for (int64_t j = 0; j < KEYS; j++) {  // behind the last one there are zeros, for whole fours
+        const T *keys[DIRECT_KEYS], *values[DIRECT_KEYS], *later[DIRECT_KEYS];
+        int64_t places[DIRECT_KEYS];
+        int64_t count = find_places(task, 0, work.end, places);
+        for (int64_t from = 0; from < work.end; from += DIRECT_KEYS) {
+            for (int64_t j = 0; j < DIRECT_KEYS; j++) {  // behind the last one zeros, to whole fours
                 keys[j] = j < count ? k + places[j] : zeros;
                 values[j] = j < count ? v + places[j] : zeros;
             }
-            for (int64_t j = 0; j < count; j += FOUR) {
-                int64_t key = j, at = 0;
-                for (int64_t head = 0; head < task.num_heads; head++) {
-                    for (int64_t i = 0; i < share; i += line) {
-                        __builtin_prefetch(values[key] + at, 0, 2);
-                        at += line;
-                        if (at >= size) at = 0, key++;
-                    }
-                    by_fours(rows, [&](int64_t row, auto some) {
-                        score_four<some>(work.part(head).queries + row * depth, depth, keys + j, head * dim, dim,
-                                         scores + (head * rows + row) * KEYS + j, KEYS);
-                    });
-                }
-            }
-            int64_t coming = 0;
-            if (from + KEYS < work.end)
-                coming = find_places(task, from + KEYS, least<int64_t>(work.end - from - KEYS, KEYS), places);
+            score_keys(work, keys, values, count, scores);
+            int64_t coming = 0, key = 0, at = 0;
+            if (from + DIRECT_KEYS < work.end)
+                coming = find_places(task, from + DIRECT_KEYS, work.end, places);
             else if (next && next->num_heads == task.num_heads)
-                coming = find_places(*next, 0, least<int64_t>(jobs.num_keys[next->job], KEYS), places);
-            int64_t key = 0, at = 0;
-            const int64_t deep = padded_depth<T>(count);
+                coming = find_places(*next, 0, jobs.num_keys[next->job], places);
             for (int64_t head = 0; head < task.num_heads; head++) {
                 const Part part = work.part(head);
                 for (int64_t row = 0; row < rows; row++)
-                    weigh(scores + (head * rows + row) * KEYS, weights + row * KEYS,
-                          least(work.seen_by(row) - from, count), deep, part.highest[row], part.sums[row],
-                          part.mixed + row * width, width);
-                for (int64_t j = 0; j < KEYS; j++) {
+                    weigh(scores + (head * rows + row) * DIRECT_KEYS, weights + row * DIRECT_KEYS,
+                          least(work.seen_by(row) - from, count), padded_depth<T>(count), part.highest[row],
+                          part.sums[row], part.mixed + row * work.width, work.width);
+                for (int64_t j = 0; j < DIRECT_KEYS; j++) {
                     later[j] = key < coming ? k + places[key] + at : zeros;
                     at += dim;
-                    if (at >= size) at = 0, key++;
+                    if (at == size) at = 0, key++;
                 }
-                const Values<T> some_values{values, later, count, head * dim, dim};
+                const Values<T> block{values, later, count, head * dim, dim};
                 by_fours(rows, [&](int64_t row, auto some) {
-                    mix<some>(weights + row * KEYS, KEYS, some_values, part.mixed + row * width, width);
+                    mix<some>(weights + row * DIRECT_KEYS, DIRECT_KEYS, block, part.mixed + row * work.width,
+                              work.width);
                 });
             }
             count = coming;
         }
     }
 
-    // Where `count` keys from `first` on begin in k, for the task's first head; returns count.
-    int64_t find_places(const Task &task, int64_t first, int64_t count, int64_t *places) const {
+    // Scores of a block for all heads and rows of a task: [heads][rows][DIRECT_KEYS].
+    void score_keys(const Work &work, const T *const *keys, const T *const *values, int64_t count,
+                    float *scores) const {
+        const int64_t num_heads = work.task.num_heads, dim = heads.dim, size = num_heads * dim;
+        const int64_t line = 64 / sizeof(T);
+        for (int64_t j = 0; j < count; j += FOUR) {
+            int64_t key = j, place = 0;  // of the values: four of one head's size with each head
+            for (int64_t head = 0; head < num_heads; head++) {
+                for (int64_t i = 0; i < FOUR * dim; i += line) {
+                    __builtin_prefetch(values[key] + place, 0, 2);
+                    place += line;
+                    if (place == size) place = 0, key++;
+                }
+                by_fours(work.rows, [&](int64_t row, auto some) {
+                    score_four<some>(work.part(head).queries + row * work.depth, work.depth, keys + j,
+                                     head * dim, dim, scores + (head * work.rows + row) * DIRECT_KEYS + j,
+                                     DIRECT_KEYS);
+                });
+            }
+        }
+    }
+
+    // Where the keys from `first` on begin in k, for the task's first head: of one block at most, and
+    // none from `end` on. Returns how many.
+    int64_t find_places(const Task &task, int64_t first, int64_t end, int64_t *places) const {
         const int32_t *pages = jobs.page_ids + jobs.first_page[task.job];
         const int64_t size = jobs.page_size, step = heads.num_kv_heads * heads.dim;
-        const int64_t head = task.first_head * heads.dim;
+        const int64_t count = least<int64_t>(end - first, DIRECT_KEYS), head = task.first_head * heads.dim;
         int64_t page = first / size, offset = first % size;
         for (int64_t j = 0; j < count; page++, offset = 0)
-            for (int64_t slot = pages[page] * size + offset; offset < size && j < count; offset++, slot++, j++)
-                places[j] = slot * step + head;
+            for (; offset < size && j < count; offset++, j++)
+                places[j] = (pages[page] * size + offset) * step + head;
         return count;
     }
 
