@@ -47,7 +47,7 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
     if page_size > 1:
         slots += positions % page_size
     last_tokens = logits_places(num_logits(rows), qo_indptr)
-    on_device = torch.from_numpy(index).to(device)
+    on_device = torch.from_numpy(index).to(device).unbind()
     return ForwardBatch(
         input_ids=on_device[0],
         positions=on_device[1],

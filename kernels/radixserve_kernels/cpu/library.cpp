@@ -113,24 +113,27 @@ void radixserve_attend(int is_bf16, void *attender, void *plan, const void *q, i
 int64_t radixserve_best(const float *x, int64_t rows, int64_t columns, int64_t *ids) {
     int64_t broken = 0;
     for (int64_t row = 0; row < rows; row++, x += columns) {
-        vec most = fill(x[0]), odd = {};  // odd: NaN as soon as there is one
+        constexpr int FOUR_VECTORS = 4 * LANES;
+        vec most[4], odd[4] = {};  // odd: NaN as soon as there is a value that is not finite
+        for (vec &one : most) one = fill(x[0]);
         int64_t i = 0;
-        for (; i + LANES <= columns; i += LANES) {
-            const vec some = load(x + i);
-            most = larger(most, some), odd += some - some;
-        }
-        float top = max_of(most);
-        float rest = sum_of(odd);
+        for (; i + FOUR_VECTORS <= columns; i += FOUR_VECTORS)
+            for (int j = 0; j < 4; j++) {
+                const vec some = load(x + i + j * LANES);
+                most[j] = larger(most[j], some), odd[j] += some - some;
+            }
+        float top = max_of(larger(larger(most[0], most[1]), larger(most[2], most[3])));
+        float rest = sum_of(odd[0] + odd[1] + odd[2] + odd[3]);
         for (; i < columns; i++) top = x[i] > top ? x[i] : top, rest += x[i] - x[i];
-        const bool has_odd = rest != rest;  // a NaN or an infinity
         int64_t at = 0;
-        if (has_odd) {
+        if (rest != rest) {
             for (at = 0; at < columns && x[at] == x[at];) at++;
             if (at == columns) {
                 at = 0;
                 for (i = 1; i < columns; i++) at = x[i] > x[at] ? i : at;
             }
         } else {
+            while (at + LANES <= columns && !any_equal(load(x + at), top)) at += LANES;
             while (x[at] != top) at++;
         }
         ids[row] = at;

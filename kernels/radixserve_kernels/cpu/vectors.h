@@ -134,6 +134,17 @@ inline bool any_above(vec x, float limit) {
 #endif
 }
 
+inline bool any_equal(vec x, float value) {
+#if defined(__AVX512F__)
+    return _mm512_cmpeq_ps_mask((__m512)x, _mm512_set1_ps(value));
+#else
+    const ivec equal = (ivec)(x == fill(value));
+    int32_t any = 0;
+    for (int i = 0; i < LANES; i++) any |= equal[i];
+    return any;
+#endif
+}
+
 // 2 to the power of x <= 127, for weights of type T: float within 2 units in the last place, bf16
 // to 8e-5. About 0 below -126.
 template <class T> inline vec exp2_of(vec x) {
