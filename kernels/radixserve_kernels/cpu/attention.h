@@ -130,6 +130,7 @@ template <class T> class Attention {
         const int64_t group, rows, depth, width;
         const int64_t seen, end;  // keys that its first query sees, and that its last one does
         const bool causal;        // each query sees one more than the one before it; or all see all
+        const bool begins;        // nothing was found before
         const Part whole;         // of all heads, one after the other
 
         Part part(int64_t head) const {
@@ -151,15 +152,14 @@ template <class T> class Attention {
         const Part whole{desk.queries.template of<T>(total * depth), desk.mixed.template of<float>(total * width),
                          desk.highest.template of<float>(total), desk.sums.template of<float>(total)};
         const int64_t end = causal ? seen + task.num_queries - 1 : num_keys;
-        const Work work{task, group, rows, depth, width, seen, end, causal, whole};
-        for (int64_t head = 0; head < task.num_heads; head++)
-            begin(task, task.first_head + head, tokens, work.part(head), depth, width);
+        const bool begins = jobs.flags[task.job] & BEGINS;
+        const Work work{task, group, rows, depth, width, seen, end, causal, begins, whole};
+        for (int64_t head = 0; head < task.num_heads; head++) begin(work, head, tokens);
         if (all * group <= DIRECT_ROWS && has_direct<T>(dim))
             read_directly(work, next, desk);
         else
             read_packed(work, desk);
-        for (int64_t head = 0; head < task.num_heads; head++)
-            finish(task, task.first_head + head, tokens, work.part(head), width);
+        for (int64_t head = 0; head < task.num_heads; head++) finish(work, head, tokens);
     }
 
     void read_packed(const Work &work, Desk<T> &desk) {
@@ -183,15 +183,23 @@ template <class T> class Attention {
                     const int64_t reach = least(work.seen_by(top + some - 1) - from, count);
                     if (reach <= 0) continue;
                     const int64_t deep = least(padded_depth<T>(reach), used);
+                    const bool starts = work.begins && !from;
                     product_into<false>(part.queries + top * depth, depth, some, own_keys, PANEL * depth,
                                         int((reach + PANEL - 1) / PANEL), depth, scores, KEYS);
                     for (int m = 0; m < some; m++) {
                         const int64_t row = top + m;
                         weigh(scores + m * KEYS, weights + m * KEYS, least(work.seen_by(row) - from, count),
-                              deep, part.highest[row], part.sums[row], part.mixed + row * width, width);
+                              deep, part.highest[row], part.sums[row],
+                              starts ? nullptr : part.mixed + row * width, width);
                     }
-                    product_into<true>(weights, KEYS, some, own_values, PANEL * used, int(width / PANEL), deep,
-                                       part.mixed + top * width, width);
+                    auto mix_all = [&](auto adds) {
+                        product_into<adds>(weights, KEYS, some, own_values, PANEL * used, int(width / PANEL),
+                                           deep, part.mixed + top * width, width);
+                    };
+                    if (starts)
+                        mix_all(std::false_type());
+                    else
+                        mix_all(std::true_type());
                 }
             }
         }
@@ -215,6 +223,7 @@ template <class T> class Attention {
                 values[j] = j < count ? v + places[j] : zeros;
             }
             score_keys(work, keys, values, count, scores);
+            const bool starts = work.begins && !from;
             int64_t coming = 0, key = 0, at = 0;
             if (from + DIRECT_KEYS < work.end)
                 coming = find_places(task, from + DIRECT_KEYS, work.end, places);
@@ -225,13 +234,14 @@ template <class T> class Attention {
                 for (int64_t row = 0; row < rows; row++)
                     weigh(scores + (head * rows + row) * DIRECT_KEYS, weights + row * DIRECT_KEYS,
                           least(work.seen_by(row) - from, count), padded_depth<T>(count), part.highest[row],
-                          part.sums[row], part.mixed + row * work.width, work.width);
+                          part.sums[row], starts ? nullptr : part.mixed + row * work.width, work.width);
                 for (int64_t j = 0; j < DIRECT_KEYS; j++) {
                     later[j] = key < coming ? k + places[key] + at : zeros;
                     at += dim;
                     if (at == size) at = 0, key++;
                 }
                 const Values<T> block{values, later, count, head * dim, dim};
+                if (starts) memset(part.mixed, 0, rows * work.width * sizeof(float));
                 by_fours(rows, [&](int64_t row, auto some) {
                     mix<some>(weights + row * DIRECT_KEYS, DIRECT_KEYS, block, part.mixed + row * work.width,
                               work.width);
@@ -328,8 +338,8 @@ template <class T> class Attention {
         return (slot * heads.num_kv_heads + task.first_head) * heads.dim;
     }
 
-    // One row's weights of a block's keys, zeros from `visible` to `deep`; what was mixed before is
-    // scaled down where the maximum rises. Exponents are to the base 2.
+    // One row's weights of a block's keys, zeros from `visible` to `deep`; what was mixed before, if
+    // there is anything, is scaled down where the maximum rises. Exponents are to the base 2.
     void weigh(const float *scores, T *weights, int64_t visible, int64_t deep, float &highest, float &sum,
                float *mixed, int64_t width) {
         if (visible <= 0) {
@@ -345,7 +355,8 @@ template <class T> class Attention {
             const float factor = __builtin_exp2f(highest - top);
             highest = top;
             sum *= factor;
-            for (int64_t d = 0; d < width; d += LANES) store(mixed + d, load(mixed + d) * fill(factor));
+            for (int64_t d = 0; mixed && d < width; d += LANES)
+                store(mixed + d, load(mixed + d) * fill(factor));
         }
         vec total = {}, shift = fill(-highest), scale = fill(exponent_scale);
         for (int64_t j = 0; j < whole; j += LANES) {
@@ -367,30 +378,31 @@ template <class T> class Attention {
         return kept + (token * heads.num_heads + head) * (heads.dim + 2);
     }
 
-    void begin(const Task &task, int64_t kv_head, const int64_t *tokens, const Part &part, int64_t depth,
-               int64_t width) {
-        const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
-        memset(part.mixed, 0, rows * width * sizeof(float));
-        const bool begins = jobs.flags[task.job] & BEGINS;
-        for (int64_t row = 0; row < rows; row++) {
-            const int64_t token = tokens[row / group], head = kv_head * group + row % group;
-            T *query = part.queries + row * depth;
+    void begin(const Work &work, int64_t head_of_task, const int64_t *tokens) {
+        const int64_t first = (work.task.first_head + head_of_task) * work.group, dim = heads.dim;
+        const Part part = work.part(head_of_task);
+        for (int64_t row = 0; row < work.rows; row++) {
+            const int64_t token = tokens[row / work.group], head = first + row % work.group;
+            T *query = part.queries + row * work.depth;
             memcpy((void *)query, q + token * q_stride + head * dim, dim * sizeof(T));
-            if (depth > dim) memset((void *)(query + dim), 0, (depth - dim) * sizeof(T));
+            if (work.depth > dim) memset((void *)(query + dim), 0, (work.depth - dim) * sizeof(T));
             part.highest[row] = LOWEST, part.sums[row] = 0;
-            if (begins) continue;
+            if (work.begins) continue;
             const float *from = kept_of(token, head);
-            memcpy(part.mixed + row * width, from, dim * sizeof(float));
+            float *mixed = part.mixed + row * work.width;
+            memcpy(mixed, from, dim * sizeof(float));
+            memset(mixed + dim, 0, (work.width - dim) * sizeof(float));
             part.highest[row] = from[dim], part.sums[row] = from[dim + 1];
         }
     }
 
-    void finish(const Task &task, int64_t kv_head, const int64_t *tokens, const Part &part, int64_t width) {
-        const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
-        const bool ends = jobs.flags[task.job] & ENDS;
-        for (int64_t row = 0; row < rows; row++) {
-            const int64_t token = tokens[row / group], head = kv_head * group + row % group;
-            const float *from = part.mixed + row * width;
+    void finish(const Work &work, int64_t head_of_task, const int64_t *tokens) {
+        const int64_t first = (work.task.first_head + head_of_task) * work.group, dim = heads.dim;
+        const Part part = work.part(head_of_task);
+        const bool ends = jobs.flags[work.task.job] & ENDS;
+        for (int64_t row = 0; row < work.rows; row++) {
+            const int64_t token = tokens[row / work.group], head = first + row % work.group;
+            const float *from = part.mixed + row * work.width;
             if (!ends) {
                 float *to = kept_of(token, head);
                 memcpy(to, from, dim * sizeof(float));
