@@ -205,6 +205,7 @@ def _declare(library: ctypes.CDLL) -> None:
             (flag, pointer, number, number, pointer, pointer, number, number, pointer),
         ),
         "plan": (pointer, (pointer, pointer, flag, number)),
+        "renew_plan": (None, (pointer, pointer, pointer, flag, number)),
         "jobs": (None, (pointer, pointer)),
         "end_plan": (None, (pointer,)),
         "attender": (pointer, (flag,)),

@@ -117,7 +117,7 @@ class Plan:
     a row. None: every row is on its own.
     """
 
-    __slots__ = ("__weakref__", "_rows", "pointer")
+    __slots__ = ("__weakref__", "_record", "_rest", "_rows", "pointer")
 
     def __init__(
         self,
@@ -126,19 +126,27 @@ class Plan:
         heads: tuple[int, int, int],  # query heads, K/V heads, features of a head
         merge_tokens: int | None,
     ) -> None:
-        library = cpu_library()
-        self._rows = rows  # C borrows their memory
-        record = _Rows(
-            *(len(rows.start), page_size, rows.start.ctypes.data, rows.qo_indptr.ctypes.data),
-            *(rows.kv_indptr.ctypes.data, rows.seq_lens.ctypes.data, rows.kv_indices.ctypes.data),
-        )
+        library, self._record = cpu_library(), _Rows(page_size=page_size)
         shape = _Heads(*heads, heads[2] ** -0.5)
-        shares = merge_tokens is not None
-        library.radixserve_set_threads(torch.get_num_threads())  # tasks are cut for so many
-        self.pointer = library.radixserve_plan(
-            ctypes.byref(record), ctypes.byref(shape), shares, merge_tokens or 0
-        )
+        self._rest = (ctypes.byref(shape), merge_tokens is not None, merge_tokens or 0)
+        self._take(rows)
+        self.pointer = library.radixserve_plan(ctypes.byref(self._record), *self._rest)
         _give_back(self, library.radixserve_end_plan, self.pointer)
+
+    def renew(self, rows: PlanRows) -> None:
+        """Of another step's rows from now on, at the cost of no object's birth and death."""
+        self._take(rows)
+        library = cpu_library()
+        library.radixserve_renew_plan(self.pointer, ctypes.byref(self._record), *self._rest)
+
+    def _take(self, rows: PlanRows) -> None:
+        self._rows = rows  # C borrows their memory
+        record = self._record
+        record.num_rows = len(rows.start)
+        record.start, record.qo_indptr = rows.start.ctypes.data, rows.qo_indptr.ctypes.data
+        record.kv_indptr, record.seq_lens = rows.kv_indptr.ctypes.data, rows.seq_lens.ctypes.data
+        record.kv_indices = rows.kv_indices.ctypes.data
+        cpu_library().radixserve_set_threads(torch.get_num_threads())  # tasks are cut for so many
 
     def jobs(self) -> Jobs:
         """A copy of the jobs, to look at."""

@@ -41,6 +41,7 @@ class CpuBackend:
                 f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
             )
         self.num_heads, self.num_kv_heads, self.kv = num_heads, num_kv_heads, kv
+        self._page_size = kv.shape[3]
         self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
         self._attender = Attender(kv.dtype)
         self._shares = shares
@@ -48,8 +49,11 @@ class CpuBackend:
         self._slot_mapping: Tensor | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
-        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        self._planned = plan_step(batch.host, batch.page_size, heads, shares=self._shares)
+        if self._planned is None:
+            heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+            self._planned = plan_step(batch.host, self._page_size, heads, shares=self._shares)
+        else:
+            self._planned.renew(_plan_rows(batch.host))
         self._slot_mapping = batch.slot_mapping
 
     @property
@@ -74,11 +78,14 @@ def plan_step(
     host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
 ) -> Plan:
     """Jobs: one a shared node, each level of them a wave; then one a row, in the last wave."""
-    rows = PlanRows(
+    return Plan(_plan_rows(host), page_size, heads, MERGE_TOKENS if shares else None)
+
+
+def _plan_rows(host: HostIndex) -> PlanRows:
+    return PlanRows(
         start=np.ascontiguousarray(host.start),
         qo_indptr=host.qo_indptr,
         kv_indptr=host.kv_indptr,
         seq_lens=np.ascontiguousarray(host.seq_lens),
         kv_indices=host.kv_indices,
     )
-    return Plan(rows, page_size, heads, MERGE_TOKENS if shares else None)

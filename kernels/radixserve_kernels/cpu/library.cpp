@@ -76,6 +76,12 @@ void radixserve_linear(int is_bf16, const void *x, int64_t stride, int64_t rows,
 void *radixserve_plan(const Rows *rows, const Heads *heads, int shares, int64_t merge_tokens) {
     return new NativePlan(*rows, *heads, shares, merge_tokens);
 }
+// The plan of another step in the place of one.
+void radixserve_renew_plan(void *plan, const Rows *rows, const Heads *heads, int shares,
+                           int64_t merge_tokens) {
+    ((NativePlan *)plan)->~NativePlan();
+    new (plan) NativePlan(*rows, *heads, shares, merge_tokens);
+}
 // Arrays of *jobs live as long as the plan, the page ids as long as the rows.
 void radixserve_jobs(const void *plan, Jobs *jobs) { *jobs = ((const NativePlan *)plan)->step.jobs; }
 void radixserve_end_plan(void *plan) { delete (NativePlan *)plan; }
