@@ -89,7 +89,7 @@ inline void float_tile(const float *x, int64_t stride, const float *panel, int64
     for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
     for (int64_t k = 0; k < depth;) {
         ahead.fetch();
-        for (const int64_t end = FETCHES ? least<int64_t>(k + FETCH_DEPTH, depth) : depth; k < end; k++) {
+        for (const int64_t end = FETCHES ? least<int64_t>(k + FETCH_DEPTH / P, depth) : depth; k < end; k++) {
             vec w[N];
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++)
@@ -176,7 +176,7 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
         const int some_panels = least(count - panel, at_once);
         const float *from = panels + panel * panel_size;
         Ahead ahead{(const char *)(from + some_panels * panel_size)};
-        if (panel + some_panels < count) ahead.lines = (panel_lines * some_panels + blocks - 1) / blocks;
+        if (panel + some_panels < count) ahead.lines = (panel_lines + blocks - 1) / blocks;
         in_blocks(rows, [&](int first, int some) {
             ahead.row = place.first + first * place.stride + panel * place.size;
             ahead.row_stride = place.stride, ahead.row_bytes = some_panels * place.size, ahead.rows = some;
