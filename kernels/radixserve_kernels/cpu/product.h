@@ -67,14 +67,14 @@ struct Place {
     int64_t stride, size;
 };
 
-constexpr int FETCH_DEPTH = 16;  // of float panels between two calls of fetch
-
-// -- float --------------------------------------------------------------------------------------
-
 // Nothing to ask for: a product of what is at hand.
 struct Nothing {
     void fetch() {}
 };
+
+// -- float --------------------------------------------------------------------------------------
+
+constexpr int FETCH_DEPTH = 16;  // of one panel, or less of several, between two calls of fetch
 
 // M rows with P panels, to out[M][P * PANEL] or, with ADDS, on top of it. Row m of x is at
 // three_rows[m / 3][m % 3 * stride]: few pointers, so that none is spilled.
@@ -295,11 +295,12 @@ inline void panel_by_tiles(const bf16 *x, int64_t stride, int rows, const bf16 *
 }
 #endif
 
-template <int M, bool ADDS>
+template <int M, bool ADDS, class Fetch>
 inline void pair_tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
-                      int64_t out_stride) {
+                      int64_t out_stride, Fetch &ahead) {
     __m512 sums[M][2] = {};
     for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
+        ahead.fetch();
         for (int pair = 0; pair < 16; pair++) {
             __m512bh low = (__m512bh)_mm512_loadu_si512(panel + pair * 32);
             __m512bh high = (__m512bh)_mm512_loadu_si512(panel + 512 + pair * 32);
@@ -321,13 +322,13 @@ inline void pair_tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t 
         }
 }
 
-template <bool ADDS>
+template <bool ADDS, class Fetch>
 inline void pair_rows(int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth,
-                      float *out, int64_t out_stride) {
+                      float *out, int64_t out_stride, Fetch &ahead) {
     switch (rows) {
 #define RADIXSERVE_CASE(M)                                                                         \
     case M:                                                                                        \
-        return pair_tile<M, ADDS>(x, stride, panel, depth, out, out_stride);
+        return pair_tile<M, ADDS>(x, stride, panel, depth, out, out_stride, ahead);
         RADIXSERVE_ROWS
 #undef RADIXSERVE_CASE
     }
@@ -346,9 +347,10 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
             continue;
         }
 #endif
+        Nothing ahead;
         in_blocks(rows, [&](int first, int some) {
             pair_rows<ADDS>(some, x + first * stride, stride, from, depth, to + first * out_stride,
-                            out_stride);
+                            out_stride, ahead);
         });
     }
 }
@@ -376,9 +378,14 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
                 continue;
             }
 #endif
+            Ahead ahead{(const char *)(from + panel_size)};
+            const int blocks = (some + ROWS - 1) / ROWS, lines = 32 * PANEL * int(sizeof(bf16)) / 64;
+            if (panel + 1 < count) ahead.lines = (lines + blocks - 1) / blocks;
             in_blocks(some, [&](int first, int number) {
+                ahead.row = place.first + (top + first) * place.stride + panel * place.size;
+                ahead.row_stride = place.stride, ahead.row_bytes = place.size, ahead.rows = number;
                 pair_rows<false>(number, here + first * stride, stride, from, depth,
-                                 sums + first * PANEL, PANEL);
+                                 sums + first * PANEL, PANEL, ahead);
                 after(first, number);
             });
         }
