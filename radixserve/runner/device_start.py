@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
+from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.parallel import Ranks
 from radixserve.runner.cuda_graph import ladder
@@ -51,7 +52,9 @@ def start_on_device(
 ) -> Started:
     """Warm up, take the memory that the pool may have, record decode steps.
 
-    Raises InvalidRequest if there is no room for the pool.
+    backend_name: where the settings left the choice open and it cannot be made ready, the next one
+    is used. Raises InvalidRequest if there is no room for the pool, ModelNotSupported if no backend
+    can be made ready.
     """
     info, size = model.info, config.page_size
     num_pages = _given_pages(config, info, queue)
@@ -64,18 +67,18 @@ def start_on_device(
         sender = BatchSender(queue, table, size, max(sizes, default=0))
         steps = DeviceSteps(model, queue, sender, table, ranks)
 
-        def attend_over(pool: KVPool) -> Any:
-            return make_backend(backend_name, pool.kv, info.num_heads, shares=config.tree_attention)
-
         later = graph_bytes(max(sizes, default=0), info.vocab_size)
-        use = _try_out(steps, attend_over, config, queue, longest, later)
+        names = [backend_name]
+        if config.attention_backend == "auto" and backend_name == "flashinfer":
+            names.append("triton")  # which brings its compiler along
+        use, backend_name = _try_out(steps, names, config, queue, longest, later)
         if num_pages is None:
             share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * size
             num_pages = fitting_pages(use, share, page_bytes, size)
         if ranks is not None:
             num_pages = ranks.agree(num_pages)
         pool = KVPool(info, num_pages, size, queue.device)
-        backend = attend_over(pool)
+        backend = make_backend(backend_name, pool.kv, info.num_heads, shares=config.tree_attention)
         steps.use(pool, backend)
         if sizes and hasattr(backend, "for_graph"):
             logger.info("recording decode steps of %s rows", _shown(sizes))
@@ -107,30 +110,48 @@ def can_record(model: LanguageModel) -> bool:
 
 def _try_out(
     steps: DeviceSteps,
-    attend_over: Any,
+    backend_names: list[str],
     config: EngineConfig,
     queue: DeviceQueue,
     longest: int,
     later: int,
-) -> MemoryUse:
-    """Run the trial schedules over a pool of their own; what they needed.
+) -> tuple[MemoryUse, str]:
+    """Run the trial schedules over a pool of their own; what they needed, and the backend's name.
 
-    longest: most tokens of a row. later: bytes that will be taken behind the pool.
+    backend_names: the first that can be made ready is used. longest: most tokens of a row. later:
+    bytes that will be taken behind the pool.
     """
     logger.info("warming up on %s: kernels are compiled when they first run", queue.device)
     began, info, size = time.perf_counter(), steps.info, config.page_size
     forget_peak(queue.device)
     count = num_trial_pages(config.chunk_size, config.max_running, size)
     pool = KVPool(info, count, size, queue.device)
-    backend = attend_over(pool)
-    if hasattr(backend, "prepare"):
-        backend.prepare()
+    backend = _first_ready(backend_names, pool, info, config)
     steps.use(pool, backend)
     for schedule in trial_schedules(config.chunk_size, config.max_running, longest, size):
         steps.collect(steps.launch(schedule))
     steps.let_go()
     logger.info("warmed up in %.1f s", time.perf_counter() - began)
-    return measure(queue.device, pool.num_bytes, later)
+    return measure(queue.device, pool.num_bytes, later), backend.name
+
+
+def _first_ready(
+    names: list[str], pool: KVPool, info: ModelInfo, config: EngineConfig
+) -> AttentionBackend:
+    """The first of the backends whose kernels can be had; ModelNotSupported if none's can."""
+    for name in names:
+        backend: Any = make_backend(name, pool.kv, info.num_heads, shares=config.tree_attention)
+        if not hasattr(backend, "prepare"):
+            return cast(AttentionBackend, backend)
+        try:
+            backend.prepare()
+        except ModelNotSupported as reason:
+            if name == names[-1]:
+                raise
+            logger.warning("%s: the next backend is tried", reason)
+        else:
+            return cast(AttentionBackend, backend)
+    raise ValueError("no backend was named")
 
 
 def _shown(sizes: tuple[int, ...]) -> str:

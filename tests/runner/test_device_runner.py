@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve import EngineDead, Runtime, SamplingParams
+from radixserve import EngineDead, ModelNotSupported, Runtime, SamplingParams
+from radixserve.config import EngineConfig
 from radixserve.output import Completion
+from radixserve.runner import device_start
 from radixserve.runner.cuda_graph import DecodeGraph
+from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.page_table import PageTable
 from radixserve.schedule import Schedule
 from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
@@ -52,6 +56,37 @@ def test_native_families(
         driver.add(prompt)
     driver.run(chunk=13)
     check_parity(driver.sequences, load_reference(checkpoints[family]))
+
+
+class Unready:
+    """A backend whose kernels cannot be compiled."""
+
+    def prepare(self) -> None:
+        raise ModelNotSupported("nvcc is missing")
+
+
+def test_a_backend_that_cannot_be_made_ready(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the choice was left open the next one is used, and that is said."""
+    model = device_runner(checkpoints["llama"], num_pages=TOKENS)._model
+    made, make = [], device_start.make_backend
+
+    def make_backend(name: str, *args: Any, **kwargs: Any) -> Any:
+        made.append(name)
+        return Unready() if name == "flashinfer" else make(name, *args, **kwargs)
+
+    monkeypatch.setattr(device_start, "make_backend", make_backend)
+    config = EngineConfig(num_pages=TOKENS, max_running=2)
+    queue = DeviceQueue(torch.device("cpu"))
+    with caplog.at_level("WARNING", logger="radixserve"):
+        started = device_start.start_on_device(model, "flashinfer", config, queue)
+    assert started.backend.name == "triton"
+    assert made == ["flashinfer", "triton", "triton"]  # for the trial, and then what stays
+    assert "nvcc is missing" in caplog.text
+    asked = replace(config, attention_backend="flashinfer")
+    with pytest.raises(ModelNotSupported, match="nvcc is missing"):
+        device_start.start_on_device(model, "flashinfer", asked, queue)
 
 
 def test_transformers_families(tmp_path: Path) -> None:
