@@ -373,7 +373,9 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
             if (has_tiles) {
                 // The next panel has as many lines as it is deep: each block of 32 rows asks for a share.
                 const int lines = some > 32 && panel + 1 < count ? (1024 + some - 1) / some : 0;
-                const Ahead ahead{(const char *)(from + panel_size), least(lines, 8)};
+                Ahead ahead{(const char *)(from + panel_size), least(lines, 8)};
+                ahead.row = place.first + top * place.stride + panel * place.size;
+                ahead.row_stride = place.stride, ahead.row_bytes = place.size, ahead.rows = some;
                 panel_by_tiles(here, stride, some, from, depth, sums, PANEL, false, ahead, after);
                 continue;
             }
