@@ -155,7 +155,7 @@ template <class T> class Attention {
         const bool begins = jobs.flags[task.job] & BEGINS;
         const Work work{task, group, rows, depth, width, seen, end, causal, begins, whole};
         for (int64_t head = 0; head < task.num_heads; head++) begin(work, head, tokens);
-        if (all * group <= DIRECT_ROWS && has_direct<T>(dim))
+        if (is_direct<T>(all * group, dim))
             read_directly(work, next, desk);
         else
             read_packed(work, desk);

@@ -9,13 +9,15 @@
 
 #include "product.h"
 
-constexpr int DIRECT_ROWS = 8;  // of a job: more than that pay for packing
-constexpr int FOUR = 4;         // rows, keys or vectors that are worked on together: 16 sums in registers
+constexpr int FOUR = 4;  // rows, keys or vectors that are worked on together: 16 sums in registers
 
-// Whether there is code here for heads of a size.
-template <class T> inline bool has_direct(int64_t dim) {
+// Up to how many rows a job does not pay for packing. Measured: benchmarks/attention_crossover.py.
+template <class T> inline int64_t direct_rows() { return sizeof(T) == 4 ? 24 : has_tiles ? 4 : 8; }
+
+// Whether a job of so many rows, with heads of this size, is for the code here.
+template <class T> inline bool is_direct(int64_t rows, int64_t dim) {
 #if defined(__AVX512F__)
-    return dim % int64_t(64 / sizeof(T)) == 0;
+    return rows <= direct_rows<T>() && dim % int64_t(64 / sizeof(T)) == 0;
 #else
     return false;
 #endif
