@@ -154,6 +154,37 @@ def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch
     assert told == [torch.get_num_threads()]
 
 
+def test_a_renewed_plan_is_that_of_the_new_rows() -> None:
+    def rows_of(*lengths: int) -> PlanRows:
+        ends, one_each = np.cumsum([0, *lengths]), np.arange(len(lengths) + 1)
+        pages = np.arange(ends[-1], dtype=np.int32)
+        return PlanRows(np.array(lengths) - 1, one_each, ends, np.array(lengths), pages)
+
+    plan = Plan(rows_of(7), 1, (4, 2, 8), 24)
+    for lengths in ((3, 9, 1), (200, 150), (1,)):
+        rows = rows_of(*lengths)
+        plan.renew(rows)
+        renewed, fresh = plan.jobs(), Plan(rows, 1, (4, 2, 8), 24).jobs()
+        for name in ("wave_indptr", "query_indptr", "query_tokens", "first_page", "num_keys"):
+            assert getattr(renewed, name).tolist() == getattr(fresh, name).tolist(), name
+        assert renewed.flags.tolist() == fresh.flags.tolist()
+        assert renewed.num_tokens == len(lengths)
+
+
+def test_weights_lie_side_by_side() -> None:
+    arena = cpu_ops.Arena(piece_bytes=1024)
+    taken = [arena.take(size) for size in (100, 64, 1, 700, 300, 5000, 24)]
+    for number, memory in enumerate(taken):
+        assert memory.ctypes.data % 64 == 0
+        assert not memory.any()
+        memory[:] = number + 1
+    assert [set(memory.tolist()) for memory in taken] == [{n + 1} for n in range(7)]
+    addresses = [memory.ctypes.data for memory in taken]
+    assert [b - a for a, b in itertools.pairwise(addresses[:4])] == [128, 64, 64]  # one piece
+    assert taken[0].base is taken[3].base
+    assert taken[4].base is not taken[3].base  # it was full
+
+
 def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float16" in unavailable(torch.float16)
     assert cpu_ops.describe().startswith("vectors of ")
