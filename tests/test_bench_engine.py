@@ -147,18 +147,32 @@ def test_published_figures_come_best_first() -> None:
     assert published("small", "float32", "W1", "burst") == []
 
 
-def test_growth_runs() -> None:
+def figures_of(script: str, *arguments: str) -> list[dict[str, float]]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    arguments = ["--waiting", "3,30", "--nodes", "50", "--requests", "500", "--steps", "2"]
     result = subprocess.run(
-        [sys.executable, "benchmarks/engine_growth.py", "--json", *arguments],
+        [sys.executable, f"benchmarks/{script}", "--json", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout)["figures"]
+    figures: list[dict[str, float]] = json.loads(result.stdout)["figures"]
+    return figures
+
+
+def test_the_hosts_part_is_measured() -> None:
+    figures = figures_of("engine_host.py", "--running", "3", "--prompt", "5", "--steps", "2")
+    assert [line["computes"] for line in figures] == [1, 0]
+    parts = ("schedule", "prepare", "sample", "commit")
+    for line in figures:
+        assert line["running"] == 3
+        assert all(line[f"{part}_ms"] > 0 for part in parts)
+
+
+def test_growth_runs() -> None:
+    arguments = ["--waiting", "3,30", "--nodes", "50", "--requests", "500", "--steps", "2"]
+    figures = figures_of("engine_growth.py", *arguments)
     assert [line.get("waiting") for line in figures[:2]] == [3, 30]
     assert figures[2]["nodes"] == 50
     assert all(line["step_ms"] > 0 for line in figures[:3])

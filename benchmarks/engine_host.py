@@ -1,0 +1,96 @@
+"""What the host does in a step with many running requests: schedule, prepare, sample, commit.
+
+    python benchmarks/engine_host.py [--running 32] [--prompt 544] [--steps 200] [--json]
+
+The tiny model of bench_engine.py, float32, one thread; every step decodes one token of each
+request. Twice: as it is, where the forward pass before has driven the host's own data and code from
+the caches, and with a forward pass that returns kept logits at once, which leaves the host's work
+alone. Milliseconds of a step, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from cache_report import describe_machine
+from engine_growth import World
+from engine_models import SHAPES, save_checkpoint
+
+from radixserve.attention.base import AttentionBackend, ForwardBatch
+
+PARTS = ("schedule", "prepare", "sample", "commit")
+WARM_UP = 20  # steps that only decode, before those that count
+
+
+class KeptLogits:
+    """A model whose forward pass costs nothing."""
+
+    def __init__(self, vocab_size: int, num_rows: int) -> None:
+        self._logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:  # noqa: ARG002
+        return self._logits[: len(batch.logits_indices)]
+
+
+def measure(folder: Path, args: argparse.Namespace, *, computes: bool) -> dict[str, float]:
+    num_new = args.steps + WARM_UP + 2
+    num_pages = args.running * (args.prompt + num_new + 1)
+    world = World(folder, num_pages=num_pages, max_running=args.running)
+    for _ in range(args.running):
+        world.add(args.prompt, num_new)
+    engine = world.engine
+    if not computes:
+        runner = engine._runner
+        runner._model = KeptLogits(SHAPES["tiny"].vocab, args.running)  # type: ignore[attr-defined]
+    while engine.stats()["generated_tokens"] < args.running * WARM_UP:
+        engine.step()
+    assert engine.stats()["running"] == args.running
+    steps: dict[str, list[float]] = {part: [] for part in PARTS}
+    before = engine.stats()
+    for _ in range(args.steps):
+        engine.step()
+        after = engine.stats()
+        for part in PARTS:
+            steps[part].append((after[f"{part}_s"] - before[f"{part}_s"]) * 1e3)
+        before = after
+    figures = {f"{part}_ms": median(spent) for part, spent in steps.items()}
+    totals = [sum(parts) for parts in zip(*steps.values(), strict=True)]
+    return {
+        "running": args.running,
+        "computes": int(computes),
+        "host_ms": median(totals),
+        **figures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--running", type=int, default=32, help="requests (default: 32)")
+    parser.add_argument("--prompt", type=int, default=544, help="tokens of each (default: 544)")
+    parser.add_argument("--steps", type=int, default=200, help="that count (default: 200)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="engine-host-") as name:
+        save_checkpoint(SHAPES["tiny"], "float32", Path(name))
+        for computes in (True, False):
+            figures = measure(Path(name), args, computes=computes)
+            lines.append(figures)
+            text = "   ".join(f"{key} {value:,.3g}" for key, value in figures.items())
+            print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+    if args.json:
+        print(json.dumps({"settings": describe_machine(), "figures": lines}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
