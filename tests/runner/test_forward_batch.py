@@ -47,3 +47,22 @@ def test_nothing_of_a_row_is_kept() -> None:
     assert batch.input_ids.tolist() == [1, 2]
     assert batch.kv_indices.tolist() == [0]
     assert batch.host.kv_indices.tolist() == [0]
+
+
+@pytest.mark.parametrize("sample", [SPEC, None])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_one_token_alone_is_laid_out_as_in_company(
+    page_size: int, sample: SampleSpec | None
+) -> None:
+    one = row([7], 5, [3, 9] if page_size == 4 else [3, 9, 4, 0, 6, 8], sample)
+    alone = build_forward_batch((one,), page_size, torch.device("cpu"))
+    both = build_forward_batch((one, row([1], 0, [2])), page_size, torch.device("cpu"))
+    for name in ("input_ids", "positions", "slot_mapping"):
+        assert getattr(alone, name).tolist() == getattr(both, name).tolist()[:1], name
+    assert alone.logits_indices.tolist() == both.logits_indices.tolist()
+    for name in ("start", "seq_lens"):
+        assert getattr(alone.host, name).tolist() == getattr(both.host, name).tolist()[:1], name
+    for name in ("qo_indptr", "kv_indptr"):
+        assert getattr(alone.host, name).tolist() == getattr(both.host, name).tolist()[:2], name
+    one.page_ids[:] = 1
+    assert alone.kv_indices.tolist() == both.kv_indices.tolist()[: len(one.page_ids)]

@@ -43,6 +43,12 @@ inline void release_tiles();
     RADIXSERVE_CASE(5) RADIXSERVE_CASE(6) RADIXSERVE_CASE(7) RADIXSERVE_CASE(8)                     \
     RADIXSERVE_CASE(9) RADIXSERVE_CASE(10) RADIXSERVE_CASE(11) RADIXSERVE_CASE(12)
 
+// Where the results of panel p go: row m's begin at first + m * stride + p * size, all in bytes.
+struct Place {
+    char *first;
+    int64_t stride, size;
+};
+
 // Lines of memory that are asked for one by one during a product, to be there when their turn comes:
 // `lines` of what lies at `next` with each call, and one of `rows` that will be written. Asked for in a
 // burst they would hold up the loads of the product.
@@ -53,18 +59,17 @@ struct Ahead {
     int64_t row_stride = 0, row_bytes = 0;
     int rows = 0;
 
+    // What `count` rows from `first` on will write of some panels.
+    void writes(const Place &place, int64_t first, int count, int panel, int panels) {
+        row = place.first + first * place.stride + panel * place.size;
+        row_stride = place.stride, row_bytes = panels * place.size, rows = count;
+    }
     void fetch() {
         for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
         if (rows <= 0) return;
         for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 1);
         row += row_stride, rows--;
     }
-};
-
-// Where the results of panel p go: row m's begin at first + m * stride + p * size, all in bytes.
-struct Place {
-    char *first;
-    int64_t stride, size;
 };
 
 // Nothing to ask for: a product of what is at hand.
@@ -178,8 +183,7 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
         Ahead ahead{(const char *)(from + some_panels * panel_size)};
         if (panel + some_panels < count) ahead.lines = (panel_lines + blocks - 1) / blocks;
         in_blocks(rows, [&](int first, int some) {
-            ahead.row = place.first + first * place.stride + panel * place.size;
-            ahead.row_stride = place.stride, ahead.row_bytes = some_panels * place.size, ahead.rows = some;
+            ahead.writes(place, first, some, panel, some_panels);
             product_into<false>(x + first * stride, stride, some, from, panel_size, some_panels, depth,
                                 sums, some_panels * PANEL, ahead);
             for (int p = 0; p < some_panels; p++)
@@ -374,8 +378,7 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
                 // The next panel has as many lines as it is deep: each block of 32 rows asks for a share.
                 const int lines = some > 32 && panel + 1 < count ? (1024 + some - 1) / some : 0;
                 Ahead ahead{(const char *)(from + panel_size), least(lines, 8)};
-                ahead.row = place.first + top * place.stride + panel * place.size;
-                ahead.row_stride = place.stride, ahead.row_bytes = place.size, ahead.rows = some;
+                ahead.writes(place, top, some, panel, 1);
                 panel_by_tiles(here, stride, some, from, depth, sums, PANEL, false, ahead, after);
                 continue;
             }
@@ -384,8 +387,7 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
             const int blocks = (some + ROWS - 1) / ROWS, lines = 32 * PANEL * int(sizeof(bf16)) / 64;
             if (panel + 1 < count) ahead.lines = (lines + blocks - 1) / blocks;
             in_blocks(some, [&](int first, int number) {
-                ahead.row = place.first + (top + first) * place.stride + panel * place.size;
-                ahead.row_stride = place.stride, ahead.row_bytes = place.size, ahead.rows = number;
+                ahead.writes(place, top + first, number, panel, 1);
                 pair_rows<false>(number, here + first * stride, stride, from, depth,
                                  sums + first * PANEL, PANEL, ahead);
                 after(first, number);
