@@ -8,7 +8,6 @@ import json
 import math
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from rich.console import Console
 from radixserve import EngineDead, InvalidRequest, Runtime, SamplingParams, search
 from radixserve.search import Likelihood, Node, Sample, SearchTree, Verdict, beam, best_of
 from tests.checkpoints import EOS_ID, make_checkpoint
+from tests.pacing import held, wait_until
 
 PROMPT = "start:"
 WORDS = ["a", "bc", "def", "zz", "q"]
@@ -455,17 +455,12 @@ def test_errors_let_go_of_everything(
 
 
 def test_an_abort_ends_the_search(rt: Runtime) -> None:
-    def abort() -> None:
-        deadline = time.monotonic() + 20
-        while not rt.abort() and time.monotonic() < deadline:
-            time.sleep(0.001)
-
     for start in (
         lambda root: beam(root, Sample(4, params(400)), Likelihood(), width=2, depth=2),
         lambda root: best_of(root, "", 4, len, params(400)),
     ):
-        with rt.branch(PROMPT) as root:
-            thread = threading.Thread(target=abort)
+        with rt.branch(PROMPT) as root, held(rt):
+            thread = threading.Thread(target=wait_until, args=(lambda: rt.abort() > 0,))
             thread.start()
             with pytest.raises(InvalidRequest, match="aborted"):
                 start(root)

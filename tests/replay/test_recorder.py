@@ -18,6 +18,7 @@ from radixserve.output import Finish, Metrics, Usage
 from radixserve.replay import CacheSpec, read_trace, replay_direct
 from radixserve.replay.recorder import TraceRecorder
 from radixserve.request import Request
+from tests.pacing import held
 
 FINISH = Finish("length", Usage(3, 1, 2, 2), Metrics(0.0, 0.1, 0.2), None)
 
@@ -131,9 +132,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Runtime("demo", num_pages=2048, trace=str(path)) as runtime:
         runtime.generate([[5, 6, 7, 8], [5, 6, 7, 9]], params)
         runtime.generate("The json module", SamplingParams(max_tokens=9, stop=["a", "e", "o"]))
-        for chunk in runtime.stream([5, 6, 7], SamplingParams(max_tokens=50, namespace="n")):
-            if chunk.token_ids:
-                break  # aborted
+        with held(runtime):
+            for chunk in runtime.stream([5, 6, 7], SamplingParams(max_tokens=50, namespace="n")):
+                if chunk.token_ids:
+                    break  # aborted
         runtime.cache_stats()  # the engine has heard of it
     return path
 

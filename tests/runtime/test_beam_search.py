@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from radixserve import Completion, EngineDead, InvalidRequest, Runtime, Sampling
 from radixserve.arrays import IntArray
 from radixserve.request import BeamParams
 from tests.checkpoints import all_logprobs, load_reference, make_checkpoint
+from tests.pacing import held, until, wait_until
 from tests.scheduler.beam_reference import search
 
 TOLERANCE = 1e-4
@@ -373,12 +373,12 @@ class TestEnds:
                 rt.beam_search(PROMPT, 8, 450, ignore_eos=True, request_id="mine")
             )
         )
-        thread.start()
-        deadline = time.monotonic() + 20
-        while rt.cache_stats()["decoded_tokens"] == 0 or not rt.cache_stats()["running"]:
-            assert time.monotonic() < deadline
-        assert rt.abort("mine") == 1
-        thread.join(20)
+        decoded = rt.cache_stats()["decoded_tokens"]
+        with held(rt):
+            thread.start()
+            wait_until(lambda: rt.cache_stats()["decoded_tokens"] > decoded)
+            assert rt.abort("mine") == 1
+            thread.join(20)
         (outs,) = found
         assert outs
         assert all(out.finish_reason == "abort" for out in outs)
@@ -386,14 +386,14 @@ class TestEnds:
     def test_cancelling_the_task(self, rt: Runtime) -> None:
         async def main() -> None:
             task = asyncio.ensure_future(rt.abeam_search(PROMPT, 4, 300, ignore_eos=True))
-            await asyncio.sleep(0.05)
+            await until(lambda: rt.cache_stats()["running"] > 0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while rt.cache_stats()["running"]:
-                await asyncio.sleep(0.002)
+            await until(lambda: rt.cache_stats()["running"] == 0)
 
-        asyncio.run(main())
+        with held(rt):
+            asyncio.run(main())
 
     def test_closing_during_work(self, folder: Path) -> None:
         with Runtime(str(folder), num_pages=600) as rt:
@@ -406,9 +406,10 @@ class TestEnds:
                     raised.append(error)
 
             thread = threading.Thread(target=run)
-            thread.start()
-            while not rt.cache_stats()["running"]:
-                time.sleep(0.001)
+            with held(rt):
+                thread.start()
+                wait_until(lambda: rt.cache_stats()["running"] > 0)
+                rt.close()
         thread.join(20)
         assert len(raised) == 1
 

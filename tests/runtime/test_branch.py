@@ -7,7 +7,6 @@ import contextlib
 import gc
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from radixserve import Branch, Completion, EngineDead, InvalidRequest, Runtime, SamplingParams
 from radixserve.request import BeamParams
 from tests.checkpoints import EOS_ID, all_logprobs, greedy, load_reference, make_checkpoint
+from tests.pacing import held, until, wait_until
 from tests.scheduler.beam_reference import search
 
 TOLERANCE = 1e-4  # of logprobs
@@ -37,13 +37,6 @@ HELLO = [ord(letter) - ord("!") for letter in "hello"]  # as the tiny models tok
 def random_ids(count: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(count)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,10 +143,11 @@ class TestMoving:
     def test_leaving_a_stream_leaves_the_branch_there(self, rt: Runtime) -> None:
         with rt.branch("hello") as branch:
             seen: list[int] = []
-            for chunk in branch.stream(greedy_params(300)):
-                seen += chunk.token_ids
-                if len(seen) >= 3:
-                    break
+            with held(rt, 5):
+                for chunk in branch.stream(greedy_params(300)):
+                    seen += chunk.token_ids
+                    if len(seen) >= 3:
+                        break
             del chunk
             wait_until(lambda: rt.cache_stats()["running"] == 0)
             gc.collect()
@@ -172,13 +166,14 @@ class TestMoving:
                 assert last is not None
                 assert last.token_ids == outs[0].token_ids
                 assert all(kid.tokens.tolist() == root.tokens.tolist() for kid in kids)
-                task = asyncio.create_task(root.agenerate(greedy_params(400)))
-                await asyncio.sleep(0.02)
-                with pytest.raises(InvalidRequest, match="being moved"):
-                    root.extend("x")
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
+                with held(rt):
+                    task = asyncio.create_task(root.agenerate(greedy_params(400)))
+                    await until(lambda: rt.cache_stats()["running"] == 1)
+                    with pytest.raises(InvalidRequest, match="being moved"):
+                        root.extend("x")
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
                 assert root.length == 5 + 8
                 root.extend("x")
 
@@ -186,7 +181,7 @@ class TestMoving:
         wait_until(lambda: rt.cache_stats()["running"] == 0)
 
     def test_abort_moves_by_what_there_is(self, rt: Runtime) -> None:
-        with rt.branch("hello") as branch, ThreadPoolExecutor(1) as pool:
+        with rt.branch("hello") as branch, ThreadPoolExecutor(1) as pool, held(rt):
             future = pool.submit(branch.generate, greedy_params(450))
             wait_until(lambda: rt.cache_stats()["running"] == 1)
             rt.abort()
@@ -229,9 +224,10 @@ class TestForks:
 
     def test_a_fork_while_generating_has_the_tokens_from_before(self, rt: Runtime) -> None:
         with rt.branch("hello") as root, ThreadPoolExecutor(1) as pool:
-            future = pool.submit(root.generate, greedy_params(200))
-            wait_until(lambda: rt.cache_stats()["running"] == 1)
-            kid = root.fork()[0]
+            with held(rt):
+                future = pool.submit(root.generate, greedy_params(200))
+                wait_until(lambda: rt.cache_stats()["running"] == 1)
+                kid = root.fork()[0]
             future.result(timeout=20)
             assert kid.text == "hello"
 

@@ -25,6 +25,7 @@ from radixserve import (
 from radixserve.chat_format import Answer, ChatFormat
 from radixserve.runner.model_runner import ModelRunner
 from tests.checkpoints import BOS_ID, EOS_ID, make_checkpoint
+from tests.pacing import held, until
 
 QUESTIONS = ["What does json.dumps do?", "And loads?", "Thanks.", "How do I copy a file?"]
 
@@ -397,13 +398,14 @@ class TestHistory:
                     assert chunks[-1].completion is not None
                     outs.append(chunks[-1].completion)
                     assert one.history == two.history
-                    task = asyncio.create_task(one.asend("Go on.", params_of(400)))
-                    await asyncio.sleep(0.05)
-                    with pytest.raises(InvalidRequest, match="answering"):
-                        await one.asend("x")
-                    task.cancel()
-                    with pytest.raises(asyncio.CancelledError):
-                        await task
+                    with held(demo):
+                        task = asyncio.create_task(one.asend("Go on.", params_of(400)))
+                        await until(lambda: demo.cache_stats()["running"] == 1)
+                        with pytest.raises(InvalidRequest, match="answering"):
+                            await one.asend("x")
+                        task.cancel()
+                        with pytest.raises(asyncio.CancelledError):
+                            await task
                     assert one.history == two.history
                     outs += [await one.asend("Go on."), await two.asend("Go on.")]
                     return outs

@@ -11,6 +11,7 @@ import pytest
 
 from radixserve import Completion, InvalidRequest, Runtime, SamplingParams
 from tests.checkpoints import all_logprobs, load_reference, make_checkpoint
+from tests.pacing import held, until
 
 PROMPT = list(range(5, 45))
 TOLERANCE = 1e-4
@@ -127,11 +128,13 @@ def test_an_aborted_one_says_what_it_knows(folder: Path) -> None:
             task = asyncio.ensure_future(
                 rt.agenerate(PROMPT * 8, params(max_tokens=100), request_id="mine")
             )
-            await asyncio.sleep(0.02)
+            await until(lambda: rt.cache_stats()["running"] == 1)
             rt.abort("mine")
             return await task
 
-        out = asyncio.run(main())
+        with held(rt):
+            out = asyncio.run(main())
+        assert out.finish_reason == "abort"
         assert out.prompt_logprobs is not None
         assert len(out.prompt_logprobs) == len(PROMPT) * 8
         rt.check()

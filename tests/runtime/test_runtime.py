@@ -24,6 +24,7 @@ from radixserve import (
 )
 from radixserve.runner.model_runner import ModelRunner
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, greedy, load_reference, make_checkpoint
+from tests.pacing import held, until, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -91,8 +92,9 @@ class TestCalls:
 
     def test_leaving_a_stream_aborts_it(self, rt: Runtime) -> None:
         before = rt.cache_stats()["aborted"]
-        for _ in rt.stream("hello", greedy_params(max_tokens=300)):
-            break
+        with held(rt):
+            for _ in rt.stream("hello", greedy_params(max_tokens=300)):
+                break
         wait_until(lambda: rt.cache_stats()["running"] == 0)
         assert rt.cache_stats()["aborted"] == before + 1
 
@@ -112,12 +114,13 @@ class TestCalls:
     def test_cancelling_a_task_aborts_its_request(self, rt: Runtime) -> None:
         async def main() -> None:
             task = asyncio.create_task(rt.agenerate("hello", greedy_params(max_tokens=400)))
-            await asyncio.sleep(0.05)
+            await until(lambda: rt.cache_stats()["running"] == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-        asyncio.run(main())
+        with held(rt):
+            asyncio.run(main())
         wait_until(lambda: rt.cache_stats()["running"] == 0)
 
     def test_many_threads(self, rt: Runtime) -> None:
@@ -129,7 +132,7 @@ class TestCalls:
         assert [o.token_ids for o in outs] == expected
 
     def test_abort_returns_what_there_is(self, rt: Runtime) -> None:
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, held(rt):
             future = pool.submit(
                 lambda: rt.generate("hello", greedy_params(max_tokens=450), request_id="mine")
             )
@@ -463,7 +466,7 @@ class TestBadInput:
             assert good.result(timeout=20).token_ids == expected
 
     def test_request_ids_in_use(self, rt: Runtime) -> None:
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool, held(rt):
             first = pool.submit(
                 lambda: rt.generate("hello", greedy_params(max_tokens=400), request_id="twin")
             )
@@ -572,12 +575,13 @@ class TestNothingHangs:
                 pool.submit(rt.generate, f"call {i}", greedy_params(max_tokens=400))
                 for i in range(4)
             ]
-            wait_until(lambda: rt.cache_stats()["running"] == 4)
 
             def broken(*_: Any) -> Any:
                 raise ValueError("a bug in the scheduler")
 
-            monkeypatch.setattr(rt._worker._engine._scheduler, "update", broken)
+            with held(rt):
+                wait_until(lambda: rt.cache_stats()["running"] == 4)
+                monkeypatch.setattr(rt._worker._engine._scheduler, "update", broken)
             for call in calls:
                 with pytest.raises(EngineDead, match="a bug"):
                     call.result(timeout=10)
@@ -588,7 +592,7 @@ class TestNothingHangs:
 
     def test_close_during_work(self, folder: Path) -> None:
         rt = Runtime(str(folder), num_pages=2000, max_running=2)
-        with ThreadPoolExecutor(6) as pool:
+        with ThreadPoolExecutor(6) as pool, held(rt):
             calls = [
                 pool.submit(rt.generate, f"call {i}", greedy_params(max_tokens=400))
                 for i in range(5)
@@ -611,7 +615,7 @@ class TestNothingHangs:
         timer.start()
         start = time.monotonic()
         try:
-            with pytest.raises(KeyboardInterrupt):
+            with held(rt), pytest.raises(KeyboardInterrupt):
                 rt.generate([f"p {i}" for i in range(60)], greedy_params(max_tokens=450))
         finally:
             signal.signal(signal.SIGINT, handler)
@@ -638,13 +642,6 @@ class TestNothingHangs:
         del rt
         thread.join(timeout=5)
         assert not thread.is_alive()
-
-
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
 
 
 def test_bfloat16_stays_close_to_float32(folder: Path, rt: Runtime) -> None:
