@@ -136,6 +136,40 @@ def test_a_long_row(dtype: torch.dtype, make_cpu: Make) -> None:
     check(make_cpu, case)
 
 
+SCORES = {  # of the keys of a row of n, by their places
+    "rising slowly": lambda n: 0.02 * torch.arange(n),
+    "rising": lambda n: 0.3 * torch.arange(n),
+    "falling": lambda n: -0.3 * torch.arange(n),
+    "one far above": lambda n: 70.0 * (torch.arange(n) == n // 2),
+    "one without measure": lambda n: 1e4 * (torch.arange(n) == n // 2),
+    "far above from a block on": lambda n: 100.0 * (torch.arange(n) >= 384),
+    "far below in the first block": lambda n: -1e4 * (torch.arange(n) < 192),
+    "far apart": lambda n: 2e4 * (torch.arange(n) % 2 - 0.5),
+}
+
+
+@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_far_from_those_before(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
+    """Weights are relative to the best score of a row's first block while that serves."""
+    case = Case([(700, 1), (700, 3), (640, 70), (0, 450)], 16, 4, 2, 32, dtype=dtype)
+    at = 0
+    for row in case.rows:
+        scores = SCORES[name](row.end).to(dtype)
+        cells = torch.as_tensor(row.page_ids).long().repeat_interleave(16)[: row.start]
+        case.kv[:, 0, cells, torch.arange(row.start) % 16] = 0.0
+        case.kv[:, 0, cells, torch.arange(row.start) % 16, :, 0] = scores[: row.start, None]
+        num_new = len(row.token_ids)
+        case.k[at : at + num_new] = 0.0
+        case.k[at : at + num_new, :, 0] = scores[row.start :, None]
+        at += num_new
+    case.q[..., 0] = 1.0
+    out = run(make_cpu(case.kv.clone(), 4), case, scale=1.0)
+    close = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), case.expected(1, 1.0)[0], atol=close, rtol=close)
+
+
 def test_memory_is_given_back() -> None:
     """Plans and attenders by the thousand, and a plan's jobs after the plan itself is gone."""
     if reason := unavailable(torch.float32):

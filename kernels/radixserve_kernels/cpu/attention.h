@@ -17,10 +17,11 @@ constexpr int DIRECT_KEYS = 128;  // in a block that is not packed
 constexpr int SOME_KEYS = 32;     // packed at a time
 constexpr int TASK_ROWS = 768;    // queries x query heads of a K/V head that share a packed block
 constexpr int LEAST_ROWS = 192;   // of a task that leaves work to other threads
-constexpr int FEW_ROWS = 32;      // of a job whose K/V heads are better read side by side, as they lie
+constexpr int FEW_ROWS = 128;     // of a job whose K/V heads are better read side by side, as they lie
 constexpr int SCORE_ROWS = 96;    // of them in one product
 constexpr int64_t FAR_BYTES = 8 << 20;
 constexpr float LOWEST = -3.0e38f;
+constexpr float MOST_WEIGHT = 256.0f;  // of a lane's sum: beyond it weights lose accuracy
 
 enum JobFlags { CAUSAL = 1, BEGINS = 2, ENDS = 4 };
 
@@ -121,7 +122,7 @@ template <class T> class Attention {
         T *queries;      // [rows][depth]
         float *mixed;    // [rows][width]
         float *highest;  // [rows]
-        float *sums;     // [rows]
+        float *sums;     // [rows][LANES]
     };
 
     // A task under way. Its rows are queries x query heads of a K/V head, `group` of a query.
@@ -135,7 +136,8 @@ template <class T> class Attention {
 
         Part part(int64_t head) const {
             const int64_t at = head * rows;
-            return {whole.queries + at * depth, whole.mixed + at * width, whole.highest + at, whole.sums + at};
+            return {whole.queries + at * depth, whole.mixed + at * width, whole.highest + at,
+                    whole.sums + at * LANES};
         }
         int64_t seen_by(int64_t row) const { return causal ? seen + row / group : end; }
     };
@@ -150,7 +152,7 @@ template <class T> class Attention {
         const int64_t num_keys = jobs.num_keys[task.job], seen = num_keys - all + task.first_query + 1;
         const int64_t total = rows * task.num_heads;
         const Part whole{desk.queries.template of<T>(total * depth), desk.mixed.template of<float>(total * width),
-                         desk.highest.template of<float>(total), desk.sums.template of<float>(total)};
+                         desk.highest.template of<float>(total), desk.sums.template of<float>(total * LANES)};
         const int64_t end = causal ? seen + task.num_queries - 1 : num_keys;
         const bool begins = jobs.flags[task.job] & BEGINS;
         const Work work{task, group, rows, depth, width, seen, end, causal, begins, whole};
@@ -189,7 +191,7 @@ template <class T> class Attention {
                     for (int m = 0; m < some; m++) {
                         const int64_t row = top + m;
                         weigh(scores + m * KEYS, weights + m * KEYS, least(work.seen_by(row) - from, count),
-                              deep, part.highest[row], part.sums[row],
+                              deep, part.highest[row], part.sums + row * LANES,
                               starts ? nullptr : part.mixed + row * width, width);
                     }
                     auto mix_all = [&](auto adds) {
@@ -234,7 +236,7 @@ template <class T> class Attention {
                 for (int64_t row = 0; row < rows; row++)
                     weigh(scores + (head * rows + row) * DIRECT_KEYS, weights + row * DIRECT_KEYS,
                           least(work.seen_by(row) - from, count), padded_depth<T>(count), part.highest[row],
-                          part.sums[row], starts ? nullptr : part.mixed + row * work.width, work.width);
+                          part.sums + row * LANES, starts ? nullptr : part.mixed + row * work.width, work.width);
                 for (int64_t j = 0; j < DIRECT_KEYS; j++) {
                     later[j] = key < coming ? k + places[key] + at : zeros;
                     at += dim;
@@ -338,40 +340,58 @@ template <class T> class Attention {
         return (slot * heads.num_kv_heads + task.first_head) * heads.dim;
     }
 
-    // One row's weights of a block's keys, zeros from `visible` to `deep`; what was mixed before, if
-    // there is anything, is scaled down where the maximum rises. Exponents are to the base 2.
-    void weigh(const float *scores, T *weights, int64_t visible, int64_t deep, float &highest, float &sum,
+    // One row's weights of a block's keys, zeros from `visible` to `deep`. They are relative to
+    // `highest`, the row's maximum as far as it was looked for: in its first block, and wherever a
+    // weight would become too large. Then what was mixed before, if there is anything, is scaled
+    // down. Exponents are to the base 2; `sums` has a sum for each lane.
+    void weigh(const float *scores, T *weights, int64_t visible, int64_t deep, float &highest, float *sums,
                float *mixed, int64_t width) {
         if (visible <= 0) {
             memset((void *)weights, 0, deep * sizeof(T));
             return;
         }
-        const int64_t whole = visible / LANES * LANES, rest = visible - whole;
-        const vec last = rest ? cut(load(scores + whole), rest, LOWEST) : fill(LOWEST);
-        vec most = last;
-        for (int64_t j = 0; j < whole; j += LANES) most = larger(most, load(scores + j));
-        if (any_above(most * fill(exponent_scale), highest)) {
-            const float top = max_of(most) * exponent_scale;
-            const float factor = __builtin_exp2f(highest - top);
-            highest = top;
-            sum *= factor;
-            for (int64_t d = 0; mixed && d < width; d += LANES)
-                store(mixed + d, load(mixed + d) * fill(factor));
+        vec total = {};
+        const bool is_first = highest == LOWEST;
+        if (!is_first) total = weights_of(scores, weights, visible, highest);
+        if (is_first || any_above(total, MOST_WEIGHT)) {
+            const float top = largest_of(scores, visible);
+            if (!(top <= highest)) {  // a NaN shows as well
+                const float factor = __builtin_exp2f(highest - top);
+                highest = top;
+                store(sums, load(sums) * fill(factor));
+                for (int64_t d = 0; mixed && d < width; d += LANES)
+                    store(mixed + d, load(mixed + d) * fill(factor));
+            }
+            total = weights_of(scores, weights, visible, highest);
         }
-        vec total = {}, shift = fill(-highest), scale = fill(exponent_scale);
+        store(sums, load(sums) + total);
+        const int64_t end = round_up(visible, LANES);
+        if (end < deep) memset((void *)(weights + end), 0, (deep - end) * sizeof(T));
+    }
+
+    float largest_of(const float *scores, int64_t visible) const {
+        const int64_t whole = visible / LANES * LANES, rest = visible - whole;
+        vec most = rest ? cut(load(scores + whole), rest, LOWEST) : fill(LOWEST);
+        for (int64_t j = 0; j < whole; j += LANES) most = larger(most, load(scores + j));
+        return max_of(most) * exponent_scale;
+    }
+
+    // The weights of some scores relative to one of `highest`; their sum, lane by lane.
+    vec weights_of(const float *scores, T *weights, int64_t visible, float highest) const {
+        const int64_t whole = visible / LANES * LANES, rest = visible - whole;
+        const vec shift = fill(-highest), scale = fill(exponent_scale);
+        vec total = {};
         for (int64_t j = 0; j < whole; j += LANES) {
             const vec weight = exp2_of<T>(load(scores + j) * scale + shift);
             total += weight;
             store(weights + j, weight);
         }
         if (rest) {
-            const vec weight = cut(exp2_of<T>(last * scale + shift), rest, 0);
+            const vec weight = cut(exp2_of<T>(load(scores + whole) * scale + shift), rest, 0);
             total += weight;
             store(weights + whole, weight);
         }
-        const int64_t end = round_up(visible, LANES);
-        if (end < deep) memset((void *)(weights + end), 0, (deep - end) * sizeof(T));
-        sum += sum_of(total);
+        return total;
     }
 
     float *kept_of(int64_t token, int64_t head) {
@@ -386,13 +406,14 @@ template <class T> class Attention {
             T *query = part.queries + row * work.depth;
             memcpy((void *)query, q + token * q_stride + head * dim, dim * sizeof(T));
             if (work.depth > dim) memset((void *)(query + dim), 0, (work.depth - dim) * sizeof(T));
-            part.highest[row] = LOWEST, part.sums[row] = 0;
+            part.highest[row] = LOWEST;
+            store(part.sums + row * LANES, vec{});
             if (work.begins) continue;
             const float *from = kept_of(token, head);
             float *mixed = part.mixed + row * work.width;
             memcpy(mixed, from, dim * sizeof(float));
             memset(mixed + dim, 0, (work.width - dim) * sizeof(float));
-            part.highest[row] = from[dim], part.sums[row] = from[dim + 1];
+            part.highest[row] = from[dim], part.sums[row * LANES] = from[dim + 1];
         }
     }
 
@@ -406,11 +427,11 @@ template <class T> class Attention {
             if (!ends) {
                 float *to = kept_of(token, head);
                 memcpy(to, from, dim * sizeof(float));
-                to[dim] = part.highest[row], to[dim + 1] = part.sums[row];
+                to[dim] = part.highest[row], to[dim + 1] = sum_of(load(part.sums + row * LANES));
                 continue;
             }
             T *to = out + token * out_stride + head * dim;
-            const float share = 1.0f / part.sums[row];
+            const float share = 1.0f / sum_of(load(part.sums + row * LANES));
             int64_t d = 0;
             for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d) * fill(share));
             for (; d < dim; d++) put(to + d, from[d] * share);

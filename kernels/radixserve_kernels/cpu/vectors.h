@@ -145,8 +145,8 @@ inline bool any_equal(vec x, float value) {
 #endif
 }
 
-// 2 to the power of x <= 127, for weights of type T: float within 2 units in the last place, bf16
-// to 8e-5. About 0 below -126.
+// 2 to the power of x, for weights of type T: float within 2 units in the last place, bf16 to 8e-5.
+// About 0 below -126, 1e38 or more above 127.
 template <class T> inline vec exp2_of(vec x) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     const vec r = (vec)_mm512_reduce_ps((__m512)x, 9);  // x - floor(x)
@@ -164,7 +164,7 @@ template <class T> inline vec exp2_of(vec x) {
     }
     return (vec)_mm512_scalef_ps((__m512)y, (__m512)x);  // y times 2 to the power of floor(x)
 #else
-    x = larger(fill(-126.0f), x);  // in this order a NaN stays one
+    x = larger(fill(-126.0f), -larger(fill(-127.0f), -x));  // in this order a NaN stays one
     const vec magic = fill(12582912.0f);
     vec n = x + magic;
     ivec power = ((ivec)n - 0x4b400000) << 23;
