@@ -267,9 +267,10 @@ def best_tokens(logits: Tensor) -> tuple[list[int], int]:
     logits [S, V] float32. Also how many of the values found are not finite.
     """
     logits = logits.contiguous()
-    ids = np.empty(len(logits), np.int64)
-    broken = cpu_library().radixserve_best(logits.data_ptr(), *logits.shape, ids.ctypes.data)
-    return ids.tolist(), broken
+    num_rows, size = logits.shape
+    ids = (ctypes.c_int64 * num_rows)()
+    broken = cpu_library().radixserve_best(logits.data_ptr(), num_rows, size, ids)
+    return list(ids), broken
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """From a `Schedule`'s rows to the `ForwardBatch` that the model and the attention read.
 
-Built with numpy once a step and moved to the device once. Nothing of a row is kept.
+Built once a step. Nothing of a row is kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
 
 def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device) -> ForwardBatch:
     """Lay the rows (at least one) end to end. Raises ValueError if one's pages do not fit it."""
-    if len(rows) == 1 and len(rows[0].token_ids) == 1 and rows[0].targets is None:
-        return _single_token(rows[0], page_size, device)
+    if all(len(row.token_ids) == 1 and row.targets is None for row in rows):
+        return _single_tokens(rows, page_size, device)
     start, num_new, num_pages = np.array(
         [(row.start, len(row.token_ids), len(row.page_ids)) for row in rows], np.int64
     ).T
@@ -35,49 +35,69 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
     qo_indptr, kv_indptr = indptr(num_new), indptr(num_pages)
     kv_indices = np.concatenate([row.page_ids for row in rows], dtype=np.int32)
     num_tokens = int(qo_indptr[-1])
-    index = np.empty((3, num_tokens), np.int64)  # moved to the device at once
+    index = np.empty((3, num_tokens), np.int64)
     input_ids, positions, slots = index
     np.concatenate([row.token_ids for row in rows], out=input_ids)
-    if num_tokens == len(rows):
-        positions[:] = start
-        pages = kv_indices[kv_indptr[1:] - 1]
-    else:
-        of_row = np.repeat(np.arange(len(rows)), num_new)  # [T]
-        positions[:] = np.arange(num_tokens) + (start - qo_indptr[:-1])[of_row]
-        pages = kv_indices[kv_indptr[of_row] + positions // page_size]
+    of_row = np.repeat(np.arange(len(rows)), num_new)  # [T]
+    positions[:] = np.arange(num_tokens) + (start - qo_indptr[:-1])[of_row]
+    pages = kv_indices[kv_indptr[of_row] + positions // page_size]
     np.multiply(pages, page_size, out=slots)
     if page_size > 1:
         slots += positions % page_size
     last_tokens = logits_places(num_logits(rows), qo_indptr)
-    on_device = torch.from_numpy(index).to(device).unbind()
+    on_device = _tensors([*index, last_tokens], device)
     return ForwardBatch(
         input_ids=on_device[0],
         positions=on_device[1],
         slot_mapping=on_device[2],
-        logits_indices=torch.from_numpy(last_tokens).to(device),
+        logits_indices=on_device[3],
         host=HostIndex(start, qo_indptr, kv_indptr, kv_indices, seq_lens),
         page_size=page_size,
     )
 
 
-def _single_token(row: Row, page_size: int, device: torch.device) -> ForwardBatch:
-    """A batch of one row of one token, as a chat without company has it at nearly every step: what
-    numpy does for many rows would take a tenth of such a step."""
-    start, pages = row.start, np.array(row.page_ids, np.int32)
-    bounds = np.array([[0, 1], [0, len(pages)], [start, start + 1]], np.int64)
-    if len(pages) != -(-(start + 1) // page_size):
-        check_pages([row], bounds[2, 1:], bounds[1, 1:], page_size)
-    slot = int(pages[-1]) * page_size + start % page_size
-    index = np.array([[row.token_ids[0]], [start], [slot], [0]], np.int64)
-    input_ids, positions, slots, last = torch.from_numpy(index).to(device).unbind()
+def _single_tokens(rows: Sequence[Row], page_size: int, device: torch.device) -> ForwardBatch:
+    """A batch of rows of one token, as nearly every step has it, with few calls of numpy and torch:
+    behind a forward pass their code has to come from memory again, each for itself, and costs more
+    than a loop over the rows."""
+    token_ids, positions, slots, kv_indptr, seq_lens, sampled = [], [], [], [0], [0], []
+    num_pages = 0
+    for at, row in enumerate(rows):
+        pages, start = row.page_ids, row.start
+        if len(pages) != start // page_size + 1:
+            lengths = np.array([[start + 1], [len(pages)]])
+            check_pages([row], *lengths, page_size)
+        token_ids.append(row.token_ids.item())
+        positions.append(start)
+        slots.append(pages.item(-1) * page_size + start % page_size)
+        seq_lens.append(start + 1)
+        num_pages += len(pages)
+        kv_indptr.append(num_pages)
+        if row.sample is not None:
+            sampled.append(at)
+    index = np.array([token_ids, positions, slots], np.int64)
+    bounds = np.array([range(len(rows) + 1), kv_indptr, seq_lens], np.int64)
+    on_device = _tensors([*index, np.array(sampled, np.int64)], device)
     return ForwardBatch(
-        input_ids=input_ids,
-        positions=positions,
-        slot_mapping=slots,
-        logits_indices=last if row.sample is not None else last[:0],
-        host=HostIndex(bounds[2, :1], bounds[0], bounds[1], pages, bounds[2, 1:]),
+        input_ids=on_device[0],
+        positions=on_device[1],
+        slot_mapping=on_device[2],
+        logits_indices=on_device[3],
+        host=HostIndex(
+            start=index[1],
+            qo_indptr=bounds[0],
+            kv_indptr=bounds[1],
+            kv_indices=np.concatenate([row.page_ids for row in rows], dtype=np.int32),
+            seq_lens=bounds[2, 1:],
+        ),
         page_size=page_size,
     )
+
+
+def _tensors(arrays: Sequence[IndexArray], device: torch.device) -> list[torch.Tensor]:
+    """On the CPU they share the arrays' memory."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
 
 def num_logits(rows: Sequence[Row]) -> IndexArray:

@@ -35,7 +35,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     """
     if not specs:
         return []
-    if logits.device.type == "cpu" and all(is_plain(spec) for spec in specs):
+    if logits.is_cpu and all(is_plain(spec) for spec in specs):
         return _best_tokens(logits)
     if any(spec.num_candidates for spec in specs):
         return _sample_with_beams(logits, specs)

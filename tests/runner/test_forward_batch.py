@@ -49,20 +49,33 @@ def test_nothing_of_a_row_is_kept() -> None:
     assert batch.host.kv_indices.tolist() == [0]
 
 
-@pytest.mark.parametrize("sample", [SPEC, None])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_one_token_alone_is_laid_out_as_in_company(
-    page_size: int, sample: SampleSpec | None
-) -> None:
-    one = row([7], 5, [3, 9] if page_size == 4 else [3, 9, 4, 0, 6, 8], sample)
-    alone = build_forward_batch((one,), page_size, torch.device("cpu"))
-    both = build_forward_batch((one, row([1], 0, [2])), page_size, torch.device("cpu"))
-    for name in ("input_ids", "positions", "slot_mapping"):
-        assert getattr(alone, name).tolist() == getattr(both, name).tolist()[:1], name
-    assert alone.logits_indices.tolist() == both.logits_indices.tolist()
-    for name in ("start", "seq_lens"):
-        assert getattr(alone.host, name).tolist() == getattr(both.host, name).tolist()[:1], name
-    for name in ("qo_indptr", "kv_indptr"):
-        assert getattr(alone.host, name).tolist() == getattr(both.host, name).tolist()[:2], name
-    one.page_ids[:] = 1
-    assert alone.kv_indices.tolist() == both.kv_indices.tolist()[: len(one.page_ids)]
+def test_single_tokens_are_laid_out_as_among_chunks(page_size: int) -> None:
+    """A batch of rows of one token has a way of its own."""
+    pages = [[3, 9], [5], [8]] if page_size == 4 else [[3, 9, 4, 0, 6, 8], [5], [7, 1, 2]]
+    places = [(7, 5, SPEC), (4, 0, None), (6, 2, SPEC)]
+    rows = [
+        row([token], start, ids, sample)
+        for (token, start, sample), ids in zip(places, pages, strict=True)
+    ]
+    chunk = row([1, 2], 0, [0] if page_size == 4 else [0, 10])
+    for num_rows in (1, 2, 3):
+        some = rows[:num_rows]
+        alone = build_forward_batch(some, page_size, torch.device("cpu"))
+        among = build_forward_batch([*some, chunk], page_size, torch.device("cpu"))
+        for name in ("input_ids", "positions", "slot_mapping"):
+            assert getattr(alone, name).tolist() == getattr(among, name).tolist()[:-2], name
+            assert getattr(alone, name).dtype == getattr(among, name).dtype == torch.int64
+        assert alone.logits_indices.tolist() == among.logits_indices.tolist()
+        for name in ("start", "seq_lens", "qo_indptr", "kv_indptr"):
+            assert getattr(alone.host, name).tolist() == getattr(among.host, name).tolist()[:-1]
+            assert getattr(alone.host, name).dtype == getattr(among.host, name).dtype == np.int64
+        assert alone.kv_indices.tolist() == [page for ids in pages[:num_rows] for page in ids]
+    some[0].page_ids[:] = 1
+    assert alone.kv_indices.tolist() == [page for ids in pages for page in ids]
+
+
+def test_one_of_many_without_its_pages_is_named() -> None:
+    rows = [row([1], 3, [0]), row([1], 4, [1])._replace(request_id="short")]
+    with pytest.raises(ValueError, match="'short' has 1 pages of 4 tokens for 5 tokens"):
+        build_forward_batch(rows, 4, torch.device("cpu"))
