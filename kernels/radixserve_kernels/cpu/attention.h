@@ -15,10 +15,11 @@
 constexpr int KEYS = 192;         // in a block
 constexpr int DIRECT_KEYS = 128;  // in a block that is not packed
 constexpr int SOME_KEYS = 32;     // packed at a time
-constexpr int TASK_ROWS = 768;    // queries x query heads of a K/V head that share a packed block
+constexpr int TASK_ROWS = 768;    // about so many queries x query heads of a K/V head share a packed block
 constexpr int LEAST_ROWS = 192;   // of a task that leaves work to other threads
 constexpr int FEW_ROWS = 128;     // of a job whose K/V heads are better read side by side, as they lie
 constexpr int SCORE_ROWS = 96;    // of them in one product
+constexpr int MOST_LINES = 4;     // of what comes next that are asked for with a row, of K and of V
 constexpr int64_t FAR_BYTES = 8 << 20;
 constexpr float LOWEST = -3.0e38f;
 constexpr float MOST_WEIGHT = 256.0f;  // of a lane's sum: beyond it weights lose accuracy
@@ -70,9 +71,12 @@ struct Plan {
                 key_rows += double(count) * jobs.num_keys[job] * heads.num_heads;
                 const bool is_small = max_threads == 1 && count * heads.group() <= FEW_ROWS;
                 const int64_t some = is_small ? heads.num_kv_heads : 1;
-                for (int64_t first = 0; first < count; first += most)
+                const int64_t parts = (3 * count + 4 * most - 1) / (4 * most);  // of nearly equal size
+                for (int64_t part = 0; part < parts; part++) {
+                    const int64_t first = count * part / parts, last = count * (part + 1) / parts;
                     for (int64_t head = 0; head < heads.num_kv_heads; head += some)
-                        tasks.push_back({job, head, some, first, least(count - first, most)});
+                        tasks.push_back({job, head, some, first, last - first});
+                }
             }
             wave_ends.push_back(tasks.size());
         }
@@ -142,6 +146,33 @@ template <class T> class Attention {
         int64_t seen_by(int64_t row) const { return causal ? seen + row / group : end; }
     };
 
+    // Keys and values of a task that are asked for line by line, to be there when they are packed: rows
+    // of pages lie apart, so that the processor cannot guess them, and a burst would hold up the rest.
+    class Coming {
+      public:
+        Coming() = default;
+        Coming(const Attention &all, const Task &task, int64_t first, int64_t count)
+            : all(&all), task(&task), key(first), end(first) {
+            if (all.plan.is_far || task.num_queries > 1)
+                end = least(first + count, all.jobs.num_keys[task.job]);
+            size = task.num_heads * all.heads.dim * int64_t(sizeof(T));
+        }
+        void fetch(int lines) {
+            for (; lines && key < end; lines--) {
+                if (!at) place = all->place_of(*task, key) * int64_t(sizeof(T));
+                __builtin_prefetch((const char *)all->k + place + at, 0, 2);
+                __builtin_prefetch((const char *)all->v + place + at, 0, 2);
+                at += 64;
+                if (at >= size) at = 0, key++;
+            }
+        }
+
+      private:
+        const Attention *all = nullptr;
+        const Task *task = nullptr;
+        int64_t key = 0, end = 0, size = 0, at = 0, place = 0;
+    };
+
     // `next` is likely to follow.
     void attend(const Task &task, const Task *next, Desk<T> &desk) {
         const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
@@ -160,12 +191,17 @@ template <class T> class Attention {
         if (is_direct<T>(all * group, dim))
             read_directly(work, next, desk);
         else
-            read_packed(work, desk);
+            read_packed(work, next, desk);
         for (int64_t head = 0; head < task.num_heads; head++) finish(work, head, tokens);
     }
 
-    void read_packed(const Work &work, Desk<T> &desk) {
+    // Where there are rows enough, the keys and values of the next block are asked for between rows:
+    // while they are packed there is too little to do to hide how far away they lie.
+    void read_packed(const Work &work, const Task *next, Desk<T> &desk) {
         const Task &task = work.task;
+        const int64_t all_rows = work.rows * task.num_heads;
+        const int64_t block_lines = KEYS * task.num_heads * heads.dim * int64_t(sizeof(T)) / 64;
+        const int row_lines = all_rows * MOST_LINES < block_lines ? 0 : int((block_lines + all_rows - 1) / all_rows);
         const int64_t depth = work.depth, width = work.width;
         T *keys = desk.keys.template of<T>(task.num_heads * KEYS * depth);
         T *values = desk.values.template of<T>(task.num_heads * KEYS * width);
@@ -174,9 +210,17 @@ template <class T> class Attention {
         const T *zeros = desk.zeros.template of<T>(width);
         for (int64_t from = 0; from < work.end; from += KEYS) {
             const int64_t count = least<int64_t>(work.end - from, KEYS), used = padded_depth<T>(count);
-            for (int64_t some = 0; some < count; some += SOME_KEYS)
+            for (int64_t some = 0; some < count; some += SOME_KEYS) {
+                Coming soon;
+                if (!row_lines) soon = Coming(*this, task, from + some + SOME_KEYS, SOME_KEYS);
                 pack(task, from + some, least(count - some, int64_t(SOME_KEYS)), zeros, keys + some * depth,
-                     KEYS * depth, values + some * PANEL, KEYS * width, used);
+                     KEYS * depth, values + some * PANEL, KEYS * width, used, soon);
+            }
+            Coming coming;
+            if (row_lines && from + KEYS < work.end)
+                coming = Coming(*this, task, from + KEYS, KEYS);
+            else if (row_lines && next)
+                coming = Coming(*this, *next, 0, KEYS);
             for (int64_t head = 0; head < task.num_heads; head++) {
                 const T *own_keys = keys + head * KEYS * depth, *own_values = values + head * KEYS * width;
                 const Part part = work.part(head);
@@ -190,6 +234,7 @@ template <class T> class Attention {
                                         int((reach + PANEL - 1) / PANEL), depth, scores, KEYS);
                     for (int m = 0; m < some; m++) {
                         const int64_t row = top + m;
+                        coming.fetch(row_lines);
                         weigh(scores + m * KEYS, weights + m * KEYS, least(work.seen_by(row) - from, count),
                               deep, part.highest[row], part.sums + row * LANES,
                               starts ? nullptr : part.mixed + row * width, width);
@@ -291,11 +336,10 @@ template <class T> class Attention {
     // Packs `count` keys and values from `first` on, for each head of the task: all of a row's heads
     // lie side by side, and are read while they are at hand.
     void pack(const Task &task, int64_t first, int64_t count, const T *zeros, T *keys, int64_t keys_stride,
-              T *values, int64_t values_stride, int64_t used) const {
+              T *values, int64_t values_stride, int64_t used, Coming &coming) const {
         const int64_t dim = heads.dim, padded = round_up(count, PANEL), deep = padded_depth<T>(count);
         const T *key_rows[SOME_KEYS], *value_rows[SOME_KEYS];
-        Next next(*this, task, first + SOME_KEYS);
-        auto ahead = [&](int lines) { next.fetch(lines); };
+        auto ahead = [&](int lines) { coming.fetch(lines); };
         for (int64_t head = 0; head < task.num_heads; head++) {
             for (int64_t j = 0; j < SOME_KEYS; j++) {
                 const int64_t at = j < count && !head ? place_of(task, first + j) : 0;
@@ -306,31 +350,6 @@ template <class T> class Attention {
             pack_values(value_rows, deep, dim, used, values + head * values_stride, ahead);
         }
     }
-
-    // What is packed next is asked for while the present is packed, line by line: rows of pages lie
-    // apart, so that the processor cannot guess them, and a burst would hold up the packing.
-    class Next {
-      public:
-        Next(const Attention &all, const Task &task, int64_t first) : all(all), task(task), key(first) {
-            const bool pays = all.plan.is_far || task.num_queries > 1;
-            end = pays ? least(first + SOME_KEYS, all.jobs.num_keys[task.job]) : first;
-            size = task.num_heads * all.heads.dim * int64_t(sizeof(T));
-        }
-        void fetch(int lines) {
-            for (; lines && key < end; lines--) {
-                if (!at) place = all.place_of(task, key) * int64_t(sizeof(T));
-                __builtin_prefetch((const char *)all.k + place + at, 0, 2);
-                __builtin_prefetch((const char *)all.v + place + at, 0, 2);
-                at += 64;
-                if (at >= size) at = 0, key++;
-            }
-        }
-
-      private:
-        const Attention &all;
-        const Task &task;
-        int64_t key, end, size, at = 0, place = 0;
-    };
 
     // Where a key of the task's job and first head begins in k, and its value in v.
     int64_t place_of(const Task &task, int64_t key) const {
