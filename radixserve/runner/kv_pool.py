@@ -19,7 +19,7 @@ from radixserve_kernels.torch_ops import copy_slots
 
 FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
 FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell
-READY_BYTES = 256 << 20  # of a pool on the CPU that the system provides at the start
+READY_BYTES = 1 << 30  # of a pool on the CPU that the system provides at the start
 MEMORY_PAGE = 4096  # bytes, the least that systems hand out
 
 
