@@ -65,8 +65,7 @@ def _single_tokens(rows: Sequence[Row], page_size: int, device: torch.device) ->
     for at, row in enumerate(rows):
         pages, start = row.page_ids, row.start
         if len(pages) != start // page_size + 1:
-            lengths = np.array([[start + 1], [len(pages)]])
-            check_pages([row], *lengths, page_size)
+            check_pages([row], np.array([start + 1]), np.array([len(pages)]), page_size)
         token_ids.append(row.token_ids.item())
         positions.append(start)
         slots.append(pages.item(-1) * page_size + start % page_size)

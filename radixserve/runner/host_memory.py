@@ -1,14 +1,22 @@
-"""`keep_freed_memory`: what the CPU runner asks of the C library's allocator."""
+"""What the CPU runner asks of the C library's allocator and of the system's memory."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
+from threading import Thread
+
+import numpy as np
+from numpy.typing import NDArray
 
 logger = logging.getLogger("radixserve")
 
+MEMORY_PAGE = 4096  # bytes, the least that systems hand out
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 1 << 30  # bytes; int is what mallopt takes
+_POPULATE_WRITE = 23  # Linux's madvise: provide the memory, leave what is in it as it is
+_PIECE_BYTES = 2 << 20  # provided by one call
 
 
 def keep_freed_memory() -> bool:
@@ -26,3 +34,40 @@ def keep_freed_memory() -> bool:
     taken = bool(mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(mallopt(_TRIM_THRESHOLD, _LARGEST))
     logger.debug("freed memory is %s", "kept for the next step" if taken else "given back")
     return taken
+
+
+def provide_meanwhile(runs: NDArray[np.uint8], start: int, end: int) -> Thread | None:
+    """Have the system provide bytes [start, end) of each row of `runs` [n, bytes] in a thread.
+
+    They may be read and written all the time. A step that were to meet memory for the first time
+    would wait until the system has cleared it. Nothing happens where the system cannot do this, and
+    no more once nobody else holds `runs`. Returns the thread, None where there is nothing to do.
+    """
+    end = min(end, runs.shape[1])
+    try:
+        madvise = ctypes.CDLL(None).madvise
+    except (AttributeError, OSError, TypeError):
+        return None
+    if start >= end:
+        return None
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    held = weakref.ref(runs)
+
+    def provide() -> None:
+        for first in range(start, end, _PIECE_BYTES):
+            for row in range(num_rows):
+                memory = held()
+                if memory is None:
+                    return
+                piece = memory[row, first : min(first + _PIECE_BYTES, end)]
+                address = piece.ctypes.data // MEMORY_PAGE * MEMORY_PAGE
+                size = piece.ctypes.data + len(piece) - address
+                del memory
+                if madvise(address, size, _POPULATE_WRITE):
+                    logger.debug("the system does not provide memory in advance")
+                    return
+
+    num_rows = len(runs)
+    thread = Thread(target=provide, name="radixserve-memory", daemon=True)
+    thread.start()
+    return thread

@@ -9,18 +9,20 @@ import os
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
+from radixserve.runner.host_memory import MEMORY_PAGE, provide_meanwhile
 from radixserve_kernels.torch_ops import copy_slots
 
 FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
 FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell
-READY_BYTES = 1 << 30  # of a pool on the CPU that the system provides at the start
-MEMORY_PAGE = 4096  # bytes, the least that systems hand out
+READY_BYTES = 256 << 20  # of a pool on the CPU that the system provides at the start
+SOON_BYTES = 1 << 30  # that it has provided a little later
 
 
 class KVPool:
@@ -31,7 +33,7 @@ class KVPool:
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         shape = (info.num_layers, 2, num_pages, page_size, info.num_kv_heads, info.head_dim)
-        self.kv = _zeros(shape, info.dtype, device)
+        self.kv, self._memory = _zeros(shape, info.dtype, device)
         self._by_slot = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
 
     @property
@@ -97,13 +99,18 @@ def free_memory() -> int:
         return FREE_FALLBACK
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the CPU the system provides memory when it is first touched, and a step that meets
-    fresh memory waits for it: the pages that are taken first are touched here."""
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, NDArray[np.uint8] | None]:
+    """Zeros, and on the CPU their bytes as [L x 2, ...].
+
+    The system provides memory when it is first touched, and a step that meets fresh memory waits
+    for it: the pages that are taken first are touched here, those that follow in a thread.
+    """
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
         if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, device=device), None
         flat = np.zeros(num_bytes, np.uint8)
     except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
         raise InvalidRequest(
@@ -111,5 +118,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             "set a smaller num_pages or kv_cache_memory"
         ) from error
     runs = flat.reshape(shape[0] * shape[1], -1)  # pages with low ids first, in each
-    runs[:, : READY_BYTES // len(runs) : MEMORY_PAGE] = 0
-    return torch.from_numpy(flat).view(dtype).view(shape)
+    ready, soon = READY_BYTES // len(runs), SOON_BYTES // len(runs)
+    runs[:, :ready:MEMORY_PAGE] = 0
+    provide_meanwhile(runs, ready, soon)
+    return torch.from_numpy(flat).view(dtype).view(shape), runs
