@@ -38,6 +38,7 @@ RUNNING, PROMPT = 8, 64  # requests that decode in every timed step, and tokens 
 OWN = 2  # tokens of a node made beside them
 POOL_PAGES = 4_096  # of the pool that requests pass through
 ROUND = 500  # of them sent at once
+NO_TOKENS = np.empty(0, np.int32)
 
 
 class World:
@@ -53,16 +54,16 @@ class World:
     def prompt(self, length: int) -> np.ndarray:
         return self._rng.integers(8, self._vocab, length).astype(np.int32)
 
-    def add(self, length: int, num_new: int) -> None:
+    def add(self, length: int, num_new: int, prefix: np.ndarray = NO_TOKENS) -> None:
         params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
         self._num_requests += 1
         request = Request(
             request_id=str(self._num_requests),
-            token_ids=self.prompt(length),
+            token_ids=np.concatenate((prefix, self.prompt(length))),
             params=params,
             seed=0,
             end_ids=frozenset(),
-            max_len=length + num_new + 1,
+            max_len=len(prefix) + length + num_new + 1,
         )
         self.engine.add(request)
 

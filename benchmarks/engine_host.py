@@ -1,11 +1,13 @@
 """What the host does in a step with many running requests: schedule, prepare, sample, commit.
 
-    python benchmarks/engine_host.py [--running 32] [--prompt 544] [--steps 200] [--json]
+    python benchmarks/engine_host.py [--running 32] [--prompt 544] [--shared 512] [--steps 200]
+        [--json]
 
 The tiny model of bench_engine.py, float32, one thread; every step decodes one token of each
-request. Twice: as it is, where the forward pass before has driven the host's own data and code from
-the caches, and with a forward pass that returns kept logits at once, which leaves the host's work
-alone. Milliseconds of a step, medians.
+request. Three times: with a forward pass that returns kept logits at once, which leaves the host's
+work alone; behind a real one, which drives the host's own data and code from the caches, where
+requests share `--shared` tokens; and where they share nothing, and it reads more keys and values
+than any cache holds. Milliseconds of a step, medians.
 """
 
 from __future__ import annotations
@@ -41,12 +43,15 @@ class KeptLogits:
         return self._logits[: len(batch.logits_indices)]
 
 
-def measure(folder: Path, args: argparse.Namespace, *, computes: bool) -> dict[str, float]:
+def measure(
+    folder: Path, args: argparse.Namespace, *, shared: int, computes: bool
+) -> dict[str, float]:
     num_new = args.steps + WARM_UP + 2
     num_pages = args.running * (args.prompt + num_new + 1)
     world = World(folder, num_pages=num_pages, max_running=args.running)
+    prefix = world.prompt(shared)
     for _ in range(args.running):
-        world.add(args.prompt, num_new)
+        world.add(args.prompt - shared, num_new, prefix)
     engine = world.engine
     if not computes:
         runner = engine._runner
@@ -66,6 +71,7 @@ def measure(folder: Path, args: argparse.Namespace, *, computes: bool) -> dict[s
     totals = [sum(parts) for parts in zip(*steps.values(), strict=True)]
     return {
         "running": args.running,
+        "shared": shared,
         "computes": int(computes),
         "host_ms": median(totals),
         **figures,
@@ -76,15 +82,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--running", type=int, default=32, help="requests (default: 32)")
     parser.add_argument("--prompt", type=int, default=544, help="tokens of each (default: 544)")
+    parser.add_argument("--shared", type=int, default=512, help="of them the same (default: 512)")
     parser.add_argument("--steps", type=int, default=200, help="that count (default: 200)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
+    if not 0 <= args.shared < args.prompt:
+        parser.error("--shared must be at least 0 and less than --prompt")
     torch.set_num_threads(1)
     lines = []
     with tempfile.TemporaryDirectory(prefix="engine-host-") as name:
         save_checkpoint(SHAPES["tiny"], "float32", Path(name))
-        for computes in (True, False):
-            figures = measure(Path(name), args, computes=computes)
+        for shared, computes in ((args.shared, False), (args.shared, True), (0, True)):
+            figures = measure(Path(name), args, shared=shared, computes=computes)
             lines.append(figures)
             text = "   ".join(f"{key} {value:,.3g}" for key, value in figures.items())
             print(text, file=sys.stderr if args.json else sys.stdout, flush=True)

@@ -162,8 +162,9 @@ def figures_of(script: str, *arguments: str) -> list[dict[str, float]]:
 
 
 def test_the_hosts_part_is_measured() -> None:
-    figures = figures_of("engine_host.py", "--running", "3", "--prompt", "5", "--steps", "2")
-    assert [line["computes"] for line in figures] == [1, 0]
+    sizes = ["--running", "3", "--prompt", "5", "--shared", "2", "--steps", "2"]
+    figures = figures_of("engine_host.py", *sizes)
+    assert [(line["shared"], line["computes"]) for line in figures] == [(2, 0), (2, 1), (0, 1)]
     parts = ("schedule", "prepare", "sample", "commit")
     for line in figures:
         assert line["running"] == 3
