@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import weakref
+from pathlib import Path
 from threading import Thread
 
 import numpy as np
@@ -13,6 +15,8 @@ from numpy.typing import NDArray
 logger = logging.getLogger("radixserve")
 
 MEMORY_PAGE = 4096  # bytes, the least that systems hand out
+FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 1 << 30  # bytes; int is what mallopt takes
 _POPULATE_WRITE = 23  # Linux's madvise: provide the memory, leave what is in it as it is
@@ -71,3 +75,44 @@ def provide_meanwhile(runs: NDArray[np.uint8], start: int, end: int) -> Thread |
     thread = Thread(target=provide, name="radixserve-memory", daemon=True)
     thread.start()
     return thread
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping, as far as the system tells; in a container no
+    more than its limit leaves."""
+    return min(_free_of_system(), *free_of_groups())
+
+
+def _free_of_system() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (OSError, ValueError, AttributeError):
+        return FREE_FALLBACK
+
+
+def free_of_groups(folder: Path = CONTROL_GROUPS) -> list[int]:
+    """What Linux's control groups, version 2 and 1, leave of their limit; cached files give way."""
+    found = []
+    for limit, used, kept in (
+        ("memory.max", "memory.current", ("active_file", "inactive_file")),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            ("total_active_file", "total_inactive_file"),
+        ),
+    ):
+        try:
+            most, now = (int((folder / name).read_text("ascii")) for name in (limit, used))
+            lines = (folder / limit).with_name("memory.stat").read_text("ascii").splitlines()
+            files = sum(int(count) for name, count in map(str.split, lines) if name in kept)
+        except (OSError, ValueError):  # there is none, or it is without a limit
+            continue
+        found.append(max(0, most - now + files))
+    return found

@@ -5,8 +5,6 @@ Owns the memory; which page belongs to whom is the cache's business.
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,11 +14,10 @@ from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.runner.host_memory import MEMORY_PAGE, provide_meanwhile
+from radixserve.runner.host_memory import MEMORY_PAGE, free_memory, provide_meanwhile
 from radixserve_kernels.torch_ops import copy_slots
 
 FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
-FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell
 READY_BYTES = 256 << 20  # of a pool on the CPU that the system provides at the start
 SOON_BYTES = 1 << 30  # that it has provided a little later
 
@@ -84,21 +81,6 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
     return max(1, min(wanted, fitting))
 
 
-def free_memory() -> int:
-    """Bytes that can be allocated without swapping, as far as the system tells."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (OSError, ValueError, AttributeError):
-        return FREE_FALLBACK
-
-
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, NDArray[np.uint8] | None]:
@@ -118,7 +100,8 @@ def _zeros(
             "set a smaller num_pages or kv_cache_memory"
         ) from error
     runs = flat.reshape(shape[0] * shape[1], -1)  # pages with low ids first, in each
-    ready, soon = READY_BYTES // len(runs), SOON_BYTES // len(runs)
+    soon = min(SOON_BYTES, free_memory() // FREE_SHARE) // len(runs)
+    ready = min(READY_BYTES // len(runs), soon)
     runs[:, :ready:MEMORY_PAGE] = 0
     provide_meanwhile(runs, ready, soon)
     return torch.from_numpy(flat).view(dtype).view(shape), runs

@@ -15,7 +15,8 @@ from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.runner.kv_pool import KVPool, choose_num_pages, free_memory
+from radixserve.runner.host_memory import free_memory
+from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.model_runner import ModelRunner
 from radixserve.schedule import Row, Schedule
 from radixserve_kernels.cpu_ops import unavailable
