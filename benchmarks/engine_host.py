@@ -17,8 +17,10 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -28,6 +30,8 @@ from engine_growth import World
 from engine_models import SHAPES, save_checkpoint
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.config import EngineConfig
+from radixserve.engine import Engine
 
 PARTS = ("schedule", "prepare", "sample", "commit")
 WARM_UP = 20  # steps that only decode, before those that count
@@ -46,27 +50,16 @@ class KeptLogits:
 def measure(
     folder: Path, args: argparse.Namespace, *, shared: int, computes: bool
 ) -> dict[str, float]:
-    num_new = args.steps + WARM_UP + 2
+    num_prefills = args.running + args.running * args.prompt // EngineConfig().chunk_size  # at most
+    num_new = num_prefills + WARM_UP + args.steps + 2
     num_pages = args.running * (args.prompt + num_new + 1)
     world = World(folder, num_pages=num_pages, max_running=args.running)
     prefix = world.prompt(shared)
     for _ in range(args.running):
         world.add(args.prompt - shared, num_new, prefix)
-    engine = world.engine
-    if not computes:
-        runner = engine._runner
-        runner._model = KeptLogits(SHAPES["tiny"].vocab, args.running)  # type: ignore[attr-defined]
-    while engine.stats()["generated_tokens"] < args.running * WARM_UP:
-        engine.step()
-    assert engine.stats()["running"] == args.running
-    steps: dict[str, list[float]] = {part: [] for part in PARTS}
-    before = engine.stats()
-    for _ in range(args.steps):
-        engine.step()
-        after = engine.stats()
-        for part in PARTS:
-            steps[part].append((after[f"{part}_s"] - before[f"{part}_s"]) * 1e3)
-        before = after
+    kept = KeptLogits(SHAPES["tiny"].vocab, args.running)
+    with nullcontext() if computes else patch.object(world.engine._runner, "_model", kept):
+        steps = time_steps(world.engine, args)
     figures = {f"{part}_ms": median(spent) for part, spent in steps.items()}
     totals = [sum(parts) for parts in zip(*steps.values(), strict=True)]
     return {
@@ -76,6 +69,27 @@ def measure(
         "host_ms": median(totals),
         **figures,
     }
+
+
+def time_steps(engine: Engine, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of each part of the steps that count."""
+    before, decoded = engine.stats(), 0
+    while decoded < args.running:  # until all prompts are computed
+        engine.step()
+        after = engine.stats()
+        decoded, before = after["decoded_tokens"] - before["decoded_tokens"], after
+    for _ in range(WARM_UP):
+        engine.step()
+    steps: dict[str, list[float]] = {part: [] for part in PARTS}
+    before = engine.stats()
+    for _ in range(args.steps):
+        engine.step()
+        after = engine.stats()
+        for part in PARTS:
+            steps[part].append((after[f"{part}_s"] - before[f"{part}_s"]) * 1e3)
+        before = after
+    assert before["running"] == args.running
+    return steps
 
 
 def main() -> None:

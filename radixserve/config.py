@@ -34,7 +34,7 @@ class EngineConfig(StrictFields):
     page_size           tokens a KV page; with cache "hash" a block, where 16 is usual
     num_pages           pages in the pool, or
     kv_cache_memory     bytes for the pool, "512MB" works; neither: a share of free memory
-                        (a CPU's system provides the first gigabyte of it at the start)
+                        (on a CPU up to a gigabyte of it is resident soon after the start)
     gpu_memory_utilization  on CUDA the share of the card's memory that weights, activations and
                         pool take together, where the pool's size is not given
     chunk_size          prefill tokens a step, over all requests

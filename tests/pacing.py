@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from radixserve import Runtime
 from radixserve.output import RequestOutput
@@ -25,11 +26,8 @@ def held(rt: Runtime, steps: int = 3) -> Iterator[None]:
         left -= 1
         return step()
 
-    engine.step = held_step  # type: ignore[method-assign]
-    try:
+    with patch.object(engine, "step", held_step):
         yield
-    finally:
-        del engine.step
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

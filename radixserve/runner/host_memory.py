@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 import weakref
 from pathlib import Path
 from threading import Thread
@@ -40,38 +41,38 @@ def keep_freed_memory() -> bool:
     return taken
 
 
-def provide_meanwhile(runs: NDArray[np.uint8], start: int, end: int) -> Thread | None:
-    """Have the system provide bytes [start, end) of each row of `runs` [n, bytes] in a thread.
+def provide_meanwhile(
+    memory: NDArray[np.uint8], num_runs: int, start: int, end: int
+) -> Thread | None:
+    """Have the system provide bytes [start, end) of each of `num_runs` equal parts of `memory`, in
+    a thread.
 
-    They may be read and written all the time. A step that were to meet memory for the first time
-    would wait until the system has cleared it. Nothing happens where the system cannot do this, and
-    no more once nobody else holds `runs`. Returns the thread, None where there is nothing to do.
+    They may be read and written all the time. A step that met memory for the first time would wait
+    until the system has cleared it. Linux only, from 5.14 on; it ends where nobody else holds
+    `memory` any more. Returns the thread, None where there is nothing to do.
     """
-    end = min(end, runs.shape[1])
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (AttributeError, OSError, TypeError):
+    run_bytes = len(memory) // num_runs
+    end = min(end, run_bytes)
+    if start >= end or sys.platform != "linux":
         return None
-    if start >= end:
-        return None
+    madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    held = weakref.ref(runs)
+    owned = weakref.ref(memory)
 
     def provide() -> None:
         for first in range(start, end, _PIECE_BYTES):
-            for row in range(num_rows):
-                memory = held()
-                if memory is None:
+            for run in range(num_runs):
+                held = owned()
+                if held is None:
                     return
-                piece = memory[row, first : min(first + _PIECE_BYTES, end)]
-                address = piece.ctypes.data // MEMORY_PAGE * MEMORY_PAGE
-                size = piece.ctypes.data + len(piece) - address
-                del memory
+                piece = held.ctypes.data + run * run_bytes + first
+                address = piece // MEMORY_PAGE * MEMORY_PAGE
+                size = piece + min(_PIECE_BYTES, end - first) - address
                 if madvise(address, size, _POPULATE_WRITE):
                     logger.debug("the system does not provide memory in advance")
                     return
+                del held
 
-    num_rows = len(runs)
     thread = Thread(target=provide, name="radixserve-memory", daemon=True)
     thread.start()
     return thread

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.arrays import IntArray
@@ -30,7 +29,7 @@ class KVPool:
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         shape = (info.num_layers, 2, num_pages, page_size, info.num_kv_heads, info.head_dim)
-        self.kv, self._memory = _zeros(shape, info.dtype, device)
+        self.kv = _zeros(shape, info.dtype, device)
         self._by_slot = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
 
     @property
@@ -81,18 +80,14 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
     return max(1, min(wanted, fitting))
 
 
-def _zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, NDArray[np.uint8] | None]:
-    """Zeros, and on the CPU their bytes as [L x 2, ...].
-
-    The system provides memory when it is first touched, and a step that meets fresh memory waits
-    for it: the pages that are taken first are touched here, those that follow in a thread.
-    """
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On the CPU the system provides memory when it is first touched, and a step that meets
+    fresh memory waits for it: the pages that are taken first are touched here, those that follow in
+    a thread."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
         if device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device), None
+            return torch.zeros(shape, dtype=dtype, device=device)
         flat = np.zeros(num_bytes, np.uint8)
     except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
         raise InvalidRequest(
@@ -103,5 +98,5 @@ def _zeros(
     soon = min(SOON_BYTES, free_memory() // FREE_SHARE) // len(runs)
     ready = min(READY_BYTES // len(runs), soon)
     runs[:, :ready:MEMORY_PAGE] = 0
-    provide_meanwhile(runs, ready, soon)
-    return torch.from_numpy(flat).view(dtype).view(shape), runs
+    provide_meanwhile(flat, len(runs), ready, soon)
+    return torch.from_numpy(flat).view(dtype).view(shape)  # which holds `flat`

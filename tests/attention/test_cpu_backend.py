@@ -19,7 +19,8 @@ from tests.attention.test_backends import BOTH, check
 
 KEYS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385]
 # a block has 192, or 128 where they are not packed
-QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193]  # a task has 192 rows
+QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193, 255, 256, 257]
+# a task has up to 1,024 rows: 256 queries of 4 heads
 
 
 @pytest.mark.parametrize("dtype", BOTH)

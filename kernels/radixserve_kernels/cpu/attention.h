@@ -71,7 +71,8 @@ struct Plan {
                 key_rows += double(count) * jobs.num_keys[job] * heads.num_heads;
                 const bool is_small = max_threads == 1 && count * heads.group() <= FEW_ROWS;
                 const int64_t some = is_small ? heads.num_kv_heads : 1;
-                const int64_t parts = (3 * count + 4 * most - 1) / (4 * most);  // of nearly equal size
+                // Of nearly equal size, at most a third larger than `most` rather than one part more.
+                const int64_t parts = (3 * count + 4 * most - 1) / (4 * most);
                 for (int64_t part = 0; part < parts; part++) {
                     const int64_t first = count * part / parts, last = count * (part + 1) / parts;
                     for (int64_t head = 0; head < heads.num_kv_heads; head += some)
