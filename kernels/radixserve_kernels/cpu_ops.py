@@ -5,7 +5,10 @@ Tensors are on the CPU, contiguous unless a stride is asked for, float32 or bflo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from radixserve_kernels.cpu_library import Unavailable, cpu_library
 
 IndexArray = NDArray[np.int64]
 CAUSAL, BEGINS, ENDS = 1, 2, 4  # flags of a job
+LARGE_PAGE = 2 << 20  # bytes
 
 
 def unavailable(dtype: torch.dtype) -> str:
@@ -207,13 +211,28 @@ class Arena:
         rounded = -(-num_bytes // 64) * 64
         with self._lock:
             if self._used + rounded > len(self._piece):
-                size = max(self._piece_bytes, rounded)
-                fresh = np.zeros(size + 64, np.uint8)  # numpy asks for large pages
-                start = -fresh.ctypes.data % 64
-                self._piece, self._used = fresh[start : start + size], 0
+                self._piece, self._used = fresh_memory(max(self._piece_bytes, rounded)), 0
             taken = self._piece[self._used : self._used + num_bytes]
             self._used += rounded
         return taken
+
+
+def fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that nothing else shares a page with, in the system's large pages where it has them; at
+    least 64-byte aligned.
+
+    Not from the allocator: that may take memory that was in use before, in small pages.
+    """
+    if sys.platform != "linux":
+        fresh = np.zeros(num_bytes + 64, np.uint8)
+        start = -fresh.ctypes.data % 64
+        return fresh[start : start + num_bytes]
+    mapped = mmap.mmap(-1, num_bytes + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    fresh = np.frombuffer(mapped, np.uint8)  # which holds `mapped`
+    start = -fresh.ctypes.data % LARGE_PAGE
+    return fresh[start : start + num_bytes]
 
 
 _arena = Arena()

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "crew.h"
-#include "direct.h"
+#include "direct_tiles.h"
 #include "transpose.h"
 
 constexpr int KEYS = 192;         // in a block
@@ -87,7 +87,7 @@ struct Plan {
 
 // What one thread needs for a task.
 template <class T> struct Desk {
-    Room queries, keys, values, scores, weights, mixed, highest, sums, zeros;
+    Room queries, keys, values, scores, weights, mixed, highest, sums, zeros, pairs, unturned, spread;
 };
 
 template <class T> class Attention {
@@ -189,10 +189,10 @@ template <class T> class Attention {
         const bool begins = jobs.flags[task.job] & BEGINS;
         const Work work{task, group, rows, depth, width, seen, end, causal, begins, whole};
         for (int64_t head = 0; head < task.num_heads; head++) begin(work, head, tokens);
-        if (is_direct<T>(all * group, dim))
-            read_directly(work, next, desk);
-        else
+        if (!is_direct<T>(all * group, dim))
             read_packed(work, next, desk);
+        else if (!read_by_tiles(work, next, desk))
+            read_directly(work, next, desk);
         for (int64_t head = 0; head < task.num_heads; head++) finish(work, head, tokens);
     }
 
@@ -298,6 +298,125 @@ template <class T> class Attention {
             count = coming;
         }
     }
+
+    // For few rows by AMX, where there is that. Whether it was done.
+    bool read_by_tiles(const Work &work, const Task *next, Desk<T> &desk) {
+#if defined(RADIXSERVE_AMX)
+        if constexpr (std::is_same<T, bf16>::value) {
+            if (!has_tiles) return false;
+            const Task &task = work.task;
+            const int64_t num_heads = task.num_heads, rows = work.rows, dim = heads.dim, size = num_heads * dim;
+            T *pairs = desk.pairs.template of<T>(size * rows);
+            // Behind the last row room for three more: rows come by fours, each over the ones before it.
+            float *scores = desk.scores.template of<float>((num_heads * rows + 3) * DIRECT_KEYS);
+            T *weights = desk.weights.template of<T>(DIRECT_KEYS);
+            const int64_t spread_size = DIRECT_KEYS * 2 * rows;
+            uint32_t *spread = desk.spread.template of<uint32_t>(num_heads * spread_size);
+            for (int64_t head = 0; head < num_heads; head++) {
+                const Part part = work.part(head);
+                pair_queries(part.queries, work.depth, rows, dim, pairs + head * rows * dim);
+                for (int64_t row = 0; row < rows; row++) {
+                    float *mixed = part.mixed + row * work.width;
+                    if (work.begins) memset(mixed, 0, work.width * sizeof(float));
+                    part_features(mixed, dim);
+                }
+            }
+            int64_t places_of[2][DIRECT_KEYS];  // of a block and of the next one
+            int64_t count = find_places(task, 0, work.end, places_of[0]), num_later = 0;
+            for (int64_t from = 0; from < work.end; from += DIRECT_KEYS, count = num_later) {
+                const int64_t *places = places_of[from / DIRECT_KEYS % 2];
+                int64_t *later = places_of[(from / DIRECT_KEYS + 1) % 2];
+                score_by_tiles(work, places, count, pairs, scores, desk);
+                num_later = 0;
+                if (from + DIRECT_KEYS < work.end)
+                    num_later = find_places(task, from + DIRECT_KEYS, work.end, later);
+                else if (next && next->num_heads == num_heads)
+                    num_later = find_places(*next, 0, jobs.num_keys[next->job], later);
+                for (int64_t head = 0; head < num_heads; head++) {
+                    const Part part = work.part(head);
+                    for (int64_t row = 0; row < rows; row++) {
+                        weigh(scores + (head * rows + row) * DIRECT_KEYS, weights,
+                              least(work.seen_by(row) - from, count), padded_depth<T>(count), part.highest[row],
+                              part.sums + row * LANES, part.mixed + row * work.width, work.width);
+                        uint32_t *to = spread + head * spread_size + row * TILE_KEYS;
+                        for (int64_t j = 0; j < count; j += TILE_KEYS, to += 2 * rows * TILE_KEYS)
+                            spread_weights(weights + j, to, rows * TILE_KEYS);
+                    }
+                }
+                mix_by_tiles(work, places, count, spread, later, num_later, desk);
+            }
+            release_tiles();
+            for (int64_t head = 0; head < num_heads; head++)
+                for (int64_t row = 0; row < rows; row++)
+                    join_features(work.part(head).mixed + row * work.width, dim);
+            return true;
+        }
+#endif
+        return false;
+    }
+
+#if defined(RADIXSERVE_AMX)
+    // Scores of a block for all heads and rows of a task: [heads][rows][DIRECT_KEYS].
+    void score_by_tiles(const Work &work, const int64_t *places, int64_t count, const T *pairs, float *scores,
+                        Desk<T> &desk) const {
+        const int64_t rows = work.rows, num_heads = work.task.num_heads, dim = heads.dim, size = num_heads * dim;
+        T *copies = desk.keys.template of<T>(2 * TILE_KEYS * size);
+        float *unturned = desk.unturned.template of<float>(num_heads * 2 * TILE_KEYS * rows + TILE_KEYS);
+        configure_scores(int(rows));
+        for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
+            const bool two = j + TILE_KEYS < count;
+            const int64_t met = least(j + 2 * TILE_KEYS, count);
+            ComingRows coming(k, places + met, count - met, size);
+            if (met == count) coming = ComingRows(v, places, count, size);
+            KeyTile tiles[2];
+            for (int i = 0; i <= two; i++)
+                tiles[i] = tile_of(k, places + j + i * TILE_KEYS, count - j - i * TILE_KEYS, size,
+                                   copies + i * TILE_KEYS * size);
+            for (int64_t head = 0; head < num_heads; head++) {
+                const T *own = pairs + head * rows * dim;
+                float *to = unturned + head * 2 * TILE_KEYS * rows;
+                if (two)
+                    score_tiles<true>(own, rows, tiles, head * dim, dim, to, coming);
+                else
+                    score_tiles<false>(own, rows, tiles, head * dim, dim, to, coming);
+            }
+            for (int64_t head = 0; head < num_heads; head++)
+                for (int i = 0; i <= two; i++) {
+                    const uint32_t *lines[TILE_KEYS];
+                    for (int key = 0; key < TILE_KEYS; key++)
+                        lines[key] = (const uint32_t *)(unturned + ((head * 2 + i) * TILE_KEYS + key) * rows);
+                    transpose_16(lines, 0, (uint32_t *)(scores + head * rows * DIRECT_KEYS + j + i * TILE_KEYS),
+                                 DIRECT_KEYS, int(round_up(rows, 4)));
+                }
+        }
+    }
+
+    // Adds the weighed values of a block to what is mixed.
+    void mix_by_tiles(const Work &work, const int64_t *places, int64_t count, const uint32_t *spread,
+                      const int64_t *later, int64_t num_later, Desk<T> &desk) const {
+        const int64_t rows = work.rows, num_heads = work.task.num_heads, dim = heads.dim, size = num_heads * dim;
+        T *copies = desk.keys.template of<T>(2 * TILE_KEYS * size);
+        configure_mixing(int(rows));
+        for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
+            const bool two = j + TILE_KEYS < count;
+            const int64_t met = least(j + 2 * TILE_KEYS, count);
+            ComingRows coming(v, places + met, count - met, size);
+            if (met == count) coming = ComingRows(k, later, num_later, size);
+            KeyTile tiles[2];
+            for (int i = 0; i <= two; i++)
+                tiles[i] = tile_of(v, places + j + i * TILE_KEYS, count - j - i * TILE_KEYS, size,
+                                   copies + i * TILE_KEYS * size);
+            for (int64_t head = 0; head < num_heads; head++) {
+                const uint32_t *own = spread + (head * DIRECT_KEYS + j) * 2 * rows;
+                float *mixed = work.part(head).mixed;
+                if (two)
+                    mix_tiles<true>(own, rows, tiles, head * dim, dim, mixed, work.width, coming);
+                else
+                    mix_tiles<false>(own, rows, tiles, head * dim, dim, mixed, work.width, coming);
+            }
+        }
+    }
+#endif
 
     // Scores of a block for all heads and rows of a task: [heads][rows][DIRECT_KEYS].
     void score_keys(const Work &work, const T *const *keys, const T *const *values, int64_t count,

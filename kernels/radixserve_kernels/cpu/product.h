@@ -10,7 +10,7 @@
 
 #include <type_traits>
 
-#include "vectors.h"
+#include "crew.h"
 
 constexpr int PANEL = 2 * LANES;  // columns
 constexpr int ROWS = LANES == 16 ? 12 : 4;  // of x in one pass over a panel: what the registers hold
@@ -18,6 +18,9 @@ constexpr int DEPTH = 32;  // k of a bf16 panel is padded to a multiple of it
 
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 constexpr bool HAS_BF16 = true;
+#if defined(__AMX_BF16__)
+#define RADIXSERVE_AMX
+#endif
 #else
 constexpr bool HAS_BF16 = false;
 #endif
@@ -201,7 +204,7 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
 
 constexpr int TILE_ROWS = 768;  // whose sums are kept at a time
 
-#if defined(__AMX_BF16__)
+#if defined(RADIXSERVE_AMX)
 struct TileConfig {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t width[16] = {};
@@ -257,24 +260,116 @@ inline void tile_product(const bf16 *x, int64_t stride, int rows, const bf16 *pa
     _tile_stored(1, out + 16, out_bytes);
 }
 
-inline thread_local int tiles_for = 0;  // rows that this thread's tiles are configured for
+inline thread_local int tiles_for = 0;  // what this thread's tiles are configured for
 
-// Tiles for so many rows, at most 32: the upper 16 and the rest. Whoever calls for products calls
-// release_tiles when it is done with them: between operations the tiles are everybody's.
-inline void configure_tiles(int rows) {
-    if (tiles_for == rows) return;
-    tiles_for = rows;
-    const int upper = least(rows, 16), lower = rows - upper;
-    const int of_tile[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+// Tiles of so many rows and bytes a row; `what` names the configuration. Whoever calls for products
+// calls release_tiles when it is done with them: between operations the tiles are everybody's.
+inline void configure_tiles(int what, const int (&rows)[8], const int (&bytes)[8]) {
+    tiles_for = what;
     TileConfig config;
     for (int i = 0; i < 8; i++) {
-        config.rows[i] = uint8_t(of_tile[i]);
-        config.width[i] = of_tile[i] ? 64 : 0;
+        config.rows[i] = uint8_t(rows[i]);
+        config.width[i] = uint16_t(rows[i] ? bytes[i] : 0);
     }
     // GCC believes that only the first bytes are read, and would leave out writing the others.
     asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
 }
+
+// For the product of up to 32 rows with a panel: the upper 16 and the rest.
+inline void configure_tiles(int rows) {
+    if (tiles_for == rows) return;
+    const int upper = least(rows, 16), lower = rows - upper;
+    configure_tiles(rows, {upper, upper, lower, lower, upper, lower, 16, 16},
+                    {64, 64, 64, 64, 64, 64, 64, 64});
+}
+
+// -- up to 32 rows: what counts is to read the weight as fast as the memory gives it
+
+constexpr int FEW_TILE_ROWS = 32;
+
+// Asks for BYTES from `from` on, in time for what is read there next. Near enough to be used soon, as a
+// stream that the processor recognizes: two to three thousand bytes and more are slower.
+template <int BYTES, int LEVEL> inline void ask_ahead(const void *from) {
+#pragma GCC unroll 32
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch((const char *)from + i, 0, LEVEL);
+}
+
+// x [rows][stride] in tiles, one after the other: [depth / 32][first 16 rows][32], then the rest alike.
+inline void tiles_of_rows(const bf16 *x, int64_t stride, int rows, int64_t depth, bf16 *tiles) {
+    for (int top = 0; top < rows; top += 16, tiles += 16 * depth) {
+        const int some = least(rows - top, 16);
+        for (int m = 0; m < some; m++)
+            for (int64_t k = 0; k < depth; k += 32)
+                memcpy((void *)(tiles + k * some + m * 32), x + (top + m) * stride + k, 64);
+    }
+}
+
+// Products of up to 16 rows with two panels, out[2][rows][PANEL].
+inline void two_panels(const bf16 *x, int rows, const bf16 *panel, int64_t panel_size, int64_t depth,
+                       float *out) {
+    const int what = 300 + rows;
+    if (tiles_for != what)
+        configure_tiles(what, {rows, rows, rows, rows, rows, 0, 16, 16}, {64, 64, 64, 64, 64, 0, 64, 64});
+    const bf16 *other = panel + panel_size;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < depth; k += 32, x += 32 * rows, panel += 32 * PANEL, other += 32 * PANEL) {
+        _tile_loadd(4, x, 64);
+        ask_ahead<1024, 3>(panel + 512);
+        _tile_loadd(6, panel, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        ask_ahead<1024, 3>(panel + 1024);
+        _tile_loadd(7, panel + 512, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        ask_ahead<1024, 3>(other + 512);
+        _tile_loadd(6, other, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        ask_ahead<1024, 3>(other + 1024);
+        _tile_loadd(7, other + 512, 64);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    _tile_stored(0, out, PANEL * 4);
+    _tile_stored(1, out + 16, PANEL * 4);
+    _tile_stored(2, out + rows * PANEL, PANEL * 4);
+    _tile_stored(3, out + rows * PANEL + 16, PANEL * 4);
+}
+
+// Products of up to 32 rows with one panel, out[rows][PANEL].
+inline void one_panel(const bf16 *x, int rows, const bf16 *panel, int64_t depth, float *out) {
+    const int upper = least(rows, 16), lower = rows - upper;
+    const bf16 *below = x + 16 * depth;
+    configure_tiles(rows);
+    _tile_zero(0);
+    _tile_zero(1);
+    if (lower) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
+        ask_ahead<1024, 2>(panel + 1024);
+        _tile_loadd(6, panel, 64);
+        _tile_loadd(4, x + k * upper, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        ask_ahead<1024, 2>(panel + 1024 + 512);
+        _tile_loadd(7, panel + 512, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!lower) continue;
+        _tile_loadd(5, below + k * lower, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, PANEL * 4);
+    _tile_stored(1, out + 16, PANEL * 4);
+    if (lower) {
+        _tile_stored(2, out + 16 * PANEL, PANEL * 4);
+        _tile_stored(3, out + 16 * PANEL + 16, PANEL * 4);
+    }
+}
+
+// -- more rows
 
 constexpr int64_t TILE_DEPTH = 256;  // of a panel that stays in the first-level cache
 
@@ -345,7 +440,7 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
     for (int panel = 0; panel < count; panel++) {
         const bf16 *from = panels + panel * panel_size;
         float *to = out + panel * PANEL;
-#if defined(__AMX_BF16__)
+#if defined(RADIXSERVE_AMX)
         if (has_tiles) {
             panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS, {}, [](int, int) {});
             continue;
@@ -359,10 +454,41 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
     }
 }
 
+#if defined(RADIXSERVE_AMX)
+// See panels_product, for up to FEW_TILE_ROWS rows.
+template <class Epilogue>
+inline void few_rows_product(const bf16 *x, int64_t stride, int rows, const bf16 *panels,
+                             int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
+    static thread_local Room room;
+    alignas(64) float sums[FEW_TILE_ROWS * PANEL];
+    bf16 *tiles = room.of<bf16>(rows * depth);
+    tiles_of_rows(x, stride, rows, depth, tiles);
+    const int at_once = rows <= 16 ? 2 : 1;
+    for (int panel = 0; panel < count; panel += at_once) {
+        const bf16 *from = panels + panel * panel_size;
+        const int some = least(count - panel, at_once);
+        if (some == 2)
+            two_panels(tiles, rows, from, panel_size, depth, sums);
+        else
+            one_panel(tiles, rows, from, depth, sums);
+        for (int p = 0; p < some; p++)
+            for (int m = 0; m < rows; m++) {
+                const float *row = sums + (p * rows + m) * PANEL;
+                epilogue(m, panel + p, load(row), load(row + LANES));
+            }
+    }
+    release_tiles();
+}
+#endif
+
 template <class Epilogue>
 inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *panels,
                            int64_t panel_size, int count, int64_t depth, const Place &place,
                            Epilogue &&epilogue) {
+#if defined(RADIXSERVE_AMX)
+    if (has_tiles && rows <= FEW_TILE_ROWS)
+        return few_rows_product(x, stride, rows, panels, panel_size, count, depth, epilogue);
+#endif
     alignas(64) static thread_local float sums[TILE_ROWS * PANEL];
     for (int top = 0; top < rows; top += TILE_ROWS) {
         const int some = least(rows - top, TILE_ROWS);
@@ -373,7 +499,7 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
                 for (int m = first; m < first + number; m++)
                     epilogue(top + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
             };
-#if defined(__AMX_BF16__)
+#if defined(RADIXSERVE_AMX)
             if (has_tiles) {
                 // The next panel has as many lines as it is deep: each block of 32 rows asks for a share.
                 const int lines = some > 32 && panel + 1 < count ? (1024 + some - 1) / some : 0;
@@ -410,7 +536,7 @@ inline void panels_product(const bf16 *, int64_t, int, const bf16 *, int64_t, in
 #endif
 
 inline void release_tiles() {
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(RADIXSERVE_AMX)
     if (!tiles_for) return;
     tiles_for = 0;
     _tile_release();

@@ -3,10 +3,11 @@
 
 #include "product.h"
 
-// to[c * stride + r] = rows[r][column + c] for 16 rows and 16 columns of 32 bits.
-inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *to, int64_t stride) {
+// to[c * stride + r] = rows[r][column + c] for 16 rows and some columns of 32 bits, a multiple of four.
+inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *to, int64_t stride,
+                         int columns = 16) {
 #if defined(__AVX512F__)
-    for (int c = 0; c < 16; c += 4) {
+    for (int c = 0; c < columns; c += 4) {
         __m512 lanes[4];  // row i, i + 4, i + 8, i + 12
         for (int i = 0; i < 4; i++) {
             const float *from[4];
@@ -28,7 +29,7 @@ inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *
     }
 #else
     for (int r = 0; r < 16; r++)
-        for (int c = 0; c < 16; c++) to[c * stride + r] = rows[r][column + c];
+        for (int c = 0; c < columns; c++) to[c * stride + r] = rows[r][column + c];
 #endif
 }
 
