@@ -1,4 +1,10 @@
-"""The free list: which page ids belong to nobody. Knows nothing of tokens, nodes or sequences."""
+"""The free list: which page ids belong to nobody. Knows nothing of tokens, nodes or sequences.
+
+Sequences that grow token by token take turns. If each took the page that is on top, the pages of one
+would lie far apart, and a processor reads such keys and values at two thirds of the speed. So who
+takes one page behind another gets it from a run of consecutive ids that is kept for the next such
+call. Kept pages are free pages: whoever needs them gets them.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +14,55 @@ import numpy as np
 
 from radixserve.errors import OutOfPages
 
+RUN_PAGES = 16  # kept together: 8 KiB of keys or more for a processor that reads ahead
+MOST_RUNS = 1024
+
 
 class PagePool:
     """Page ids 0 .. num_pages - 1; a page is free or handed out, never both."""
 
-    __slots__ = ("_free", "num_pages")
+    __slots__ = ("_free", "_num_kept", "_runs", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         descending = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._free = array("i", descending.tobytes())  # a stack: low ids leave first
+        self._runs: dict[int, int] = {}  # first id -> end of a run, the least recently used first
+        self._num_kept = 0  # pages in runs
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self._num_kept
 
     def allocate(self, count: int) -> array[int]:
         """Take `count` pages, or raise OutOfPages and take none. O(count)."""
         cut = len(self._free) - count
         if cut < 0:
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} free of {self.num_pages}")
+            if cut + self._num_kept < 0:
+                raise OutOfPages(f"{count} pages wanted, {self.num_free} free of {self.num_pages}")
+            while cut < 0:
+                cut += self._end_run()
         taken = self._free[cut:]
         taken.reverse()
         del self._free[cut:]
         return taken
+
+    def allocate_behind(self, page: int) -> int:
+        """Take one page: `page` + 1 if the one who took `page` is likely to be who asks. O(1).
+
+        Raises OutOfPages where none is free.
+        """
+        first = page + 1
+        end = self._runs.pop(first, 0)
+        if not end:
+            run = self._begin_run()
+            if run is None:
+                return self.allocate(1)[0]
+            first, end = run
+        self._num_kept -= 1
+        if first + 1 < end:
+            self._runs[first + 1] = end
+        return first
 
     def free(self, page_ids: array[int]) -> None:
         """Give pages back. O(len(page_ids))."""
@@ -45,4 +76,28 @@ class PagePool:
 
     def free_ids(self) -> list[int]:
         """A copy of the free list, for audits."""
-        return self._free.tolist()
+        kept = (page for run in self._runs.items() for page in range(*run))
+        return [*self._free, *kept]
+
+    def _begin_run(self) -> tuple[int, int] | None:
+        """Put the pages on top aside, if they are consecutive: first and end."""
+        top = self._free[-RUN_PAGES:]
+        if len(top) < RUN_PAGES or abs(top[0] - top[-1]) != RUN_PAGES - 1:
+            return None
+        first = min(top[0], top[-1])
+        run = range(first, first + RUN_PAGES)
+        if top != array("i", run if top[0] == first else reversed(run)):
+            return None
+        if len(self._runs) >= MOST_RUNS:
+            self._end_run()
+        del self._free[-RUN_PAGES:]
+        self._num_kept += RUN_PAGES
+        return first, first + RUN_PAGES
+
+    def _end_run(self) -> int:
+        """Put the least recently used run back; its length."""
+        first = next(iter(self._runs))
+        end = self._runs.pop(first)
+        self._free.extend(range(end - 1, first - 1, -1))
+        self._num_kept -= end - first
+        return end - first

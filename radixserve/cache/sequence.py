@@ -114,7 +114,10 @@ class CachedSequence(OpenSequence, PagedTokens):
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = -(-length // self._store.page_size) - len(pages)
         if wanted > 0:
-            more = self._store.allocate(wanted)
+            if wanted == 1 and pages:
+                more = self._store.allocate_behind(pages[-1])
+            else:
+                more = self._store.allocate(wanted)
             try:
                 pages += more
             except BufferError:  # somebody still looks at a view of the shorter state

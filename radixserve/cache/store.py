@@ -76,6 +76,14 @@ class PageStore:
             tree.evict(missing)
         return pool.allocate(count)
 
+    def allocate_behind(self, page: int) -> array[int]:
+        """One page for whoever holds `page` and grows slowly, close to it if it can be; OutOfPages,
+        nothing dropped, if there is none."""
+        pool = self.pool
+        if not pool.num_free:
+            return self.allocate(1)
+        return array("i", (pool.allocate_behind(page),))
+
     def _spare(self, count: int, *, may_narrow: bool) -> int:
         """The pages still missing for `count` once nobody holds more than it needs; OutOfPages if
         that many cannot be evicted."""
