@@ -80,6 +80,13 @@ struct Nothing {
     void fetch() {}
 };
 
+// Asks for BYTES at `from`, one to two thousand bytes behind what is being read: for few rows what
+// counts is to read the weight as fast as the memory gives it, and farther ahead it gives less.
+template <int BYTES, int LEVEL> inline void ask_ahead(const void *from) {
+#pragma GCC unroll 32
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch((const char *)from + i, 0, LEVEL);
+}
+
 // -- float --------------------------------------------------------------------------------------
 
 constexpr int FETCH_DEPTH = 16;  // of one panel, or less of several, between two calls of fetch
@@ -171,29 +178,117 @@ inline void product_into(const float *x, int64_t stride, int rows, const float *
     product_into<ADDS>(x, stride, rows, panels, panel_size, count, depth, out, out_stride, ahead);
 }
 
+constexpr int FEW_ROWS_OF_FLOAT = 24, FEW_ROWS_DEPTH = 128;
+
+// As float_tile, for few rows: goes on with the sums in `out` if it `continues`, with NEAR the panels
+// are asked for while they are read.
+template <int M, int P, bool NEAR>
+inline void few_rows_tile(const float *x, int64_t stride, const float *panel, int64_t panel_size,
+                          int64_t depth, float *out, bool continues) {
+    constexpr int N = 2 * P;
+    vec sums[M][N] = {};
+    if (continues)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) sums[m][n] = load(out + (m * N + n) * LANES);
+    const float *three_rows[(M + 2) / 3];
+    for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
+    for (int64_t k = 0; k < depth; k++, panel += PANEL) {
+        vec w[N];
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            const float *from = panel + (n / 2) * panel_size + (n % 2) * LANES;
+            if (NEAR) ask_ahead<LANES * 4, 3>(from + 512);
+            w[n] = load(from);
+        }
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            vec one = fill(three_rows[m / 3][m % 3 * stride]);
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) sums[m][n] += one * w[n];
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < (M + 2) / 3; i++) three_rows[i]++;
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) store(out + (m * N + n) * LANES, sums[m][n]);
+}
+
+template <int P, bool NEAR>
+inline void some_rows(int rows, const float *x, int64_t stride, const float *panel, int64_t panel_size,
+                      int64_t depth, float *out, bool continues) {
+    switch (rows) {
+#define RADIXSERVE_CASE(M)                                                                         \
+    case M:                                                                                        \
+        if constexpr (M * P <= ROWS)                                                               \
+            few_rows_tile<M, P, NEAR>(x, stride, panel, panel_size, depth, out, continues);        \
+        break;
+        RADIXSERVE_ROWS
+#undef RADIXSERVE_CASE
+    }
+}
+
+// P panels for all rows, out[rows][P * PANEL]; more than one block of rows takes turns with each part of
+// a panel, while that is in the first-level cache.
+template <int P>
+inline void few_rows_panels(const float *x, int64_t stride, int rows, const float *panel,
+                            int64_t panel_size, int64_t depth, float *out) {
+    if (rows * P <= ROWS) return some_rows<P, true>(rows, x, stride, panel, panel_size, depth, out, false);
+    for (int64_t k = 0; k < depth; k += FEW_ROWS_DEPTH)
+        in_blocks(rows, [&](int first, int some) {
+            const float *here = x + first * stride + k, *part = panel + k * PANEL;
+            const int64_t deep = least<int64_t>(depth - k, FEW_ROWS_DEPTH);
+            float *to = out + first * P * PANEL;
+            if (first)
+                some_rows<P, false>(some, here, stride, part, panel_size, deep, to, k);
+            else
+                some_rows<P, true>(some, here, stride, part, panel_size, deep, to, k);
+        });
+}
+
+// See panels_product, for up to FEW_ROWS_OF_FLOAT rows.
+template <class Epilogue>
+inline void few_rows_product(const float *x, int64_t stride, int rows, const float *panels,
+                             int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
+    alignas(64) float sums[FEW_ROWS_OF_FLOAT * PANEL];  // or of several panels with fewer rows
+    const int most = rows * 4 <= ROWS ? 4 : rows * 2 <= ROWS ? 2 : 1;
+    for (int panel = 0; panel < count;) {
+        const float *from = panels + panel * panel_size;
+        const int some = count - panel >= most ? most : 1;
+        if (some == 4)
+            few_rows_panels<4>(x, stride, rows, from, panel_size, depth, sums);
+        else if (some == 2)
+            few_rows_panels<2>(x, stride, rows, from, panel_size, depth, sums);
+        else
+            few_rows_panels<1>(x, stride, rows, from, panel_size, depth, sums);
+        for (int p = 0; p < some; p++, panel++)
+            for (int m = 0; m < rows; m++) {
+                const float *row = sums + (m * some + p) * PANEL;
+                epilogue(m, panel, load(row), load(row + LANES));
+            }
+    }
+}
+
 // Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns;
 // the memory that it will write is asked for before.
 template <class Epilogue>
 inline void panels_product(const float *x, int64_t stride, int rows, const float *panels,
                            int64_t panel_size, int count, int64_t depth, const Place &place,
                            Epilogue &&epilogue) {
-    alignas(64) float sums[4 * ROWS * PANEL];
-    const int at_once = rows * 4 <= ROWS ? 4 : 1, blocks = (rows + ROWS - 1) / ROWS;
+    if (rows <= FEW_ROWS_OF_FLOAT)
+        return few_rows_product(x, stride, rows, panels, panel_size, count, depth, epilogue);
+    alignas(64) float sums[ROWS * PANEL];
+    const int blocks = (rows + ROWS - 1) / ROWS;
     const int panel_lines = FETCH_DEPTH * PANEL * int(sizeof(float)) / 64;
-    for (int panel = 0; panel < count; panel += at_once) {
-        const int some_panels = least(count - panel, at_once);
+    for (int panel = 0; panel < count; panel++) {
         const float *from = panels + panel * panel_size;
-        Ahead ahead{(const char *)(from + some_panels * panel_size)};
-        if (panel + some_panels < count) ahead.lines = (panel_lines + blocks - 1) / blocks;
+        Ahead ahead{(const char *)(from + panel_size)};
+        if (panel + 1 < count) ahead.lines = (panel_lines + blocks - 1) / blocks;
         in_blocks(rows, [&](int first, int some) {
-            ahead.writes(place, first, some, panel, some_panels);
-            product_into<false>(x + first * stride, stride, some, from, panel_size, some_panels, depth,
-                                sums, some_panels * PANEL, ahead);
-            for (int p = 0; p < some_panels; p++)
-                for (int m = 0; m < some; m++) {
-                    const float *row = sums + (m * some_panels + p) * PANEL;
-                    epilogue(first + m, panel + p, load(row), load(row + LANES));
-                }
+            ahead.writes(place, first, some, panel, 1);
+            product_into<false>(x + first * stride, stride, some, from, panel_size, 1, depth, sums, PANEL,
+                                ahead);
+            for (int m = 0; m < some; m++)
+                epilogue(first + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
         });
     }
 }
@@ -284,16 +379,9 @@ inline void configure_tiles(int rows) {
                     {64, 64, 64, 64, 64, 64, 64, 64});
 }
 
-// -- up to 32 rows: what counts is to read the weight as fast as the memory gives it
+// -- up to 32 rows, see ask_ahead
 
 constexpr int FEW_TILE_ROWS = 32;
-
-// Asks for BYTES from `from` on, in time for what is read there next. Near enough to be used soon, as a
-// stream that the processor recognizes: two to three thousand bytes and more are slower.
-template <int BYTES, int LEVEL> inline void ask_ahead(const void *from) {
-#pragma GCC unroll 32
-    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch((const char *)from + i, 0, LEVEL);
-}
 
 // x [rows][stride] in tiles, one after the other: [depth / 32][first 16 rows][32], then the rest alike.
 inline void tiles_of_rows(const bf16 *x, int64_t stride, int rows, int64_t depth, bf16 *tiles) {
