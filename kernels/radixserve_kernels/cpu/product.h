@@ -144,9 +144,9 @@ inline void float_rows(int rows, const float *x, int64_t stride, const float *pa
     }
 }
 
-// Rows in blocks of nearly equal size, each calling block(first, count).
-template <class Block> inline void in_blocks(int rows, Block &&block) {
-    const int blocks = (rows + ROWS - 1) / ROWS;
+// Rows in blocks of nearly equal size, at most `most`, each calling block(first, count).
+template <class Block> inline void in_blocks(int rows, Block &&block, int most = ROWS) {
+    const int blocks = (rows + most - 1) / most;
     for (int b = 0; b < blocks; b++) {
         const int first = int(int64_t(rows) * b / blocks), last = int(int64_t(rows) * (b + 1) / blocks);
         block(first, last - first);
@@ -178,7 +178,7 @@ inline void product_into(const float *x, int64_t stride, int rows, const float *
     product_into<ADDS>(x, stride, rows, panels, panel_size, count, depth, out, out_stride, ahead);
 }
 
-constexpr int FEW_ROWS_OF_FLOAT = 24, FEW_ROWS_DEPTH = 128;
+constexpr int FEW_ROWS_OF_FLOAT = 24, FEW_ROWS_DEPTH = 64;
 
 // As float_tile, for few rows: goes on with the sums in `out` if it `continues`, with NEAR the panels
 // are asked for while they are read.
@@ -233,24 +233,26 @@ template <int P>
 inline void few_rows_panels(const float *x, int64_t stride, int rows, const float *panel,
                             int64_t panel_size, int64_t depth, float *out) {
     if (rows * P <= ROWS) return some_rows<P, true>(rows, x, stride, panel, panel_size, depth, out, false);
-    for (int64_t k = 0; k < depth; k += FEW_ROWS_DEPTH)
-        in_blocks(rows, [&](int first, int some) {
+    for (int64_t k = 0; k < depth; k += FEW_ROWS_DEPTH) {
+        const int64_t deep = least<int64_t>(depth - k, FEW_ROWS_DEPTH);
+        auto block = [&](int first, int some) {
             const float *here = x + first * stride + k, *part = panel + k * PANEL;
-            const int64_t deep = least<int64_t>(depth - k, FEW_ROWS_DEPTH);
             float *to = out + first * P * PANEL;
             if (first)
                 some_rows<P, false>(some, here, stride, part, panel_size, deep, to, k);
             else
                 some_rows<P, true>(some, here, stride, part, panel_size, deep, to, k);
-        });
+        };
+        in_blocks(rows, block, ROWS / P);
+    }
 }
 
 // See panels_product, for up to FEW_ROWS_OF_FLOAT rows.
 template <class Epilogue>
 inline void few_rows_product(const float *x, int64_t stride, int rows, const float *panels,
                              int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
-    alignas(64) float sums[FEW_ROWS_OF_FLOAT * PANEL];  // or of several panels with fewer rows
-    const int most = rows * 4 <= ROWS ? 4 : rows * 2 <= ROWS ? 2 : 1;
+    alignas(64) float sums[2 * FEW_ROWS_OF_FLOAT * PANEL];  // or of four panels with fewer rows
+    const int most = rows * 4 <= ROWS ? 4 : 2;
     for (int panel = 0; panel < count;) {
         const float *from = panels + panel * panel_size;
         const int some = count - panel >= most ? most : 1;
