@@ -1,0 +1,125 @@
+"""The free list: every page is free or taken, and who grows page by page gets them in a row."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixserve.cache import page_pool
+from radixserve.cache.page_pool import RUN_PAGES, PagePool
+from radixserve.cache.radix_cache import RadixCache
+from radixserve.errors import OutOfPages
+
+
+def grow(pool: PagePool, count: int, last: int = -1) -> list[int]:
+    """What one gets that takes page by page."""
+    taken = []
+    for _ in range(count):
+        last = pool.allocate_behind(last)
+        taken.append(last)
+    return taken
+
+
+def test_who_takes_turns_gets_pages_in_a_row() -> None:
+    pool = PagePool(100)
+    ours, theirs = [], []
+    for _ in range(RUN_PAGES):
+        for mine in (ours, theirs):
+            mine.append(pool.allocate_behind(mine[-1] if mine else -1))
+    assert ours == list(range(RUN_PAGES))
+    assert theirs == list(range(RUN_PAGES, 2 * RUN_PAGES))
+    assert pool.num_free == len(pool.free_ids()) == 100 - 2 * RUN_PAGES
+
+
+def test_kept_pages_are_free() -> None:
+    """Who needs them gets them, and who had them kept goes on elsewhere, or not at all."""
+    pool = PagePool(40)
+    ours, theirs = grow(pool, 3), grow(pool, 1)
+    assert pool.num_free == 36
+    assert len(pool.allocate(35)) == 35
+    [last] = grow(pool, 1, ours[-1])
+    assert pool.num_free == 0
+    for take in (lambda: pool.allocate_behind(theirs[-1]), lambda: pool.allocate(1)):
+        with pytest.raises(OutOfPages, match="1 pages wanted, 0 free of 40"):
+            take()
+    pool.free(array("i", [*ours, last]))
+    assert sorted(pool.free_ids()) == sorted([*ours, last])
+
+
+def test_too_many_are_refused_and_nothing_changes() -> None:
+    pool = PagePool(40)
+    ours = grow(pool, 2)
+    before = pool.free_ids()
+    with pytest.raises(OutOfPages, match="39 pages wanted, 38 free of 40"):
+        pool.allocate(39)
+    assert pool.free_ids() == before
+    assert grow(pool, 1, ours[-1]) == [2]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_runs_of_pages_that_came_back(turned: bool) -> None:
+    pool = PagePool(3 * RUN_PAGES)
+    pages = pool.allocate(3 * RUN_PAGES)
+    pool.free(pages[::-1] if turned else pages)
+    taken = grow(pool, RUN_PAGES)
+    assert taken == list(range(taken[0], taken[0] + RUN_PAGES))
+
+
+def test_pages_out_of_order_are_taken_as_they_come() -> None:
+    pool = PagePool(2 * RUN_PAGES)
+    pages = pool.allocate(2 * RUN_PAGES)
+    pool.free(pages[::2] + pages[1::2])
+    assert sorted(grow(pool, 2 * RUN_PAGES)) == list(pages)
+
+
+def test_runs_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who have ended leave the rest of their runs behind."""
+    monkeypatch.setattr(page_pool, "MOST_RUNS", 3)
+    pool = PagePool(1000)
+    for _ in range(20):
+        pool.allocate_behind(-1)
+        assert len(pool._runs) <= 3
+    assert pool.num_free == len(set(pool.free_ids())) == 980
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=80))
+def test_every_page_is_free_or_taken(steps: list[tuple[int, int]]) -> None:
+    pool, held = PagePool(90), [[] for _ in range(10)]
+    for kind, who in steps:
+        mine = held[who]
+        if kind == 0:
+            pool.free(array("i", mine[who:]))
+            del mine[who:]
+        elif kind == 1 and pool.num_free >= 3 * who:
+            mine += pool.allocate(3 * who)
+        elif kind == 2 and pool.num_free:
+            mine.append(pool.allocate_behind(mine[-1] if mine else -1))
+        elif kind == 3:
+            mine += grow(pool, min(5, pool.num_free), mine[-1] if mine else -1)
+        free = pool.free_ids()
+        assert len(free) == pool.num_free
+        assert sorted([*free, *(page for pages in held for page in pages)]) == list(range(90))
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_sequences_that_decode_side_by_side(page_size: int) -> None:
+    """Each has its tokens in consecutive pages, and what is free is what is left."""
+    cache = RadixCache(400, page_size)
+    sequences = []
+    for first in range(3):
+        sequence = cache.acquire([first])
+        sequence.extend([first])
+        sequences.append(sequence)
+    for token in range(page_size * RUN_PAGES):
+        for sequence in sequences:
+            sequence.extend([token])
+            cache.check()
+    for sequence in sequences:
+        new = sequence.pages[-RUN_PAGES:].tolist()
+        assert new == list(range(new[0], new[0] + RUN_PAGES))
+        sequence.release()
+    cache.check()
+    assert cache.num_available == 400
