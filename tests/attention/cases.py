@@ -17,11 +17,13 @@ CPU = torch.device("cpu")
 class Case:
     """Rows with random prefixes in a filled pool, and the right answer."""
 
-    def __init__(self, lengths, page_size, heads, kv_heads, dim, seed=0, dtype=torch.float32):
+    def __init__(
+        self, lengths, page_size, heads, kv_heads, dim, seed=0, dtype=torch.float32, num_pages=0
+    ):
         self.generator = np.random.default_rng(seed)
         self.lengths, self.page_size = lengths, page_size
         pages = [-(-(start + new) // page_size) for start, new in lengths]
-        ids = self.generator.permutation(sum(pages) + 3).astype(np.int32)
+        ids = self.generator.permutation(max(num_pages, sum(pages) + 3)).astype(np.int32)
         bounds = np.cumsum([0, *pages])
         self.rows = tuple(
             Row("r", np.ones(new, np.int32), start, ids[bounds[i] : bounds[i + 1]], None)

@@ -46,6 +46,44 @@ def test_few_rows(group: int, dim: int, dtype: torch.dtype, make_cpu: Make) -> N
     check(make_cpu, Case(lengths, 3, 2 * group, 2, dim, dtype=dtype))
 
 
+class PlacedCase(Case):
+    """Rows whose pages lie in the pool as `places` says: [rows, pages] of equal size."""
+
+    def __init__(self, lengths, page_size, places, *shape, **more):  # type: ignore[no-untyped-def]
+        super().__init__(lengths, page_size, *shape, **more)
+        for row, pages in zip(self.rows, places, strict=True):
+            row.page_ids[:] = pages[: len(row.page_ids)]
+        self.batch = build_forward_batch(self.rows, page_size, CPU)
+
+
+NUM_PLACED, MOST_PLACED = 4, 300  # rows, pages of each
+IN_ORDER = np.arange(NUM_PLACED * MOST_PLACED).reshape(NUM_PLACED, MOST_PLACED)
+PLACES = {
+    "one after the other": IN_ORDER,
+    "in turns": IN_ORDER.reshape(MOST_PLACED, NUM_PLACED).T,
+    "backwards": IN_ORDER[:, ::-1],
+    "in turns of five": IN_ORDER.reshape(-1, NUM_PLACED, 5).transpose(1, 0, 2).reshape(4, -1),
+    "one far away": np.where(IN_ORDER % MOST_PLACED == 40, IN_ORDER[::-1], IN_ORDER),
+}
+
+
+@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 128), (8, 32), (16, 96)])
+def test_pages_at_equal_distances(
+    group: int, dim: int, page_size: int, place: str, make_cpu: Make
+) -> None:
+    """Sixteen keys at equal distances are read where they lie, others are copied first."""
+    for keys in (15, 47, 143, 259):
+        lengths = [(keys, 1), (keys - 1, 1), (keys - 14, 1 + 15 // group), (keys // 2, 1)]
+        places = PLACES[place]
+        case = PlacedCase(
+            lengths, page_size, places, 2 * group, 2, dim, dtype=torch.bfloat16, num_pages=1200
+        )
+        check(make_cpu, case)
+
+
 @pytest.mark.usefixtures("bf16_routine")
 @pytest.mark.parametrize("dim", [8, 16, 20, 32, 40, 64, 80, 96, 128])
 def test_bfloat16_by_both_routines(dim: int, make_cpu: Make) -> None:

@@ -38,7 +38,7 @@ SHAPES = [
     (70, 33, 1000),
     (600, 33, 400),
 ]
-COUNTS = [1, 2, 3, 4, 5, 11, 12, 13, 16, 17, 31, 32, 33, 63, 64, 65, 100, 201]
+COUNTS = [*range(1, 9), *(11, 12, 13, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 100, 201)]
 
 needs_kernels = pytest.mark.skipif(
     bool(unavailable(torch.float32)), reason=unavailable(torch.float32) or "they are here"
@@ -183,6 +183,20 @@ def test_weights_lie_side_by_side() -> None:
     assert [b - a for a, b in itertools.pairwise(addresses[:4])] == [128, 64, 64]  # one piece
     assert taken[0].base is taken[3].base
     assert taken[4].base is not taken[3].base  # it was full
+
+
+def test_fresh_memory_is_nobody_elses() -> None:
+    first, second = cpu_ops.fresh_memory(5000), cpu_ops.fresh_memory(3 << 20)
+    for memory, size in ((first, 5000), (second, 3 << 20)):
+        assert memory.ctypes.data % 64 == 0
+        assert len(memory) == size
+        assert not memory.any()
+        memory[:] = 255
+    if sys.platform == "linux":  # large pages begin at multiples of their size
+        assert [memory.ctypes.data % cpu_ops.LARGE_PAGE for memory in (first, second)] == [0, 0]
+    third = cpu_ops.fresh_memory(5000)
+    assert not third.any()
+    assert (first == 255).all()
 
 
 def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
