@@ -1,9 +1,9 @@
 """The free list: which page ids belong to nobody. Knows nothing of tokens, nodes or sequences.
 
 Sequences that grow token by token take turns. If each took the page on top, the pages of one would
-lie apart, and a processor reads such keys and values a fifth more slowly than those that lie side by
-side. So who takes one page behind another gets it from a run of consecutive ids that is kept for the
-next such call. Kept pages are free pages: whoever needs them gets them.
+lie apart, and a processor reads such keys and values a fifth more slowly than those that lie side
+by side. So who takes one page behind another gets it from a run of consecutive ids that is kept for
+the next such call. Kept pages are free pages: whoever needs them gets them.
 """
 
 from __future__ import annotations
