@@ -11,7 +11,7 @@
 
 constexpr int FOUR = 4;  // rows, keys or vectors that are worked on together: 16 sums in registers
 
-// Up to how many rows a job does not pay for packing. Measured: benchmarks/attention_crossover.py.
+// Up to how many rows a job does not pay for packing: measured, and with AMX what a tile holds.
 template <class T> inline int64_t direct_rows() { return sizeof(T) == 4 ? 24 : has_tiles ? 16 : 8; }
 
 // Whether a job of so many rows, with heads of this size, is for the code here.

@@ -62,9 +62,8 @@ inline void pair_queries(const bf16 *queries, int64_t depth, int64_t rows, int64
 }
 
 inline void configure_scores(int rows) {
-    const int what = 100 + rows, wide = 4 * rows;
-    if (tiles_for != what)
-        configure_tiles(what, {16, 16, 16, 16, 16, 0, 0, 0}, {wide, wide, 64, 64, wide, 0, 0, 0});
+    const int wide = 4 * rows;
+    configure_tiles(FOR_SCORES + rows, {16, 16, 16, 16, 16, 0, 0, 0}, {wide, wide, 64, 64, wide, 0, 0, 0});
 }
 
 // Scores of one or two tiles of keys for the rows of a head: [16 or 32][rows].
@@ -96,9 +95,8 @@ inline void spread_weights(const bf16 *weights, uint32_t *even, int64_t odd) {
 }
 
 inline void configure_mixing(int rows) {
-    const int what = 200 + rows;
-    if (tiles_for != what)
-        configure_tiles(what, {rows, rows, rows, rows, rows, rows, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64});
+    configure_tiles(FOR_MIXING + rows, {rows, rows, rows, rows, rows, rows, 16, 16},
+                    {64, 64, 64, 64, 64, 64, 64, 64});
 }
 
 // Adds one or two tiles of values, weighed, to mixed[row][features], where of 32 features the 16 even

@@ -357,12 +357,16 @@ inline void tile_product(const bf16 *x, int64_t stride, int rows, const bf16 *pa
     _tile_stored(1, out + 16, out_bytes);
 }
 
-inline thread_local int tiles_for = 0;  // what this thread's tiles are configured for
+// What tiles are configured for; the number of rows is added.
+enum TileUse { FOR_PANEL = 0, FOR_TWO_PANELS = 100, FOR_SCORES = 200, FOR_MIXING = 300 };
 
-// Tiles of so many rows and bytes a row; `what` names the configuration. Whoever calls for products
-// calls release_tiles when it is done with them: between operations the tiles are everybody's.
-inline void configure_tiles(int what, const int (&rows)[8], const int (&bytes)[8]) {
-    tiles_for = what;
+inline thread_local int tiles_for = 0;  // this thread's
+
+// Tiles of so many rows and bytes a row. Whoever calls for products calls release_tiles when it is done
+// with them: between operations the tiles are everybody's.
+inline void configure_tiles(int use, const int (&rows)[8], const int (&bytes)[8]) {
+    if (tiles_for == use) return;
+    tiles_for = use;
     TileConfig config;
     for (int i = 0; i < 8; i++) {
         config.rows[i] = uint8_t(rows[i]);
@@ -375,9 +379,8 @@ inline void configure_tiles(int what, const int (&rows)[8], const int (&bytes)[8
 
 // For the product of up to 32 rows with a panel: the upper 16 and the rest.
 inline void configure_tiles(int rows) {
-    if (tiles_for == rows) return;
     const int upper = least(rows, 16), lower = rows - upper;
-    configure_tiles(rows, {upper, upper, lower, lower, upper, lower, 16, 16},
+    configure_tiles(FOR_PANEL + rows, {upper, upper, lower, lower, upper, lower, 16, 16},
                     {64, 64, 64, 64, 64, 64, 64, 64});
 }
 
@@ -398,9 +401,8 @@ inline void tiles_of_rows(const bf16 *x, int64_t stride, int rows, int64_t depth
 // Products of up to 16 rows with two panels, out[2][rows][PANEL].
 inline void two_panels(const bf16 *x, int rows, const bf16 *panel, int64_t panel_size, int64_t depth,
                        float *out) {
-    const int what = 300 + rows;
-    if (tiles_for != what)
-        configure_tiles(what, {rows, rows, rows, rows, rows, 0, 16, 16}, {64, 64, 64, 64, 64, 0, 64, 64});
+    configure_tiles(FOR_TWO_PANELS + rows, {rows, rows, rows, rows, rows, 0, 16, 16},
+                    {64, 64, 64, 64, 64, 0, 64, 64});
     const bf16 *other = panel + panel_size;
     _tile_zero(0);
     _tile_zero(1);
@@ -545,13 +547,18 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
 }
 
 #if defined(RADIXSERVE_AMX)
+// Where this thread keeps some rows in tiles.
+inline bf16 *room_for_tiles(int64_t count) {
+    static thread_local Room room;
+    return room.of<bf16>(count);
+}
+
 // See panels_product, for up to FEW_TILE_ROWS rows.
 template <class Epilogue>
 inline void few_rows_product(const bf16 *x, int64_t stride, int rows, const bf16 *panels,
                              int64_t panel_size, int count, int64_t depth, Epilogue &&epilogue) {
-    static thread_local Room room;
     alignas(64) float sums[FEW_TILE_ROWS * PANEL];
-    bf16 *tiles = room.of<bf16>(rows * depth);
+    bf16 *tiles = room_for_tiles(rows * depth);
     tiles_of_rows(x, stride, rows, depth, tiles);
     const int at_once = rows <= 16 ? 2 : 1;
     for (int panel = 0; panel < count; panel += at_once) {
