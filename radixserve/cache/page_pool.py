@@ -41,7 +41,7 @@ class PagePool:
             if cut + self._num_kept < 0:
                 raise OutOfPages(f"{count} pages wanted, {self.num_free} free of {self.num_pages}")
             while cut < 0:
-                cut += self._end_run()
+                cut += self._end_run(next(iter(self._runs)))
         taken = self._free[cut:]
         taken.reverse()
         del self._free[cut:]
@@ -63,6 +63,11 @@ class PagePool:
         if first + 1 < end:
             self._runs[first + 1] = end
         return first
+
+    def leave(self, page: int) -> None:
+        """Nobody will ask for a page behind `page` any more: what is kept for that is not. O(1)."""
+        if page + 1 in self._runs:
+            self._end_run(page + 1)
 
     def free(self, page_ids: array[int]) -> None:
         """Give pages back. O(len(page_ids))."""
@@ -91,12 +96,11 @@ class PagePool:
         del self._free[-RUN_PAGES:]
         self._num_kept += RUN_PAGES
         if len(self._runs) >= MOST_RUNS:
-            self._end_run()
+            self._end_run(next(iter(self._runs)))
         return first, first + RUN_PAGES
 
-    def _end_run(self) -> int:
-        """Put the least recently used run back; its length."""
-        first = next(iter(self._runs))
+    def _end_run(self, first: int) -> int:
+        """Put the run that begins there back; its length."""
         end = self._runs.pop(first)
         self._free.extend(range(end - 1, first - 1, -1))
         self._num_kept -= end - first

@@ -30,6 +30,7 @@ class CachedSequence(OpenSequence, PagedTokens):
 
     __slots__ = (
         "_committed",
+        "_has_run",
         "_holder",
         "_is_author",
         "_is_open",
@@ -67,6 +68,7 @@ class CachedSequence(OpenSequence, PagedTokens):
         self._priority = priority
         self._is_author = False  # has it published what was not there?
         self._is_open = True
+        self._has_run = False  # has it taken pages one by one?
         self.copies: list[PageCopy] = []  # (source page, destination page, tokens of its head)
         if copy is not None:
             self._pages.append(copy[1])
@@ -116,6 +118,7 @@ class CachedSequence(OpenSequence, PagedTokens):
         if wanted > 0:
             if wanted == 1 and pages:
                 more = self._store.allocate_behind(pages[-1])
+                self._has_run = True
             else:
                 more = self._store.allocate(wanted)
             try:
@@ -207,6 +210,8 @@ class CachedSequence(OpenSequence, PagedTokens):
             return
         self._is_open = False
         store, tree = self._store, self._store.tree
+        if self._has_run and self._pages:
+            store.pool.leave(self._pages[-1])
         if len(self._pages) > self._num_shared:
             store.free(self._pages[self._num_shared :])
         if tree.retention is not None:

@@ -85,12 +85,22 @@ def test_runs_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.num_free == len(set(pool.free_ids())) == 980
 
 
+def test_what_was_kept_for_one_who_left_is_taken_next() -> None:
+    pool = PagePool(100)
+    ours = grow(pool, 5)
+    pool.leave(ours[-1])
+    pool.leave(ours[-1])
+    assert pool.num_free == len(set(pool.free_ids())) == 95
+    assert grow(pool, RUN_PAGES) == list(range(5, 5 + RUN_PAGES))
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=80))
 def test_every_page_is_free_or_taken(steps: list[tuple[int, int]]) -> None:
     pool, held = PagePool(90), [[] for _ in range(10)]
     for kind, who in steps:
         mine = held[who]
         if kind == 0:
+            pool.leave(mine[-1] if mine else who)
             pool.free(array("i", mine[who:]))
             del mine[who:]
         elif kind == 1 and pool.num_free >= 3 * who:
@@ -120,6 +130,8 @@ def test_sequences_that_decode_side_by_side(page_size: int) -> None:
     for sequence in sequences:
         new = sequence.pages[-RUN_PAGES:].tolist()
         assert new == list(range(new[0], new[0] + RUN_PAGES))
+        sequence.extend([0] * page_size)
         sequence.release()
     cache.check()
     assert cache.num_available == 400
+    assert not cache._store.pool._runs
