@@ -221,13 +221,17 @@ def fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
     """Zeros that nothing else shares a page with, in the system's large pages where it has them; at
     least 64-byte aligned.
 
-    Not from the allocator: that may take memory that was in use before, in small pages.
+    Not from the allocator: that may take memory that was in use before, in small pages. Raises
+    MemoryError.
     """
     if sys.platform != "linux":
         fresh = np.zeros(num_bytes + 64, np.uint8)
         start = -fresh.ctypes.data % 64
         return fresh[start : start + num_bytes]
-    mapped = mmap.mmap(-1, num_bytes + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapped = mmap.mmap(-1, num_bytes + LARGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes cannot be had: {error}") from error
     with contextlib.suppress(OSError):  # a kernel without large pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     fresh = np.frombuffer(mapped, np.uint8)  # which holds `mapped`

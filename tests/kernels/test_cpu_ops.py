@@ -197,6 +197,8 @@ def test_fresh_memory_is_nobody_elses() -> None:
     third = cpu_ops.fresh_memory(5000)
     assert not third.any()
     assert (first == 255).all()
+    with pytest.raises((MemoryError, ValueError)):
+        cpu_ops.fresh_memory(1 << 60)
 
 
 def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
