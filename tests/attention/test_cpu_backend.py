@@ -49,7 +49,7 @@ def test_few_rows(group: int, dim: int, dtype: torch.dtype, make_cpu: Make) -> N
 class PlacedCase(Case):
     """Rows whose pages lie in the pool as `places` says: [rows, pages] of equal size."""
 
-    def __init__(self, lengths, page_size, places, *shape, **more):  # type: ignore[no-untyped-def]
+    def __init__(self, lengths, page_size, places, *shape, **more):
         super().__init__(lengths, page_size, *shape, **more)
         for row, pages in zip(self.rows, places, strict=True):
             row.page_ids[:] = pages[: len(row.page_ids)]

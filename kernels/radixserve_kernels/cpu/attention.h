@@ -364,24 +364,21 @@ template <class T> class Attention {
         float *unturned = desk.unturned.template of<float>(num_heads * 2 * TILE_KEYS * rows + TILE_KEYS);
         configure_scores(int(rows));
         for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
-            const bool two = j + TILE_KEYS < count;
             const int64_t met = least(j + 2 * TILE_KEYS, count);
             ComingRows coming(k, places + met, count - met, size);
             if (met == count) coming = ComingRows(v, places, count, size);
             KeyTile tiles[2];
-            for (int i = 0; i <= two; i++)
-                tiles[i] = tile_of(k, places + j + i * TILE_KEYS, count - j - i * TILE_KEYS, size,
-                                   copies + i * TILE_KEYS * size);
+            const int number = tiles_of(k, places + j, count - j, size, copies, tiles);
             for (int64_t head = 0; head < num_heads; head++) {
                 const T *own = pairs + head * rows * dim;
                 float *to = unturned + head * 2 * TILE_KEYS * rows;
-                if (two)
+                if (number == 2)
                     score_tiles<true>(own, rows, tiles, head * dim, dim, to, coming);
                 else
                     score_tiles<false>(own, rows, tiles, head * dim, dim, to, coming);
             }
             for (int64_t head = 0; head < num_heads; head++)
-                for (int i = 0; i <= two; i++) {
+                for (int i = 0; i < number; i++) {
                     const uint32_t *lines[TILE_KEYS];
                     for (int key = 0; key < TILE_KEYS; key++)
                         lines[key] = (const uint32_t *)(unturned + ((head * 2 + i) * TILE_KEYS + key) * rows);
@@ -398,18 +395,15 @@ template <class T> class Attention {
         T *copies = desk.keys.template of<T>(2 * TILE_KEYS * size);
         configure_mixing(int(rows));
         for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
-            const bool two = j + TILE_KEYS < count;
             const int64_t met = least(j + 2 * TILE_KEYS, count);
             ComingRows coming(v, places + met, count - met, size);
             if (met == count) coming = ComingRows(k, later, num_later, size);
             KeyTile tiles[2];
-            for (int i = 0; i <= two; i++)
-                tiles[i] = tile_of(v, places + j + i * TILE_KEYS, count - j - i * TILE_KEYS, size,
-                                   copies + i * TILE_KEYS * size);
+            const int number = tiles_of(v, places + j, count - j, size, copies, tiles);
             for (int64_t head = 0; head < num_heads; head++) {
                 const uint32_t *own = spread + (head * DIRECT_KEYS + j) * 2 * rows;
                 float *mixed = work.part(head).mixed;
-                if (two)
+                if (number == 2)
                     mix_tiles<true>(own, rows, tiles, head * dim, dim, mixed, work.width, coming);
                 else
                     mix_tiles<false>(own, rows, tiles, head * dim, dim, mixed, work.width, coming);

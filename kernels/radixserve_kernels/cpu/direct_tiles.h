@@ -18,13 +18,16 @@ struct KeyTile {
     int64_t stride;
 };
 
+inline bool at_equal_distances(const int64_t *places) {
+    for (int j = 2; j < TILE_KEYS; j++)
+        if (places[j] - places[j - 1] != places[1] - places[0]) return false;
+    return true;
+}
+
 // Sixteen of them, at most `count` of which exist; if they do not lie at equal distances, or fewer than
 // sixteen exist, they are copied to `room` [16][size], with zeros.
 inline KeyTile tile_of(const bf16 *from, const int64_t *places, int64_t count, int64_t size, bf16 *room) {
-    const int64_t stride = places[1] - places[0];
-    bool is_even = count >= TILE_KEYS;
-    for (int j = 2; is_even && j < TILE_KEYS; j++) is_even = places[j] - places[j - 1] == stride;
-    if (is_even) return {from + places[0], stride};
+    if (count >= TILE_KEYS && at_equal_distances(places)) return {from + places[0], places[1] - places[0]};
     for (int j = 0; j < TILE_KEYS; j++) {
         if (j < count)
             memcpy((void *)(room + j * size), from + places[j], size * sizeof(bf16));
@@ -32,6 +35,15 @@ inline KeyTile tile_of(const bf16 *from, const int64_t *places, int64_t count, i
             memset((void *)(room + j * size), 0, size * sizeof(bf16));
     }
     return {room, size};
+}
+
+// The next one or two tiles of `count` keys or values that are left; `room` [32][size]. How many.
+inline int tiles_of(const bf16 *from, const int64_t *places, int64_t count, int64_t size, bf16 *room,
+                    KeyTile (&tiles)[2]) {
+    tiles[0] = tile_of(from, places, count, size, room);
+    if (count <= TILE_KEYS) return 1;
+    tiles[1] = tile_of(from, places + TILE_KEYS, count - TILE_KEYS, size, room + TILE_KEYS * size);
+    return 2;
 }
 
 // Keys or values that will be read after some others: asked for in the order in which they lie, so that
@@ -129,25 +141,24 @@ inline void mix_tiles(const uint32_t *weights, int64_t rows, const KeyTile *valu
     }
 }
 
+// Of every 32 floats of `mixed` those that `first` picks, then those that `second` does.
+inline void reorder(float *mixed, int64_t dim, __m512i first, __m512i second) {
+    for (int64_t d = 0; d < dim; d += 32) {
+        const __m512 low = (__m512)load(mixed + d), high = (__m512)load(mixed + d + 16);
+        store(mixed + d, (vec)_mm512_permutex2var_ps(low, first, high));
+        store(mixed + d + 16, (vec)_mm512_permutex2var_ps(low, second, high));
+    }
+}
+
 // Features in the order of mix_tiles, and back.
 inline void part_features(float *mixed, int64_t dim) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    for (int64_t d = 0; d < dim; d += 32) {
-        const __m512 low = (__m512)load(mixed + d), high = (__m512)load(mixed + d + 16);
-        store(mixed + d, (vec)_mm512_permutex2var_ps(low, even, high));
-        store(mixed + d + 16, (vec)_mm512_permutex2var_ps(low, odd, high));
-    }
+    reorder(mixed, dim, even, _mm512_add_epi32(even, _mm512_set1_epi32(1)));
 }
 
 inline void join_features(float *mixed, int64_t dim) {
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    for (int64_t d = 0; d < dim; d += 32) {
-        const __m512 even = (__m512)load(mixed + d), odd = (__m512)load(mixed + d + 16);
-        store(mixed + d, (vec)_mm512_permutex2var_ps(even, first, odd));
-        store(mixed + d + 16, (vec)_mm512_permutex2var_ps(even, second, odd));
-    }
+    reorder(mixed, dim, first, _mm512_add_epi32(first, _mm512_set1_epi32(8)));
 }
 
 #endif

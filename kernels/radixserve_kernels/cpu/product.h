@@ -62,10 +62,10 @@ struct Ahead {
     int64_t row_stride = 0, row_bytes = 0;
     int rows = 0;
 
-    // What `count` rows from `first` on will write of some panels.
-    void writes(const Place &place, int64_t first, int count, int panel, int panels) {
+    // What `count` rows from `first` on will write of a panel.
+    void writes(const Place &place, int64_t first, int count, int panel) {
         row = place.first + first * place.stride + panel * place.size;
-        row_stride = place.stride, row_bytes = panels * place.size, rows = count;
+        row_stride = place.stride, row_bytes = place.size, rows = count;
     }
     void fetch() {
         for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
@@ -271,7 +271,7 @@ inline void few_rows_product(const float *x, int64_t stride, int rows, const flo
 }
 
 // Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns;
-// the memory that it will write is asked for before.
+// unless there are few rows, the memory that it will write is asked for before.
 template <class Epilogue>
 inline void panels_product(const float *x, int64_t stride, int rows, const float *panels,
                            int64_t panel_size, int count, int64_t depth, const Place &place,
@@ -286,7 +286,7 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
         Ahead ahead{(const char *)(from + panel_size)};
         if (panel + 1 < count) ahead.lines = (panel_lines + blocks - 1) / blocks;
         in_blocks(rows, [&](int first, int some) {
-            ahead.writes(place, first, some, panel, 1);
+            ahead.writes(place, first, some, panel);
             product_into<false>(x + first * stride, stride, some, from, panel_size, 1, depth, sums, PANEL,
                                 ahead);
             for (int m = 0; m < some; m++)
@@ -601,7 +601,7 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
                 // The next panel has as many lines as it is deep: each block of 32 rows asks for a share.
                 const int lines = some > 32 && panel + 1 < count ? (1024 + some - 1) / some : 0;
                 Ahead ahead{(const char *)(from + panel_size), least(lines, 8)};
-                ahead.writes(place, top, some, panel, 1);
+                ahead.writes(place, top, some, panel);
                 panel_by_tiles(here, stride, some, from, depth, sums, PANEL, false, ahead, after);
                 continue;
             }
@@ -610,7 +610,7 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
             const int blocks = (some + ROWS - 1) / ROWS, lines = 32 * PANEL * int(sizeof(bf16)) / 64;
             if (panel + 1 < count) ahead.lines = (lines + blocks - 1) / blocks;
             in_blocks(some, [&](int first, int number) {
-                ahead.writes(place, top + first, number, panel, 1);
+                ahead.writes(place, top + first, number, panel);
                 pair_rows<false>(number, here + first * stride, stride, from, depth,
                                  sums + first * PANEL, PANEL, ahead);
                 after(first, number);
