@@ -80,6 +80,15 @@ struct Nothing {
     void fetch() {}
 };
 
+// The panels themselves, a little ahead of where they are read: see ask_ahead.
+struct Near {
+    void fetch() {}
+};
+
+// What becomes of what lies where a product is put: replaced; added to; or the sums go on from it, which
+// to the bit is one longer sum.
+enum Start { REPLACES, ADDS_TO, GOES_ON };
+
 // Asks for BYTES at `from`, one to two thousand bytes behind what is being read: for few rows what
 // counts is to read the weight as fast as the memory gives it, and farther ahead it gives less.
 template <int BYTES, int LEVEL> inline void ask_ahead(const void *from) {
@@ -91,15 +100,18 @@ template <int BYTES, int LEVEL> inline void ask_ahead(const void *from) {
 
 constexpr int FETCH_DEPTH = 16;  // of one panel, or less of several, between two calls of fetch
 
-// M rows with P panels, to out[M][P * PANEL] or, with ADDS, on top of it. Row m of x is at
+// M rows with P panels, to out[M][P * PANEL]. Row m of x is at
 // three_rows[m / 3][m % 3 * stride]: few pointers, so that none is spilled.
-template <int M, int P, bool ADDS, class Fetch>
+template <int M, int P, Start START, class Fetch>
 inline void float_tile(const float *x, int64_t stride, const float *panel, int64_t panel_size,
                        int64_t depth, float *out, int64_t out_stride, Fetch &lent) {
     constexpr int N = 2 * P;
-    constexpr bool FETCHES = !std::is_same<Fetch, Nothing>::value;
+    constexpr bool FETCHES = std::is_same<Fetch, Ahead>::value, NEAR = std::is_same<Fetch, Near>::value;
     Fetch ahead = lent;  // in registers
     vec sums[M][N] = {};
+    if (START == GOES_ON)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) sums[m][n] = load(out + m * out_stride + n * LANES);
     const float *three_rows[(M + 2) / 3];
     for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
     for (int64_t k = 0; k < depth;) {
@@ -107,8 +119,11 @@ inline void float_tile(const float *x, int64_t stride, const float *panel, int64
         for (const int64_t end = FETCHES ? least<int64_t>(k + FETCH_DEPTH / P, depth) : depth; k < end; k++) {
             vec w[N];
 #pragma GCC unroll 8
-            for (int n = 0; n < N; n++)
-                w[n] = load(panel + (n / 2) * panel_size + (n % 2) * LANES);
+            for (int n = 0; n < N; n++) {
+                const float *from = panel + (n / 2) * panel_size + (n % 2) * LANES;
+                if (NEAR) ask_ahead<LANES * 4, 3>(from + 512);
+                w[n] = load(from);
+            }
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
                 vec one = fill(three_rows[m / 3][m % 3 * stride]);
@@ -126,18 +141,18 @@ inline void float_tile(const float *x, int64_t stride, const float *panel, int64
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
             float *to = out + m * out_stride + n * LANES;
-            store(to, ADDS ? load(to) + sums[m][n] : sums[m][n]);
+            store(to, START == ADDS_TO ? load(to) + sums[m][n] : sums[m][n]);
         }
 }
 
-template <int P, bool ADDS, class Fetch>
+template <int P, Start START, class Fetch>
 inline void float_rows(int rows, const float *x, int64_t stride, const float *panel, int64_t panel_size,
                        int64_t depth, float *out, int64_t out_stride, Fetch &ahead) {
     switch (rows) {
 #define RADIXSERVE_CASE(M)                                                                         \
     case M:                                                                                        \
         if constexpr (M * P <= ROWS)                                                               \
-            float_tile<M, P, ADDS>(x, stride, panel, panel_size, depth, out, out_stride, ahead);   \
+            float_tile<M, P, START>(x, stride, panel, panel_size, depth, out, out_stride, ahead);   \
         break;
         RADIXSERVE_ROWS
 #undef RADIXSERVE_CASE
@@ -158,14 +173,15 @@ template <bool ADDS, class Fetch>
 inline void product_into(const float *x, int64_t stride, int rows, const float *panels,
                          int64_t panel_size, int count, int64_t depth, float *out, int64_t out_stride,
                          Fetch &ahead) {
+    constexpr Start START = ADDS ? ADDS_TO : REPLACES;
     int panel = 0;
     if (rows * 4 <= ROWS)  // too few rows to hide the latency of the sums: four panels at a time
         for (; panel + 4 <= count; panel += 4)
-            float_rows<4, ADDS>(rows, x, stride, panels + panel * panel_size, panel_size, depth,
+            float_rows<4, START>(rows, x, stride, panels + panel * panel_size, panel_size, depth,
                                 out + panel * PANEL, out_stride, ahead);
     for (; panel < count; panel++)
         in_blocks(rows, [&](int first, int some) {
-            float_rows<1, ADDS>(some, x + first * stride, stride, panels + panel * panel_size,
+            float_rows<1, START>(some, x + first * stride, stride, panels + panel * panel_size,
                                 panel_size, depth, out + first * out_stride + panel * PANEL,
                                 out_stride, ahead);
         });
@@ -180,68 +196,27 @@ inline void product_into(const float *x, int64_t stride, int rows, const float *
 
 constexpr int FEW_ROWS_OF_FLOAT = 24, FEW_ROWS_DEPTH = 64;
 
-// As float_tile, for few rows: goes on with the sums in `out` if it `continues`, with NEAR the panels
-// are asked for while they are read.
-template <int M, int P, bool NEAR>
-inline void few_rows_tile(const float *x, int64_t stride, const float *panel, int64_t panel_size,
-                          int64_t depth, float *out, bool continues) {
-    constexpr int N = 2 * P;
-    vec sums[M][N] = {};
-    if (continues)
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < N; n++) sums[m][n] = load(out + (m * N + n) * LANES);
-    const float *three_rows[(M + 2) / 3];
-    for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
-    for (int64_t k = 0; k < depth; k++, panel += PANEL) {
-        vec w[N];
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            const float *from = panel + (n / 2) * panel_size + (n % 2) * LANES;
-            if (NEAR) ask_ahead<LANES * 4, 3>(from + 512);
-            w[n] = load(from);
-        }
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            vec one = fill(three_rows[m / 3][m % 3 * stride]);
-#pragma GCC unroll 8
-            for (int n = 0; n < N; n++) sums[m][n] += one * w[n];
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < (M + 2) / 3; i++) three_rows[i]++;
-    }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) store(out + (m * N + n) * LANES, sums[m][n]);
-}
-
-template <int P, bool NEAR>
-inline void some_rows(int rows, const float *x, int64_t stride, const float *panel, int64_t panel_size,
-                      int64_t depth, float *out, bool continues) {
-    switch (rows) {
-#define RADIXSERVE_CASE(M)                                                                         \
-    case M:                                                                                        \
-        if constexpr (M * P <= ROWS)                                                               \
-            few_rows_tile<M, P, NEAR>(x, stride, panel, panel_size, depth, out, continues);        \
-        break;
-        RADIXSERVE_ROWS
-#undef RADIXSERVE_CASE
-    }
-}
-
 // P panels for all rows, out[rows][P * PANEL]; more than one block of rows takes turns with each part of
 // a panel, while that is in the first-level cache.
 template <int P>
 inline void few_rows_panels(const float *x, int64_t stride, int rows, const float *panel,
                             int64_t panel_size, int64_t depth, float *out) {
-    if (rows * P <= ROWS) return some_rows<P, true>(rows, x, stride, panel, panel_size, depth, out, false);
-    for (int64_t k = 0; k < depth; k += FEW_ROWS_DEPTH) {
-        const int64_t deep = least<int64_t>(depth - k, FEW_ROWS_DEPTH);
+    const int64_t width = P * PANEL, part = rows * P <= ROWS ? depth : FEW_ROWS_DEPTH;
+    for (int64_t k = 0; k < depth; k += part) {
+        const int64_t deep = least(depth - k, part);
         auto block = [&](int first, int some) {
-            const float *here = x + first * stride + k, *part = panel + k * PANEL;
-            float *to = out + first * P * PANEL;
-            if (first)
-                some_rows<P, false>(some, here, stride, part, panel_size, deep, to, k);
+            Near near;
+            Nothing nothing;
+            auto multiply = [&](auto start, auto &fetch) {
+                float_rows<P, start>(some, x + first * stride + k, stride, panel + k * PANEL, panel_size, deep,
+                                     out + first * width, width, fetch);
+            };
+            using First = std::integral_constant<Start, REPLACES>;
+            using Later = std::integral_constant<Start, GOES_ON>;
+            if (first)  // by then the part is at hand
+                k ? multiply(Later(), nothing) : multiply(First(), nothing);
             else
-                some_rows<P, true>(some, here, stride, part, panel_size, deep, to, k);
+                k ? multiply(Later(), near) : multiply(First(), near);
         };
         in_blocks(rows, block, ROWS / P);
     }
