@@ -1,13 +1,14 @@
 """What the host does in a step with many running requests: schedule, prepare, sample, commit.
 
     python benchmarks/engine_host.py [--running 32] [--prompt 544] [--shared 512] [--steps 200]
-        [--json]
+        [--decode-steps 8] [--json]
 
 The tiny model of bench_engine.py, float32, one thread; every step decodes one token of each
 request. Three times: with a forward pass that returns kept logits at once, which leaves the host's
 work alone; behind a real one, which drives the host's own data and code from the caches, where
 requests share `--shared` tokens; and where they share nothing, and it reads more keys and values
-than any cache holds. Milliseconds of a step, medians.
+than any cache holds. Milliseconds of a step, medians. What several steps share, `--decode-steps`
+of them at most, counts for each by its part; a forward pass that is not one takes them one by one.
 """
 
 from __future__ import annotations
@@ -51,9 +52,10 @@ def measure(
     folder: Path, args: argparse.Namespace, *, shared: int, computes: bool
 ) -> dict[str, float]:
     num_prefills = args.running + args.running * args.prompt // EngineConfig().chunk_size  # at most
-    num_new = num_prefills + WARM_UP + args.steps + 2
+    num_new = num_prefills + WARM_UP + args.steps + 2 * args.decode_steps + 2
     num_pages = args.running * (args.prompt + num_new + 1)
-    world = World(folder, num_pages=num_pages, max_running=args.running)
+    settings = {"max_running": args.running, "decode_steps": args.decode_steps if computes else 1}
+    world = World(folder, num_pages=num_pages, **settings)
     prefix = world.prompt(shared)
     for _ in range(args.running):
         world.add(args.prompt - shared, num_new, prefix)
@@ -78,15 +80,16 @@ def time_steps(engine: Engine, args: argparse.Namespace) -> dict[str, list[float
         engine.step()
         after = engine.stats()
         decoded, before = after["decoded_tokens"] - before["decoded_tokens"], after
-    for _ in range(WARM_UP):
-        engine.step()
+    first = before["steps"] + WARM_UP
     steps: dict[str, list[float]] = {part: [] for part in PARTS}
-    before = engine.stats()
-    for _ in range(args.steps):
+    while len(steps[PARTS[0]]) < args.steps:
         engine.step()
         after = engine.stats()
+        count = after["steps"] - before["steps"]  # several in one go
         for part in PARTS:
-            steps[part].append((after[f"{part}_s"] - before[f"{part}_s"]) * 1e3)
+            spent = (after[f"{part}_s"] - before[f"{part}_s"]) * 1e3 / count
+            if before["steps"] >= first:
+                steps[part] += [spent] * count
         before = after
     assert before["running"] == args.running
     return steps
@@ -98,6 +101,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=544, help="tokens of each (default: 544)")
     parser.add_argument("--shared", type=int, default=512, help="of them the same (default: 512)")
     parser.add_argument("--steps", type=int, default=200, help="that count (default: 200)")
+    parser.add_argument(
+        "--decode-steps",
+        type=int,
+        default=EngineConfig().decode_steps,
+        help="at once, at most (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     if not 0 <= args.shared < args.prompt:

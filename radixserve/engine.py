@@ -13,6 +13,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
 from radixserve.output import RequestOutput
+from radixserve.pace import Pace
 from radixserve.pipeline import Pipeline, Runner, is_overlapping, step_failed
 from radixserve.request import Request
 from radixserve.scheduler import Scheduler
@@ -34,6 +35,7 @@ class Engine:
             max_overtake=config.max_overtake,
         )
         self._seconds = dict.fromkeys(_PARTS, 0.0)
+        self._pace = Pace(config.decode_steps if getattr(runner, "can_repeat", False) else 1)
         self._pipeline: Pipeline | None = None
         if config.overlap and is_overlapping(runner):
             self._pipeline = Pipeline(self._scheduler, runner, self._seconds)
@@ -63,11 +65,14 @@ class Engine:
         return self._scheduler.has_work or not is_idle
 
     def step(self) -> list[RequestOutput]:
-        """One step. When it fails, its requests end with EngineDead and the others go on."""
+        """One step, or several that only decode.
+
+        When it fails, its requests end with EngineDead and the others go on.
+        """
         if self._pipeline is not None:
             return self._pipeline.step()
         start = time.perf_counter()
-        schedule = self._scheduler.schedule()
+        schedule = self._scheduler.schedule(self._pace.num_steps)
         self._seconds["schedule"] += time.perf_counter() - start
         if schedule is None:
             return []
@@ -77,6 +82,7 @@ class Engine:
             return self._scheduler.fail(schedule, step_failed(error))
         for part, seconds in output.seconds.items():
             self._seconds[part] += seconds
+        self._pace.note(schedule, output)
         start = time.perf_counter()
         news = self._scheduler.update(schedule, output)
         self._seconds["commit"] += time.perf_counter() - start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from radixserve.arrays import IntArray
@@ -27,8 +29,18 @@ class IntBuffer:
     def append(self, value: int) -> None:
         size = self._size
         if size == len(self._data):
-            grown = np.empty(size * 3 // 2, np.int32)
-            grown[:size] = self._data
-            self._data = grown
+            self._grow(size + 1)
         self._data[size] = value
         self._size = size + 1
+
+    def extend(self, values: Sequence[int]) -> None:
+        size, end = self._size, self._size + len(values)
+        if end > len(self._data):
+            self._grow(end)
+        self._data[size:end] = values
+        self._size = end
+
+    def _grow(self, least: int) -> None:
+        grown = np.empty(max(least, self._size * 3 // 2), np.int32)
+        grown[: self._size] = self._data[: self._size]
+        self._data = grown

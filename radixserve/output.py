@@ -62,7 +62,7 @@ class Beam(NamedTuple):
 
 
 class RequestOutput(NamedTuple):
-    """One step's news of one request: at most one token, and its end when it ended."""
+    """A schedule's news of one request: at most one token a step, and its end when it ended."""
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -21,7 +21,8 @@ from radixserve.scheduler import Scheduler
 class Runner(Protocol):
     """The computing wing, as the engine sees it: `ModelRunner`, or a fake in tests.
 
-    One with a true `can_overlap` is an `OverlapRunner`.
+    One with a true `can_overlap` is an `OverlapRunner`; one with a true `can_repeat` executes
+    schedules of several steps.
     """
 
     num_pages: int

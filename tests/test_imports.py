@@ -22,7 +22,7 @@ FLOORS = [
     ["radixserve.scheduler", "radixserve.models"],
     ["radixserve.replay"],
     ["radixserve.runner"],
-    ["radixserve.pipeline"],
+    ["radixserve.pipeline", "radixserve.pace"],
     ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
     ["radixserve.ticket", "radixserve.worker", "radixserve.samples", "radixserve.scores"],
     ["radixserve.beams", "radixserve.lease", "radixserve.branch"],

@@ -221,6 +221,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "decoder": (pointer, (flag, pointer, pointer, pointer, pointer, pointer)),
         "end_decoder": (None, (flag, pointer)),
         "run": (None, (flag, pointer, pointer, pointer, pointer, number)),
+        "decode_steps": (number, (flag, pointer, pointer, flag, number, pointer, number)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"radixserve_{name}")

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -360,6 +360,40 @@ class _Step(ctypes.Structure):
     )
 
 
+class _DecodeSteps(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_steps", "page_size", "num_end_ids")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("token_ids", "start", "first_page", "page_ids", "end_ids"),
+                *("rotations", "logits", "drawn"),
+            )
+        ),
+        ("plan_seconds", ctypes.c_double),
+        ("draw_seconds", ctypes.c_double),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """R rows of one token each, and their pages up to the last step's; arrays without gaps."""
+
+    token_ids: IndexArray  # [R]
+    start: IndexArray  # [R] its position
+    first_page: IndexArray  # [R] where the row's pages begin in page_ids
+    page_ids: NDArray[np.int32]
+
+
+class StepsDone(NamedTuple):
+    """What came of several decode steps; n of them count."""
+
+    drawn: IndexArray  # [n, R]
+    logits: Tensor  # [R, V] float32 of the last one computed, whether it counts or not
+    plan_seconds: float
+    draw_seconds: float
+
+
 class DecoderStack:
     """All layers of a Llama-like decoder in one call, from token ids to logits. One thread."""
 
@@ -375,6 +409,7 @@ class DecoderStack:
         self._is_bf16, self._vocab_size = _is_bf16(embedding.dtype), shape.vocab_size
         self._kept: tuple[Any, ...] = (layers, embedding, norm, head)  # C borrows their memory
         self._run = library.radixserve_run
+        self._decode_steps = library.radixserve_decode_steps
         self._set_threads = library.radixserve_set_threads
         record = _Shape(*(getattr(shape, field[0]) for field in _Shape._fields_))
         pointers = (_Layer * len(layers))(*map(_layer_record, layers))
@@ -407,6 +442,44 @@ class DecoderStack:
             *(kv.data_ptr(), kv.stride(0)),
         )
         return logits
+
+    def decode_steps(
+        self,
+        rows: StepRows,
+        num_steps: int,
+        end_ids: IndexArray,
+        rotations: Tensor,  # [n, D/2] complex64, of every position
+        merge_tokens: int | None,  # see Plan
+        kv: Tensor,  # [L, 2, num_pages, P, Hkv, D]
+    ) -> StepsDone:
+        """Up to `num_steps` steps of the same rows, each row's best token going into the next one.
+
+        Fewer count where a step draws one of `end_ids`, which is the last one then, or where the
+        best logit of some row is not finite: then those before that step, perhaps none.
+        """
+        num_rows = len(rows.start)
+        logits = torch.empty((num_rows, self._vocab_size), dtype=torch.float32, device="cpu")
+        drawn = np.empty((num_steps, num_rows), np.int64)
+        record = _DecodeSteps(
+            num_rows=num_rows,
+            num_steps=num_steps,
+            page_size=kv.shape[3],
+            num_end_ids=len(end_ids),
+            token_ids=rows.token_ids.ctypes.data,
+            start=rows.start.ctypes.data,
+            first_page=rows.first_page.ctypes.data,
+            page_ids=rows.page_ids.ctypes.data,
+            end_ids=end_ids.ctypes.data,
+            rotations=rotations.data_ptr(),
+            logits=logits.data_ptr(),
+            drawn=drawn.ctypes.data,
+        )
+        self._set_threads(torch.get_num_threads())
+        num_done = self._decode_steps(
+            *(self._is_bf16, self._pointer, ctypes.byref(record), merge_tokens is not None),
+            *(merge_tokens or 0, kv.data_ptr(), kv.stride(0)),
+        )
+        return StepsDone(drawn[:num_done], logits, record.plan_seconds, record.draw_seconds)
 
 
 def _layer_record(layer: StackLayer) -> _Layer:

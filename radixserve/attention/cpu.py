@@ -57,6 +57,11 @@ class CpuBackend:
         self._slot_mapping = batch.slot_mapping
 
     @property
+    def merge_tokens(self) -> int | None:
+        """As `Plan` takes it."""
+        return _merge_tokens(self._shares)
+
+    @property
     def planned(self) -> Plan:
         """The current plan, for kernels that do more than attention."""
         assert self._planned is not None, "used before plan"
@@ -78,7 +83,11 @@ def plan_step(
     host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
 ) -> Plan:
     """Jobs: one a shared node, each level of them a wave; then one a row, in the last wave."""
-    return Plan(_plan_rows(host), page_size, heads, MERGE_TOKENS if shares else None)
+    return Plan(_plan_rows(host), page_size, heads, _merge_tokens(shares))
+
+
+def _merge_tokens(shares: bool) -> int | None:
+    return MERGE_TOKENS if shares else None
 
 
 def _plan_rows(host: HostIndex) -> PlanRows:

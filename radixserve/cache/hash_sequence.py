@@ -16,7 +16,7 @@ from radixserve.cache.block_pool import BlockPool
 from radixserve.cache.interface import PageCopy
 from radixserve.cache.node import TOKEN_BYTES
 from radixserve.cache.paged_tokens import PagedTokens
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.tokens import TokenIds
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
@@ -97,15 +97,16 @@ class HashSequence(PagedTokens):
 
     # -- growing ------------------------------------------------------------------------------
 
-    def extend(self, tokens: TokenIds) -> None:
-        """Room for `tokens` behind the present end, evicting unused blocks when no page is free.
+    def extend(self, tokens: TokenIds, num_unknown: int = 0) -> None:
+        """Room for `tokens`, and for so many unknown ones behind them, at the present end, evicting
+        unused blocks when no page is free.
 
-        Raises OutOfPages, and changes nothing, when there is not enough. O(len(tokens)).
+        Raises OutOfPages, and changes nothing, when there is not enough. O(tokens).
         """
         self._check_open()
         if self._num_unknown:
             self._refuse_to_extend()
-        data = as_token_ids(tokens).tobytes()
+        data = self._data_behind(tokens, num_unknown)
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = self._pool.pages_for(length) - len(self._pages)
         if wanted > 0:
@@ -118,6 +119,7 @@ class HashSequence(PagedTokens):
             self._tokens += data
         except BufferError:
             self._tokens = self._tokens + data
+        self._num_unknown = num_unknown
 
     def commit(self, length: int) -> None:
         """The K/V of [0, length) is in the pages, and the copy has been made: publish whole blocks.

@@ -64,6 +64,17 @@ class PagePool:
             self._runs[first + 1] = end
         return first
 
+    def allocate_some_behind(self, page: int, count: int) -> array[int]:
+        """Take `count` pages, each as `allocate_behind` the one before; OutOfPages, and none is
+        taken, where not as many are free. O(count)."""
+        if count > self.num_free:
+            return self.allocate(count)
+        taken = array("i")
+        for _ in range(count):
+            page = self.allocate_behind(page)
+            taken.append(page)
+        return taken
+
     def leave(self, page: int) -> None:
         """Nobody will ask for a page behind `page` any more: what is kept for that is not. O(1)."""
         if page + 1 in self._runs:

@@ -19,7 +19,7 @@ from radixserve.cache.tokens import TokenIds, as_token_ids
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
-_UNKNOWN: IntArray = np.full(16, -1, np.int32)
+_UNKNOWN = np.array([-1], np.int32).tobytes()
 _NO_TABLE: IntArray = np.empty(0, np.int32)
 
 
@@ -83,7 +83,7 @@ class PagedTokens(ABC):
     # -- tokens that are not known yet --------------------------------------------------------
 
     @abstractmethod
-    def extend(self, tokens: TokenIds) -> None: ...
+    def extend(self, tokens: TokenIds, num_unknown: int = 0) -> None: ...
 
     def reserve(self, num_tokens: int) -> None:
         """Room for tokens that are not known yet, as `extend` does for known ones.
@@ -92,10 +92,9 @@ class PagedTokens(ABC):
         """
         if type(num_tokens) is not int or num_tokens < 1:
             num_tokens = check_int("num_tokens", num_tokens, 1)
-        unknown = _UNKNOWN[:num_tokens] if num_tokens <= 16 else np.full(num_tokens, -1, np.int32)
         before, self._num_unknown = self._num_unknown, 0
         try:
-            self.extend(unknown)
+            self.extend(_NO_TABLE, num_tokens)
         except BaseException:
             self._num_unknown = before
             raise
@@ -113,6 +112,13 @@ class PagedTokens(ABC):
         start = len(self._tokens) - self._num_unknown * TOKEN_BYTES
         self._tokens[start : start + len(data)] = data
         self._num_unknown = left
+
+    def _data_behind(self, tokens: TokenIds, num_unknown: int) -> bytes:
+        """What `extend` appends, as int32 bytes. Raises InvalidRequest."""
+        data = as_token_ids(tokens).tobytes()
+        if num_unknown:
+            data += _UNKNOWN * check_int("num_unknown", num_unknown, 0)
+        return data
 
     def _refuse_to_extend(self) -> None:
         raise InvalidRequest(

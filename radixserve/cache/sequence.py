@@ -20,9 +20,11 @@ from radixserve.cache.paged_tokens import PagedTokens
 from radixserve.cache.radix_tree import common_tokens
 from radixserve.cache.retention import RadixHolder
 from radixserve.cache.store import OpenSequence, PageStore
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.tokens import TokenIds
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
+
+FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
 
 
 class CachedSequence(OpenSequence, PagedTokens):
@@ -68,7 +70,7 @@ class CachedSequence(OpenSequence, PagedTokens):
         self._priority = priority
         self._is_author = False  # has it published what was not there?
         self._is_open = True
-        self._has_run = False  # has it taken pages one by one?
+        self._has_run = False  # has it taken pages a few at a time?
         self.copies: list[PageCopy] = []  # (source page, destination page, tokens of its head)
         if copy is not None:
             self._pages.append(copy[1])
@@ -104,20 +106,21 @@ class CachedSequence(OpenSequence, PagedTokens):
 
     # -- growing ------------------------------------------------------------------------------
 
-    def extend(self, tokens: TokenIds) -> None:
-        """Room for `tokens` behind the present end, evicting unused pages when none is free.
+    def extend(self, tokens: TokenIds, num_unknown: int = 0) -> None:
+        """Room for `tokens`, and for so many unknown ones behind them, at the present end, evicting
+        unused pages when none is free.
 
-        Raises OutOfPages, and changes nothing, when there is not enough. O(len(tokens)).
+        Raises OutOfPages, and changes nothing, when there is not enough. O(tokens).
         """
         if self._num_unknown or not self._is_open:
             self._check_open()
             self._refuse_to_extend()
-        data, pages = as_token_ids(tokens).tobytes(), self._pages
+        data, pages = self._data_behind(tokens, num_unknown), self._pages
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = -(-length // self._store.page_size) - len(pages)
         if wanted > 0:
-            if wanted == 1 and pages:
-                more = self._store.allocate_behind(pages[-1])
+            if wanted <= FEW_PAGES and pages:
+                more = self._store.allocate_behind(pages[-1], wanted)
                 self._has_run = True
             else:
                 more = self._store.allocate(wanted)
@@ -129,6 +132,7 @@ class CachedSequence(OpenSequence, PagedTokens):
             self._tokens += data
         except BufferError:
             self._tokens = self._tokens + data
+        self._num_unknown = num_unknown
 
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.

@@ -76,12 +76,14 @@ class PageStore:
             tree.evict(missing)
         return pool.allocate(count)
 
-    def allocate_behind(self, page: int) -> array[int]:
-        """One page for whoever holds `page` and grows slowly, close to it if it can be; OutOfPages,
-        nothing dropped, if there is none."""
+    def allocate_behind(self, page: int, count: int) -> array[int]:
+        """`count` pages for whoever holds `page` and grows slowly, close to it if they can be;
+        OutOfPages, nothing dropped, if there are too few."""
         pool = self.pool
-        if not pool.num_free:
-            return self.allocate(1)
+        if count > pool.num_free:
+            return self.allocate(count)
+        if count > 1:
+            return pool.allocate_some_behind(page, count)
         return array("i", (pool.allocate_behind(page),))
 
     def _spare(self, count: int, *, may_narrow: bool) -> int:

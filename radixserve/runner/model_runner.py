@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.choice import make_backend
+from radixserve.attention.cpu import CpuBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
+from radixserve.models.cpu_decoder import CpuDecoder
 from radixserve.models.parallel import Ranks
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
+from radixserve.runner.decode_steps import decode_steps
 from radixserve.runner.device import check_dtype, choose_device, describe_device
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.device_start import start_on_device
@@ -134,6 +137,12 @@ class ModelRunner:
         """Whether a step can be launched before the one before it is collected."""
         return self._steps is not None
 
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a schedule may ask for several decode steps."""
+        is_compiled = isinstance(self._model, CpuDecoder) and isinstance(self._backend, CpuBackend)
+        return is_compiled and self._steps is None
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -174,6 +183,10 @@ class ModelRunner:
         rows = schedule.rows
         if not rows:
             return StepOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
+        if schedule.num_steps > 1:
+            assert isinstance(self._model, CpuDecoder), "one step at a time"
+            assert isinstance(self._backend, CpuBackend)
+            return decode_steps(schedule, self._model, self._backend, self._pool.page_size)
         batch = build_forward_batch(rows, self._pool.page_size, self._device)
         self._backend.plan(batch)
         prepared = time.perf_counter()

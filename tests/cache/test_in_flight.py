@@ -57,6 +57,26 @@ class TestUnknownTokens:
         assert cache.lookup([1, -1, -1]).cached_len == 1
         cache.check()
 
+    def test_known_and_unknown_ones_at_once(self, make: Any) -> None:
+        cache = make(8, 2)
+        seq = cache.acquire([1])
+        seq.extend([1, 2], 3)
+        assert (seq.length, seq.num_unknown, len(seq.pages)) == (5, 3, 3)
+        assert seq.tokens.tolist() == [1, 2, -1, -1, -1]
+        with pytest.raises(InvalidRequest, match="unknown: settle them"):
+            seq.extend([5], 1)
+        seq.settle([7, 8, 9])
+        seq.commit(5)
+        with pytest.raises(InvalidRequest, match="num_unknown must be >= 0, got -1"):
+            seq.extend([5], -1)
+        with pytest.raises(OutOfPages):
+            seq.extend([5], 11)
+        assert (seq.length, seq.num_unknown) == (5, 0)
+        seq.extend([5], 10)
+        cache.check()
+        seq.release()
+        cache.check()
+
     def test_no_room_changes_nothing(self, make: Any) -> None:
         cache = make(3, 1)
         seq = cache.acquire([1])

@@ -59,6 +59,16 @@ def test_too_many_are_refused_and_nothing_changes() -> None:
     assert grow(pool, 1, ours[-1]) == [2]
 
 
+def test_several_at_once_are_those_one_by_one() -> None:
+    one, many = PagePool(100), PagePool(100)
+    assert many.allocate_some_behind(-1, 20).tolist() == grow(one, 20)
+    assert many.allocate_some_behind(19, 3).tolist() == grow(one, 3, 19)
+    before = many.free_ids()
+    with pytest.raises(OutOfPages, match="78 pages wanted, 77 free of 100"):
+        many.allocate_some_behind(22, 78)
+    assert many.free_ids() == before == one.free_ids()
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_runs_of_pages_that_came_back(turned: bool) -> None:
     pool = PagePool(3 * RUN_PAGES)
@@ -107,6 +117,8 @@ def test_every_page_is_free_or_taken(steps: list[tuple[int, int]]) -> None:
             mine += pool.allocate(3 * who)
         elif kind == 2 and pool.num_free:
             mine.append(pool.allocate_behind(mine[-1] if mine else -1))
+        elif kind == 3 and who % 2 and pool.num_free >= who:
+            mine += pool.allocate_some_behind(mine[-1] if mine else -1, who)
         elif kind == 3:
             mine += grow(pool, min(5, pool.num_free), mine[-1] if mine else -1)
         free = pool.free_ids()

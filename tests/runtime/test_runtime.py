@@ -90,6 +90,24 @@ class TestCalls:
         assert [t for chunk in chunks for t in chunk.token_ids] == whole.token_ids
         assert whole.text == rt.generate("hello", greedy_params(max_tokens=20)).text
 
+    @pytest.mark.parametrize("decode_steps", [3, 8])
+    def test_the_same_chunks_however_many_steps_at_once(
+        self, folder: Path, decode_steps: int
+    ) -> None:
+        told = []
+        for most in (1, decode_steps):
+            with Runtime(str(folder), num_pages=500, decode_steps=most) as rt:
+                for stop in (None, "e"):
+                    params = greedy_params(max_tokens=30, stop=stop)
+                    whole = rt.generate("hello", params)
+                    chunks = list(rt.stream("hello", params))
+                    last = chunks[-1].completion
+                    assert last is not None
+                    assert (last.text, last.token_ids) == (whole.text, whole.token_ids)
+                    told.append([(chunk.text, chunk.token_ids) for chunk in chunks])
+                rt.check()
+        assert told[:2] == told[2:]
+
     def test_leaving_a_stream_aborts_it(self, rt: Runtime) -> None:
         before = rt.cache_stats()["aborted"]
         with held(rt):
@@ -478,11 +496,17 @@ class TestBadInput:
             first.result(timeout=10)
 
 
+def num_open(rt: Runtime) -> int:
+    stats = rt.cache_stats()
+    return int(stats["waiting"] + stats["running"])
+
+
 class TestNothingHangs:
+    @pytest.mark.parametrize("decode_steps", [1, 8])
     def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, decode_steps: int
     ) -> None:
-        with Runtime(str(folder), num_pages=500) as rt:
+        with Runtime(str(folder), num_pages=500, decode_steps=decode_steps) as rt:
             expected = rt.generate("hello", GREEDY).token_ids
             rt.flush_cache()
             execute = ModelRunner.execute
@@ -490,7 +514,7 @@ class TestNothingHangs:
 
             def failing(self: ModelRunner, schedule: Any) -> Any:
                 calls[0] += 1
-                if calls[0] == 3:
+                if calls[0] == 2:  # the first, or with several in one go the last, that decodes
                     raise RuntimeError("the device is on fire")
                 return execute(self, schedule)
 
@@ -580,7 +604,7 @@ class TestNothingHangs:
                 raise ValueError("a bug in the scheduler")
 
             with held(rt):
-                wait_until(lambda: rt.cache_stats()["running"] == 4)
+                wait_until(lambda: num_open(rt) == 4)
                 monkeypatch.setattr(rt._worker._engine._scheduler, "update", broken)
             for call in calls:
                 with pytest.raises(EngineDead, match="a bug"):
@@ -598,7 +622,7 @@ class TestNothingHangs:
                 for i in range(5)
             ]
             streaming = pool.submit(lambda: list(rt.stream("s", greedy_params(max_tokens=400))))
-            wait_until(lambda: rt.cache_stats()["waiting"] == 4)
+            wait_until(lambda: num_open(rt) == 6)
             rt.close()
             for call in [*calls, streaming]:
                 with pytest.raises(EngineDead, match="closed"):

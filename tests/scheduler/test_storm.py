@@ -30,11 +30,14 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
         kind=kind,
         eviction=rng.choice(EVICTION_POLICIES),
     )
+    driver.runner.gives_up = lambda: rng.random() < 0.05
+    share_plain = rng.choice([0.5, 1.0])
     names: list[str] = []
     for _ in range(steps):
+        driver.most_steps = rng.choice([1, 2, 3, 8])
         if rng.random() < 0.4 and len(names) - len(driver.finished) < 20:
             names.append(f"r{len(names)}")
-            add_random(driver, rng, names[-1])
+            add_random(driver, rng, names[-1], share_plain)
         if names and rng.random() < 0.05:
             driver.abort(rng.choice(names[-20:]))
         if rng.random() < 0.03:
@@ -55,11 +58,12 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
         assert driver.output(name) == driver.expected(name, usage.completion_tokens)
     driver.drain()
     return Counter(driver.scheduler.stats()) + Counter(
-        evicted=driver.cache.stats()["evicted_tokens"]
+        evicted=driver.cache.stats()["evicted_tokens"],
+        several=sum(schedule.num_steps > 1 for schedule in driver.schedules),
     )
 
 
-def add_random(driver: Driver, rng: random.Random, name: str) -> None:
+def add_random(driver: Driver, rng: random.Random, name: str, share_plain: float) -> None:
     capacity = driver.num_pages * driver.page_size
     known = list(driver.runner.tokens.values())
     driver.add(
@@ -70,6 +74,7 @@ def add_random(driver: Driver, rng: random.Random, name: str) -> None:
         namespace=rng.choice(["", "", "b"]),  # type: ignore[arg-type]
         ignore_eos=rng.random() < 0.5,
         holder=rng.choice(["", "", *HOLDERS]),
+        temperature=0.0 if rng.random() < share_plain else 1.0,
     )
 
 
@@ -89,7 +94,8 @@ def test_five_thousand_steps(block: int, kind: str) -> None:
     for seed in range(block * 10, block * 10 + 10):
         seen += storm(seed, 120, kind)
     assert seen["steps"] >= 1_000
-    for event in ("aborted", "preemptions", "evicted", "recomputed_tokens", "reused_tokens"):
+    events = ("aborted", "preemptions", "evicted", "recomputed_tokens", "reused_tokens", "several")
+    for event in events:
         assert seen[event] > 0, f"the storm had no {event}"
 
 

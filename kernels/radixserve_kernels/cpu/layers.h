@@ -185,11 +185,17 @@ template <class T> class Decoder {
         this->head = of(head, nullptr, shape.vocab, shape.hidden);
     }
 
+    int64_t vocab_size() const { return shape.vocab; }
+    Heads heads() const {
+        return {shape.num_heads, shape.num_kv_heads, shape.head_dim,
+                1.0f / __builtin_sqrtf(float(shape.head_dim))};
+    }
+
     // kv: [layers][2][slots][kv_heads][head_dim], `layer_size` elements a layer, half of it K.
     void run(const Step &step, const Plan &plan, T *kv, int64_t layer_size) {
         const int64_t tokens = step.num_tokens, dim = shape.head_dim;
         const int64_t q = shape.num_heads * dim, qkv = q + 2 * shape.num_kv_heads * dim;
-        const Heads heads{shape.num_heads, shape.num_kv_heads, dim, 1.0f / __builtin_sqrtf(float(dim))};
+        const Heads heads = this->heads();
         wide = row_size<T>(shape.hidden), q_wide = row_size<T>(q), qkv_wide = row_size<T>(qkv);
         inner_wide = row_size<T>(shape.intermediate);
         x = rows(hidden_room, tokens, wide), normed = rows(normed_room, tokens, wide);

@@ -2,8 +2,7 @@
 // process.
 #include <cstdio>
 
-#include "cascade.h"
-#include "layers.h"
+#include "steps.h"
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
@@ -114,38 +113,8 @@ void radixserve_attend(int is_bf16, void *attender, void *plan, const void *q, i
         attend(0.0f);
 }
 
-// The first largest value of each row of x [rows][columns], or its first NaN: ids [rows]. Returns how
-// many of these values are not finite.
 int64_t radixserve_best(const float *x, int64_t rows, int64_t columns, int64_t *ids) {
-    int64_t broken = 0;
-    for (int64_t row = 0; row < rows; row++, x += columns) {
-        constexpr int FOUR_VECTORS = 4 * LANES;
-        vec most[4], odd[4] = {};  // odd: NaN as soon as there is a value that is not finite
-        for (vec &one : most) one = fill(x[0]);
-        int64_t i = 0;
-        for (; i + FOUR_VECTORS <= columns; i += FOUR_VECTORS)
-            for (int j = 0; j < 4; j++) {
-                const vec some = load(x + i + j * LANES);
-                most[j] = larger(most[j], some), odd[j] += some - some;
-            }
-        float top = max_of(larger(larger(most[0], most[1]), larger(most[2], most[3])));
-        float rest = sum_of(odd[0] + odd[1] + odd[2] + odd[3]);
-        for (; i < columns; i++) top = x[i] > top ? x[i] : top, rest += x[i] - x[i];
-        int64_t at = 0;
-        if (rest != rest) {
-            for (at = 0; at < columns && x[at] == x[at];) at++;
-            if (at == columns) {
-                at = 0;
-                for (i = 1; i < columns; i++) at = x[i] > x[at] ? i : at;
-            }
-        } else {
-            while (at + LANES <= columns && !any_equal(load(x + at), top)) at += LANES;
-            while (x[at] != top) at++;
-        }
-        ids[row] = at;
-        broken += x[at] - x[at] != 0;
-    }
-    return broken;
+    return best_of_rows(x, rows, columns, ids);
 }
 
 void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const LayerPointers *layers,
@@ -171,5 +140,12 @@ void radixserve_run(int is_bf16, void *decoder, const Step *step, void *plan, vo
         ((Decoder<bf16> *)decoder)->run(*step, jobs, (bf16 *)kv, layer_size);
     else
         ((Decoder<float> *)decoder)->run(*step, jobs, (float *)kv, layer_size);
+}
+
+int64_t radixserve_decode_steps(int is_bf16, void *decoder, DecodeSteps *wanted, int shares,
+                                int64_t merge_tokens, void *kv, int64_t layer_size) {
+    if (is_bf16)
+        return decode_steps(*wanted, *(Decoder<bf16> *)decoder, shares, merge_tokens, (bf16 *)kv, layer_size);
+    return decode_steps(*wanted, *(Decoder<float> *)decoder, shares, merge_tokens, (float *)kv, layer_size);
 }
 }
