@@ -14,7 +14,14 @@ from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
 from radixserve.output import RequestOutput
 from radixserve.pace import Pace
-from radixserve.pipeline import Pipeline, Runner, is_overlapping, step_failed
+from radixserve.pipeline import (
+    Hurry,
+    Pipeline,
+    Runner,
+    is_overlapping,
+    is_repeating,
+    step_failed,
+)
 from radixserve.request import Request
 from radixserve.scheduler import Scheduler
 
@@ -35,7 +42,10 @@ class Engine:
             max_overtake=config.max_overtake,
         )
         self._seconds = dict.fromkeys(_PARTS, 0.0)
-        self._pace = Pace(config.decode_steps if getattr(runner, "can_repeat", False) else 1)
+        self._hurry: Hurry | None = None
+        self._pace = Pace(1)
+        if is_repeating(runner):
+            self._hurry, self._pace = runner.hurry, Pace(config.decode_steps)
         self._pipeline: Pipeline | None = None
         if config.overlap and is_overlapping(runner):
             self._pipeline = Pipeline(self._scheduler, runner, self._seconds)
@@ -63,6 +73,17 @@ class Engine:
         """Requests are left, or a step is in flight."""
         is_idle = self._pipeline is None or self._pipeline.is_idle
         return self._scheduler.has_work or not is_idle
+
+    def hurry(self) -> None:
+        """Somebody waits for `step` to return: of several steps in one go the present one is the
+        last, until `take_time`. From any thread."""
+        if self._hurry is not None:
+            self._hurry.set()
+
+    def take_time(self) -> None:
+        """Nobody waits, but for those that called `hurry` after this began."""
+        if self._hurry is not None:
+            self._hurry.clear()
 
     def step(self) -> list[RequestOutput]:
         """One step, or several that only decode.

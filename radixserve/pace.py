@@ -1,10 +1,10 @@
-"""`Pace`: how many decode steps the engine computes before it looks at its queue again."""
+"""`Pace`: how many decode steps the engine asks for in one go."""
 
 from __future__ import annotations
 
 from radixserve.schedule import Schedule, StepOutput
 
-LONGEST_S = 0.030  # of steps in one go: what a new request or an abort may have to wait for them
+LONGEST_S = 0.050  # of steps in one go: their tokens are told together
 
 
 class Pace:

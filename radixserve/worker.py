@@ -50,7 +50,7 @@ class EngineThread:
         """
         with self._lock:
             if self._death is None:
-                self._inbox.put(lambda: self._add(tickets))
+                self._put(lambda: self._add(tickets))
                 return
             death = self._death
         for ticket in tickets:
@@ -64,7 +64,7 @@ class EngineThread:
         """End the requests of a caller that waits for nothing: returns at once, never raises."""
         with self._lock:
             if self._death is None:
-                self._inbox.put(lambda: self._forget(tickets))
+                self._put(lambda: self._forget(tickets))
 
     def post(self, function: Callable[[Engine], object]) -> None:
         """Run `function` in the engine's thread some time soon, or never once that has ended.
@@ -81,7 +81,7 @@ class EngineThread:
 
         with self._lock:
             if self._death is None:
-                self._inbox.put(run)
+                self._put(run)
 
     def check_alive(self) -> None:
         """Raise EngineDead when the thread has ended."""
@@ -104,15 +104,19 @@ class EngineThread:
         with self._lock:
             if self._death is not None:
                 raise _fresh(self._death)
-            self._inbox.put(answer)
+            self._put(answer)
         return future.result()
 
     def close(self) -> None:
         """End everything that is open with EngineDead and stop the thread. Can be called again."""
         self._is_closing = True
-        self._inbox.put(None)
+        self._put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _put(self, message: Callable[[], None] | None) -> None:
+        self._inbox.put(message)
+        self._engine.hurry()
 
     # -- in the engine's thread ---------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class EngineThread:
 
     def _read_inbox(self) -> bool:
         """Answer what waits, block while there is no work; False when it is time to stop."""
+        self._engine.take_time()  # before the inbox is read: what comes later is not missed
         while not self._is_closing:
             is_idle = not self._engine.has_work()
             if is_idle and self._recorder is not None:

@@ -367,12 +367,32 @@ class _DecodeSteps(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("token_ids", "start", "first_page", "page_ids", "end_ids"),
-                *("rotations", "logits", "drawn"),
+                *("rotations", "logits", "hurry", "drawn"),
             )
         ),
         ("plan_seconds", ctypes.c_double),
         ("draw_seconds", ctypes.c_double),
     )
+
+
+class Hurry:
+    """Ends several decode steps behind the present one, from any thread and at any time."""
+
+    __slots__ = ("_flag",)
+
+    def __init__(self) -> None:
+        self._flag = ctypes.c_int32()
+
+    def set(self) -> None:
+        """Until `clear`, only one step at a time."""
+        self._flag.value = 1
+
+    def clear(self) -> None:
+        self._flag.value = 0
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._flag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,14 +468,16 @@ class DecoderStack:
         rows: StepRows,
         num_steps: int,
         end_ids: IndexArray,
+        hurry: Hurry,
         rotations: Tensor,  # [n, D/2] complex64, of every position
         merge_tokens: int | None,  # see Plan
         kv: Tensor,  # [L, 2, num_pages, P, Hkv, D]
     ) -> StepsDone:
         """Up to `num_steps` steps of the same rows, each row's best token going into the next one.
 
-        Fewer count where a step draws one of `end_ids`, which is the last one then, or where the
-        best logit of some row is not finite: then those before that step, perhaps none.
+        Fewer count where a step draws one of `end_ids` or there is a `hurry` behind it: that is the
+        last one then. Or where the best logit of some row is not finite: then those before that
+        step, perhaps none.
         """
         num_rows = len(rows.start)
         logits = torch.empty((num_rows, self._vocab_size), dtype=torch.float32, device="cpu")
@@ -472,6 +494,7 @@ class DecoderStack:
             end_ids=end_ids.ctypes.data,
             rotations=rotations.data_ptr(),
             logits=logits.data_ptr(),
+            hurry=hurry.address,
             drawn=drawn.ctypes.data,
         )
         self._set_threads(torch.get_num_threads())

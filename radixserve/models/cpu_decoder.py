@@ -16,6 +16,7 @@ from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBia
 from radixserve.models.source import ModelSource
 from radixserve_kernels.cpu_ops import (
     DecoderStack,
+    Hurry,
     PackedWeight,
     StackLayer,
     StepRows,
@@ -48,11 +49,16 @@ class CpuDecoder:
         )
 
     def decode_steps(
-        self, rows: StepRows, num_steps: int, end_ids: IndexArray, backend: CpuBackend
+        self,
+        rows: StepRows,
+        num_steps: int,
+        end_ids: IndexArray,
+        hurry: Hurry,
+        backend: CpuBackend,
     ) -> StepsDone:
         """Several steps of the same rows, see `DecoderStack.decode_steps`."""
         rotations = self._rotary.up_to(int(rows.start.max()) + num_steps)
-        given = rows, num_steps, end_ids, rotations, backend.merge_tokens, backend.kv
+        given = rows, num_steps, end_ids, hurry, rotations, backend.merge_tokens, backend.kv
         return self._stack.decode_steps(*given)
 
 

@@ -13,23 +13,23 @@ from radixserve.models.cpu_decoder import CpuDecoder
 from radixserve.runner.forward_batch import check_pages, indptr
 from radixserve.runner.sampler import sample
 from radixserve.schedule import RowOutput, Schedule, StepOutput
-from radixserve_kernels.cpu_ops import StepRows
+from radixserve_kernels.cpu_ops import Hurry, StepRows
 
 
 def decode_steps(
-    schedule: Schedule, decoder: CpuDecoder, backend: CpuBackend, page_size: int
+    schedule: Schedule, decoder: CpuDecoder, backend: CpuBackend, page_size: int, hurry: Hurry
 ) -> StepOutput:
     """Answer a schedule of several steps; its copies have been made.
 
-    Steps behind one that draws an end id are left out, and so are one whose best logits are not all
-    finite and those behind it: as the first of a schedule it is answered row by row. Raises
-    ValueError, and nothing was written, on a row whose pages do not fit it.
+    Steps behind one that draws an end id or ends in a hurry are left out, and so are one whose best
+    logits are not all finite and those behind it: as the first of a schedule it is answered row by
+    row. Raises ValueError, and nothing was written, on a row whose pages do not fit it.
     """
     began = time.perf_counter()
     rows = _read_rows(schedule, page_size)
     end_ids = np.array(sorted(schedule.end_ids), np.int64)
     prepared = time.perf_counter()
-    done = decoder.decode_steps(rows, schedule.num_steps, end_ids, backend)
+    done = decoder.decode_steps(rows, schedule.num_steps, end_ids, hurry, backend)
     computed = time.perf_counter()
     outputs = _outputs(done.drawn.T.tolist())
     if not outputs:

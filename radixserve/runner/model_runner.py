@@ -33,6 +33,7 @@ from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
 from radixserve.schedule import RowOutput, Schedule, StepOutput
+from radixserve_kernels.cpu_ops import Hurry
 
 logger = logging.getLogger("radixserve")
 
@@ -99,6 +100,7 @@ class ModelRunner:
             raise InvalidRequest(f"max_seq_len must be at most the model's {longest} positions")
         self.kv_bytes_per_token = self.info.kv_bytes_per_token
         self._draws = ranks is None or ranks.rank == 0
+        self.hurry = Hurry()  # ends a schedule of several steps early
         self._steps: DeviceSteps | None = None
         if on_device or device.type != "cpu":
             started = start_on_device(self._model, backend, config, DeviceQueue(device), ranks)
@@ -186,7 +188,9 @@ class ModelRunner:
         if schedule.num_steps > 1:
             assert isinstance(self._model, CpuDecoder), "one step at a time"
             assert isinstance(self._backend, CpuBackend)
-            return decode_steps(schedule, self._model, self._backend, self._pool.page_size)
+            return decode_steps(
+                schedule, self._model, self._backend, self._pool.page_size, self.hurry
+            )
         batch = build_forward_batch(rows, self._pool.page_size, self._device)
         self._backend.plan(batch)
         prepared = time.perf_counter()

@@ -151,6 +151,15 @@ def test_none_counts_that_has_a_broken_row(folder: Path, tmp_path: Path) -> None
         assert broken or told.token_id == ids[at + 1]
 
 
+def test_a_hurry_ends_them_behind_the_present_step(folder: Path) -> None:
+    driver = prefilled(folder)
+    for set_or_clear, expected in (("set", 1), ("clear", 5)):
+        getattr(driver.runner.hurry, set_or_clear)()
+        output = driver.runner.execute(schedule_of(driver, driver.sequences, 5))
+        assert [1 + len(o.further) for o in output.outputs if o is not None] == [expected] * 4
+        take(driver.sequences, output)
+
+
 def test_pages_that_do_not_fit_are_refused(folder: Path) -> None:
     driver = prefilled(folder)
     schedule = schedule_of(driver, driver.sequences, 4)

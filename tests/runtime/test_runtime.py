@@ -108,6 +108,29 @@ class TestCalls:
                 rt.check()
         assert told[:2] == told[2:]
 
+    def test_a_call_ends_several_steps_behind_the_present_one(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Runtime(str(folder), num_pages=500, decode_steps=8) as rt:
+            expected = rt.generate("hello", greedy_params(max_tokens=60))
+            execute, told = ModelRunner.execute, []
+
+            def called(self: ModelRunner, schedule: Any) -> Any:
+                if schedule.num_steps > 1 and len(told) % 2:
+                    rt._worker.post(lambda _: None)
+                output = execute(self, schedule)
+                told.append((schedule.num_steps, 1 + len(output.outputs[0].further)))
+                return output
+
+            monkeypatch.setattr(ModelRunner, "execute", called)
+            assert rt.generate("hello", greedy_params(max_tokens=60)).token_ids == (
+                expected.token_ids
+            )
+            assert {answered for wanted, answered in told[1::2] if wanted > 1} == {1}
+            assert all(wanted == answered for wanted, answered in told[2::2])
+            assert max(told) > (1, 1)
+            rt.check()
+
     def test_leaving_a_stream_aborts_it(self, rt: Runtime) -> None:
         before = rt.cache_stats()["aborted"]
         with held(rt):

@@ -51,12 +51,13 @@ struct DecodeSteps {
     const int64_t *end_ids;  // no step follows one that draws any of these
     const float *rotations;  // of every position
     float *logits;           // [R][vocab] of the last step
+    const int32_t *hurry;    // not zero, whenever that is: no further step
     int64_t *drawn;          // [num_steps][R] what comes out
     double plan_seconds, draw_seconds;
 };
 
-// Returns how many steps count: all; those up to one that drew an end id; or those before one in which
-// the best logit of some row is not finite.
+// Returns how many steps count: all; those up to one that drew an end id, or behind which there was a
+// hurry; or those before one in which the best logit of some row is not finite.
 template <class T>
 int64_t decode_steps(DecodeSteps &wanted, Decoder<T> &decoder, bool shares, int64_t merge_tokens, T *kv,
                      int64_t layer_size) {
@@ -94,6 +95,7 @@ int64_t decode_steps(DecodeSteps &wanted, Decoder<T> &decoder, bool shares, int6
         wanted.plan_seconds += seconds(planned - began);
         wanted.draw_seconds += seconds(Clock::now() - computed);
         if (num_broken) return done;
+        ends |= __atomic_load_n(wanted.hurry, __ATOMIC_RELAXED) != 0;
         if (++done == wanted.num_steps || ends) return done;
     }
 }
