@@ -45,11 +45,11 @@ template <class T> inline int64_t row_size(int64_t columns) {
 }
 
 // Rows of x that are multiplied with a panel while it is in the cache, and themselves stay there: of
-// `rows` a part of equal size, since the weight is read again for each part.
-inline int block_rows(int64_t rows, int64_t row_bytes) {
+// `rows` a part of equal size, since the weight is read again for each part, and a multiple of `unit`.
+inline int block_rows(int64_t rows, int64_t row_bytes, int unit) {
     const int64_t fitting = least<int64_t>(1536, (BLOCK_BYTES + row_bytes - 1) / row_bytes);
     const int64_t parts = (rows + fitting - 1) / fitting;
-    return int(round_up((rows + parts - 1) / parts, 96));
+    return int(round_up((rows + parts - 1) / parts, unit));
 }
 
 // epilogue(row, first column, low, high); columns may lie behind the last one of the weight. `place` is
@@ -59,7 +59,8 @@ void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, cons
               Epilogue &&epilogue) {
     if (!rows) return;  // of a step behind which nothing is drawn
     const int64_t depth = padded_depth<T>(w.depth), count = w.num_panels();
-    const int most = block_rows(rows, depth * sizeof(T));
+    const int64_t deep = depth / depth_parts<T>(depth);
+    const int most = block_rows(rows, deep * sizeof(T), sizeof(T) == 4 ? ROWS : 96);
     const int crew = crew_for(2.0 * rows * count * PANEL * depth + 2.0 * count * PANEL * depth);
 #pragma omp parallel num_threads(crew) if (crew > 1)
     {

@@ -53,14 +53,14 @@ struct Place {
 };
 
 // Lines of memory that are asked for one by one during a product, to be there when their turn comes:
-// `lines` of what lies at `next` with each call, and one of `rows` that will be written. Asked for in a
-// burst they would hold up the loads of the product.
+// `lines` of what lies at `next` with each call, and `rows_at_once` of `rows` that will be written. Asked
+// for in a burst they would hold up the loads of the product.
 struct Ahead {
     const char *next = nullptr;
     int lines = 0;
     char *row = nullptr;
     int64_t row_stride = 0, row_bytes = 0;
-    int rows = 0;
+    int rows = 0, rows_at_once = 1;
 
     // What `count` rows from `first` on will write of a panel.
     void writes(const Place &place, int64_t first, int count, int panel) {
@@ -69,9 +69,8 @@ struct Ahead {
     }
     void fetch() {
         for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
-        if (rows <= 0) return;
-        for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 1);
-        row += row_stride, rows--;
+        for (int m = 0; m < rows_at_once && rows > 0; m++, row += row_stride, rows--)
+            for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 1);
     }
 };
 
@@ -98,7 +97,9 @@ template <int BYTES, int LEVEL> inline void ask_ahead(const void *from) {
 
 // -- float --------------------------------------------------------------------------------------
 
-constexpr int FETCH_DEPTH = 16;  // of one panel, or less of several, between two calls of fetch
+constexpr int STEPS = 6;  // of k, without a branch
+constexpr int FETCH_DEPTH = 36;  // between two calls of fetch, each of which interrupts the arithmetic
+constexpr int FETCH_ROWS = 2;  // with each: early enough where a row of x is short
 
 // M rows with P panels, to out[M][P * PANEL]. Row m of x is at
 // three_rows[m / 3][m % 3 * stride]: few pointers, so that none is spilled.
@@ -116,24 +117,33 @@ inline void float_tile(const float *x, int64_t stride, const float *panel, int64
     for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
     for (int64_t k = 0; k < depth;) {
         ahead.fetch();
-        for (const int64_t end = FETCHES ? least<int64_t>(k + FETCH_DEPTH / P, depth) : depth; k < end; k++) {
+        const int64_t end = FETCHES ? least<int64_t>(k + FETCH_DEPTH, depth) : depth;
+        auto step = [&](int i) {
             vec w[N];
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++) {
-                const float *from = panel + (n / 2) * panel_size + (n % 2) * LANES;
+                const float *from = panel + (n / 2) * panel_size + i * PANEL + (n % 2) * LANES;
                 if (NEAR) ask_ahead<LANES * 4, 3>(from + 512);
                 w[n] = load(from);
             }
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
-                vec one = fill(three_rows[m / 3][m % 3 * stride]);
+                vec one = fill(three_rows[m / 3][m % 3 * stride + i]);
 #pragma GCC unroll 8
-                for (int n = 0; n < N; n++) sums[m][n] += one * w[n];
+                for (int n = 0; n < N; n++)
+                    sums[m][n] = FETCHES ? plus_product(sums[m][n], one, w[n]) : sums[m][n] + one * w[n];
             }
+        };
+        auto advance = [&](int steps) {
 #pragma GCC unroll 4
-            for (int i = 0; i < (M + 2) / 3; i++) three_rows[i]++;
-            panel += PANEL;
+            for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] += steps;
+            panel += steps * PANEL, k += steps;
+        };
+        for (; FETCHES && k + STEPS <= end; advance(STEPS)) {
+#pragma GCC unroll 6
+            for (int i = 0; i < STEPS; i++) step(i);
         }
+        for (; k < end; advance(1)) step(0);
     }
     lent = ahead;
 #pragma GCC unroll 12
@@ -169,11 +179,11 @@ template <class Block> inline void in_blocks(int rows, Block &&block, int most =
 }
 
 // Products of some rows with `count` panels: out[row][panel * PANEL ...], added to it with ADDS.
-template <bool ADDS, class Fetch>
+template <bool ADDS>
 inline void product_into(const float *x, int64_t stride, int rows, const float *panels,
-                         int64_t panel_size, int count, int64_t depth, float *out, int64_t out_stride,
-                         Fetch &ahead) {
+                         int64_t panel_size, int count, int64_t depth, float *out, int64_t out_stride) {
     constexpr Start START = ADDS ? ADDS_TO : REPLACES;
+    Nothing ahead;
     int panel = 0;
     if (rows * 4 <= ROWS)  // too few rows to hide the latency of the sums: four panels at a time
         for (; panel + 4 <= count; panel += 4)
@@ -185,13 +195,6 @@ inline void product_into(const float *x, int64_t stride, int rows, const float *
                                 panel_size, depth, out + first * out_stride + panel * PANEL,
                                 out_stride, ahead);
         });
-}
-
-template <bool ADDS>
-inline void product_into(const float *x, int64_t stride, int rows, const float *panels,
-                         int64_t panel_size, int count, int64_t depth, float *out, int64_t out_stride) {
-    Nothing ahead;
-    product_into<ADDS>(x, stride, rows, panels, panel_size, count, depth, out, out_stride, ahead);
 }
 
 constexpr int FEW_ROWS_OF_FLOAT = 24, FEW_ROWS_DEPTH = 64;
@@ -245,6 +248,18 @@ inline void few_rows_product(const float *x, int64_t stride, int rows, const flo
     }
 }
 
+// In how many parts of its depth a weight is multiplied, one part after the other for all panels: of a
+// shallow part more rows of x stay in the cache.
+template <class T> inline int64_t depth_parts(int64_t) { return 1; }
+template <> inline int64_t depth_parts<float>(int64_t depth) { return depth < 2048 ? 1 : depth / 768; }
+
+constexpr int PARTED = 128;  // panels whose sums are kept from one part to the next
+
+inline float *kept_sums(int64_t count) {
+    static thread_local Room room;
+    return room.of<float>(count);
+}
+
 // Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns;
 // unless there are few rows, the memory that it will write is asked for before.
 template <class Epilogue>
@@ -253,21 +268,42 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
                            Epilogue &&epilogue) {
     if (rows <= FEW_ROWS_OF_FLOAT)
         return few_rows_product(x, stride, rows, panels, panel_size, count, depth, epilogue);
-    alignas(64) float sums[ROWS * PANEL];
     const int blocks = (rows + ROWS - 1) / ROWS;
     const int panel_lines = FETCH_DEPTH * PANEL * int(sizeof(float)) / 64;
-    for (int panel = 0; panel < count; panel++) {
-        const float *from = panels + panel * panel_size;
-        Ahead ahead{(const char *)(from + panel_size)};
-        if (panel + 1 < count) ahead.lines = (panel_lines + blocks - 1) / blocks;
-        in_blocks(rows, [&](int first, int some) {
-            ahead.writes(place, first, some, panel);
-            product_into<false>(x + first * stride, stride, some, from, panel_size, 1, depth, sums, PANEL,
-                                ahead);
-            for (int m = 0; m < some; m++)
-                epilogue(first + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
-        });
-    }
+    // Panels [start, end), and of them what lies from k on.
+    auto part = [&](int start, int end, int64_t k, int64_t deep, float *kept) {
+        alignas(64) float own[ROWS * PANEL];
+        const bool last = k + deep == depth;
+        for (int panel = start; panel < end; panel++) {
+            const float *from = panels + panel * panel_size + k * PANEL;
+            Ahead ahead{(const char *)(from + panel_size)};
+            ahead.rows_at_once = FETCH_ROWS;
+            if (panel + 1 < end) ahead.lines = (panel_lines + blocks - 1) / blocks;
+            in_blocks(rows, [&](int first, int some) {
+                float *sums = kept ? kept + (int64_t(panel - start) * rows + first) * PANEL : own;
+                const Place next{(char *)(sums + some * PANEL), sizeof(float) * PANEL, sizeof(float) * PANEL};
+                last ? ahead.writes(place, first, some, panel) : ahead.writes(next, 0, some, 0);
+                auto multiply = [&](auto begin) {
+                    float_rows<1, begin>(some, x + first * stride + k, stride, from, panel_size, deep,
+                                         sums, PANEL, ahead);
+                };
+                if (k)
+                    multiply(std::integral_constant<Start, GOES_ON>());
+                else
+                    multiply(std::integral_constant<Start, REPLACES>());
+                for (int m = 0; m < some && last; m++)
+                    epilogue(first + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+            });
+        }
+    };
+    const int64_t parts = depth_parts<float>(depth);
+    if (parts == 1) return part(0, count, 0, depth, nullptr);
+    float *kept = kept_sums(int64_t(rows) * least(count, PARTED) * PANEL);
+    for (int start = 0; start < count; start += PARTED)
+        for (int64_t i = 0, k = 0, next; i < parts; i++, k = next) {
+            next = depth * (i + 1) / parts;
+            part(start, least(count, start + PARTED), k, next - k, kept);
+        }
 }
 
 // -- bfloat16 -----------------------------------------------------------------------------------

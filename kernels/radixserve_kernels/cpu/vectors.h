@@ -32,6 +32,17 @@ inline vec fill(float x) { return x - vec{}; }  // x - 0, not x + 0: that would 
 inline vec load(const float *from) { return *reinterpret_cast<const loose_vec *>(from); }
 inline void store(float *to, vec x) { *reinterpret_cast<loose_vec *>(to) = x; }
 
+// sum + a * b, rounded once, in the register of `sum`: in a long loop without branches GCC would move
+// sums about and spill them.
+inline vec plus_product(vec sum, vec a, vec b) {
+#if defined(__AVX512F__)
+    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+#else
+    return sum + a * b;
+#endif
+}
+
 // 16 bits each to 32: GCC makes five instructions of the conversion where one does it.
 inline uvec spread(half_vec bits) {
 #if defined(__AVX512F__)
