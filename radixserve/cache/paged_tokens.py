@@ -115,10 +115,10 @@ class PagedTokens(ABC):
 
     def _data_behind(self, tokens: TokenIds, num_unknown: int) -> bytes:
         """What `extend` appends, as int32 bytes. Raises InvalidRequest."""
+        if type(num_unknown) is not int or num_unknown < 0:
+            num_unknown = check_int("num_unknown", num_unknown, 0)
         data = as_token_ids(tokens).tobytes()
-        if num_unknown:
-            data += _UNKNOWN * check_int("num_unknown", num_unknown, 0)
-        return data
+        return data + _UNKNOWN * num_unknown if num_unknown else data
 
     def _refuse_to_extend(self) -> None:
         raise InvalidRequest(

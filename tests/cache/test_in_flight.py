@@ -67,8 +67,9 @@ class TestUnknownTokens:
             seq.extend([5], 1)
         seq.settle([7, 8, 9])
         seq.commit(5)
-        with pytest.raises(InvalidRequest, match="num_unknown must be >= 0, got -1"):
-            seq.extend([5], -1)
+        for bad in (-1, None, 0.0, "2"):
+            with pytest.raises(InvalidRequest, match="num_unknown must be"):
+                seq.extend([5], bad)
         with pytest.raises(OutOfPages):
             seq.extend([5], 11)
         assert (seq.length, seq.num_unknown) == (5, 0)
