@@ -53,14 +53,14 @@ struct Place {
 };
 
 // Lines of memory that are asked for one by one during a product, to be there when their turn comes:
-// `lines` of what lies at `next` with each call, and `rows_at_once` of `rows` that will be written. Asked
-// for in a burst they would hold up the loads of the product.
-struct Ahead {
+// `lines` of what lies at `next` with each call, and AT_ONCE of `rows` that will be written. Asked for in
+// a burst they would hold up the loads of the product.
+template <int AT_ONCE> struct Ahead {
     const char *next = nullptr;
     int lines = 0;
     char *row = nullptr;
     int64_t row_stride = 0, row_bytes = 0;
-    int rows = 0, rows_at_once = 1;
+    int rows = 0;
 
     // What `count` rows from `first` on will write of a panel.
     void writes(const Place &place, int64_t first, int count, int panel) {
@@ -69,7 +69,8 @@ struct Ahead {
     }
     void fetch() {
         for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
-        for (int m = 0; m < rows_at_once && rows > 0; m++, row += row_stride, rows--)
+#pragma GCC unroll 2
+        for (int m = 0; m < AT_ONCE && rows > 0; m++, row += row_stride, rows--)
             for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 1);
     }
 };
@@ -107,7 +108,8 @@ template <int M, int P, Start START, class Fetch>
 inline void float_tile(const float *x, int64_t stride, const float *panel, int64_t panel_size,
                        int64_t depth, float *out, int64_t out_stride, Fetch &lent) {
     constexpr int N = 2 * P;
-    constexpr bool FETCHES = std::is_same<Fetch, Ahead>::value, NEAR = std::is_same<Fetch, Near>::value;
+    constexpr bool FETCHES = std::is_same<Fetch, Ahead<FETCH_ROWS>>::value;
+    constexpr bool NEAR = std::is_same<Fetch, Near>::value;
     Fetch ahead = lent;  // in registers
     vec sums[M][N] = {};
     if (START == GOES_ON)
@@ -276,8 +278,7 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
         const bool last = k + deep == depth;
         for (int panel = start; panel < end; panel++) {
             const float *from = panels + panel * panel_size + k * PANEL;
-            Ahead ahead{(const char *)(from + panel_size)};
-            ahead.rows_at_once = FETCH_ROWS;
+            Ahead<FETCH_ROWS> ahead{(const char *)(from + panel_size)};
             if (panel + 1 < end) ahead.lines = (panel_lines + blocks - 1) / blocks;
             in_blocks(rows, [&](int first, int some) {
                 float *sums = kept ? kept + (int64_t(panel - start) * rows + first) * PANEL : own;
@@ -311,6 +312,7 @@ inline void panels_product(const float *x, int64_t stride, int rows, const float
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 
 constexpr int TILE_ROWS = 768;  // whose sums are kept at a time
+constexpr int TILE_FETCH_ROWS = 2;  // one by one the last of many rows would come too late
 
 #if defined(RADIXSERVE_AMX)
 struct TileConfig {
@@ -321,8 +323,9 @@ struct TileConfig {
 
 // Products of up to 32 rows with one panel, added to out[rows][PANEL] or, with `starts`, put there.
 // Sums lie in tiles 0 to 3, rows of x in 4 and 5, the panel in 6 and 7.
+template <class Fetch>
 inline void tile_product(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
-                         float *out, int64_t out_stride, bool starts, Ahead &ahead) {
+                         float *out, int64_t out_stride, bool starts, Fetch &ahead) {
     const int64_t bytes = stride * 2, out_bytes = out_stride * 4;
     float *out_below = out + 16 * out_stride;
     const bf16 *below = x + 16 * stride;
@@ -477,9 +480,9 @@ inline void one_panel(const bf16 *x, int rows, const bf16 *panel, int64_t depth,
 constexpr int64_t TILE_DEPTH = 256;  // of a panel that stays in the first-level cache
 
 // One panel with all rows; after(first, count) is called when some rows' sums are complete.
-template <class After>
+template <class Fetch, class After>
 inline void panel_by_tiles(const bf16 *x, int64_t stride, int rows, const bf16 *panel, int64_t depth,
-                           float *out, int64_t out_stride, bool adds, Ahead ahead, After &&after) {
+                           float *out, int64_t out_stride, bool adds, Fetch ahead, After &&after) {
     const int whole = rows / 32 * 32;
     if (whole) configure_tiles(32);
     for (int64_t k = 0; whole && k < depth; k += TILE_DEPTH)
@@ -545,7 +548,7 @@ inline void product_into(const bf16 *x, int64_t stride, int rows, const bf16 *pa
         float *to = out + panel * PANEL;
 #if defined(RADIXSERVE_AMX)
         if (has_tiles) {
-            panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS, {}, [](int, int) {});
+            panel_by_tiles(x, stride, rows, from, depth, to, out_stride, ADDS, Nothing(), [](int, int) {});
             continue;
         }
 #endif
@@ -611,13 +614,13 @@ inline void panels_product(const bf16 *x, int64_t stride, int rows, const bf16 *
             if (has_tiles) {
                 // The next panel has as many lines as it is deep: each block of 32 rows asks for a share.
                 const int lines = some > 32 && panel + 1 < count ? (1024 + some - 1) / some : 0;
-                Ahead ahead{(const char *)(from + panel_size), least(lines, 8)};
+                Ahead<TILE_FETCH_ROWS> ahead{(const char *)(from + panel_size), least(lines, 8)};
                 ahead.writes(place, top, some, panel);
                 panel_by_tiles(here, stride, some, from, depth, sums, PANEL, false, ahead, after);
                 continue;
             }
 #endif
-            Ahead ahead{(const char *)(from + panel_size)};
+            Ahead<1> ahead{(const char *)(from + panel_size)};
             const int blocks = (some + ROWS - 1) / ROWS, lines = 32 * PANEL * int(sizeof(bf16)) / 64;
             if (panel + 1 < count) ahead.lines = (lines + blocks - 1) / blocks;
             in_blocks(some, [&](int first, int number) {
