@@ -6,6 +6,7 @@ Where there is no compiler, callers take PyTorch's operations.
 
 RADIXSERVE_CACHE   the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
 CXX                the compiler, flags may follow; by default the first of c++, g++, clang++
+RADIXSERVE_AMX     0: do without AMX, also where the processor has it
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ def _load() -> ctypes.CDLL | str:
         return f"the compiled CPU kernels cannot be loaded: {error}"
     _declare(library)
     library.radixserve_start()
+    if os.environ.get("RADIXSERVE_AMX") == "0":
+        library.radixserve_use_tiles(0)
     return library
 
 

@@ -305,6 +305,14 @@ def test_compiled_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
+def test_amx_can_be_left_out(compiled: Path) -> None:
+    code = "from radixserve_kernels.cpu_library import cpu_library as library\n"
+    code += "print(library().radixserve_bf16())"
+    done = run_python(code, RADIXSERVE_AMX="0", RADIXSERVE_CACHE=str(compiled))
+    assert done.stdout.strip() in ("0", "1"), done.stderr
+
+
+@needs_compiler
 @pytest.mark.parametrize("damage", ["cut off", "empty", "a byte", "a folder"])
 def test_a_damaged_library_is_replaced(
     damage: str,

@@ -41,7 +41,7 @@ SHAPES = [
     (300, 70, 2048),
     (26, 4200, 2311),  # more panels than are kept from one part to the next
 ]
-COUNTS = [*range(1, 9), *(11, 12, 13, 16, 17, 23, 24, 25, 31, 32, 33, 63, 64, 65, 100, 201)]
+COUNTS = [*range(1, 9), *(11, 12, 13, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 63, 64, 65, 100, 201)]
 
 needs_kernels = pytest.mark.skipif(
     bool(unavailable(torch.float32)), reason=unavailable(torch.float32) or "they are here"
@@ -72,6 +72,7 @@ def check_product(m: int, n: int, k: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=atol)
 
 
+@pytest.mark.usefixtures("float_routine")
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_products_in_float32(m: int, n: int, k: int) -> None:
     check_product(m, n, k, torch.float32)
@@ -96,22 +97,55 @@ def test_threads(dtype: torch.dtype) -> None:
     check_product(300, 333, 257, dtype)
 
 
-def check_rows(n: int, k: int, dtype: torch.dtype) -> None:
+def check_rows(n: int, k: int, dtype: torch.dtype, *, many: int = max(COUNTS)) -> None:
+    """From `many` rows on there may be other last bits than below, the same for all."""
     x, weight, bias = operands(max(COUNTS), n, k, dtype)
     packed = PackedWeight(weight, bias)
-    alone = torch.cat([packed(row[None]) for row in x])
+    alone, together = torch.cat([packed(row[None]) for row in x]), packed(x)
     for count in COUNTS:
-        assert torch.equal(packed(x[:count]), alone[:count]), f"{count} rows"
-        assert torch.equal(packed(x[-count:]), alone[-count:]), f"{count} rows"
+        expected = alone if count < many else together
+        assert torch.equal(packed(x[:count]), expected[:count]), f"{count} rows"
+        assert torch.equal(packed(x[-count:]), expected[-count:]), f"{count} rows"
     x[1::2] = torch.nan
-    assert torch.equal(packed(x)[::2], alone[::2])
+    out = packed(x)
+    assert torch.equal(out[::2], together[::2])
+    assert out[1::2].isnan().all()
 
 
 @pytest.mark.parametrize(
     ("n", "k"), [(33, 40), (100, 688), (31, 1000), (200, 17), (65, 2305), (4200, 2048)]
 )
-def test_a_row_does_not_depend_on_others(n: int, k: int) -> None:
-    check_rows(n, k, torch.float32)
+def test_a_row_does_not_depend_on_others(n: int, k: int, float_routine: str) -> None:
+    check_rows(n, k, torch.float32, many=48 if float_routine == "AMX" else max(COUNTS))
+
+
+@pytest.mark.parametrize("k", [40, 257, 1000, 2100])
+@pytest.mark.parametrize("power", [-24, 0, 20])
+def test_many_rows_are_as_exact_as_few(k: int, power: int) -> None:
+    """Numbers of all sizes: where AMX multiplies their parts, what that leaves out is not seen."""
+    x, weight, _ = operands(128, 96, k, torch.float32)
+    generator = torch.Generator().manual_seed(k)
+    x *= 2.0 ** torch.randint(-20, 20, x.shape, generator=generator)
+    weight *= 2.0**power
+    exact = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    packed = PackedWeight(weight)
+    few = torch.cat([packed(x[i : i + 32]) for i in range(0, 128, 32)])
+    errors = [((out.double() - exact) / sizes).square().mean().sqrt() for out in (packed(x), few)]
+    assert errors[0] <= 1.2 * errors[1]
+    assert errors[0] < 2e-7
+
+
+@pytest.mark.usefixtures("float_routine")
+def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
+    x, weight, _ = operands(70, 50, 77, torch.float32)
+    expected = PackedWeight(weight)(x)
+    x[3, 5], x[40, 76], weight[20, 33] = torch.inf, -torch.inf, torch.nan
+    out = PackedWeight(weight)(x)
+    spoilt = torch.zeros(70, 50, dtype=torch.bool)
+    spoilt[[3, 40]], spoilt[:, 20] = True, True
+    assert not out[spoilt].isfinite().any()
+    assert torch.equal(out[~spoilt], expected[~spoilt])
 
 
 @pytest.mark.usefixtures("bf16_routine")
