@@ -1,4 +1,4 @@
-"""What the machine can do at the model's own shapes, and the least a workload can cost with it.
+"""What the machine does at the model's own shapes, and what a workload costs at that rate.
 
 Both limits are per second of CPU time over all threads of the process, as the engines' times are,
 so that other processes on the machine disturb them little; the best of many samples counts.
@@ -35,7 +35,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Floor:
-    """CPU seconds that no engine can go below while it computes what an ideal cache leaves."""
+    """CPU seconds of what an ideal cache leaves to compute, at the rates of `Limits`.
+
+    Only an engine that multiplies faster than PyTorch, as ours does float32 with AMX, or reads
+    faster than memory is copied, goes below.
+    """
 
     num_prefilled: int
     prefill_s: float

@@ -85,15 +85,15 @@ class Engine:
         if self._hurry is not None:
             self._hurry.clear()
 
-    def step(self) -> list[RequestOutput]:
-        """One step, or several that only decode.
+    def step(self, *, is_read: bool = True) -> list[RequestOutput]:
+        """One step, or several that only decode; fewer where somebody reads tokens as they come.
 
         When it fails, its requests end with EngineDead and the others go on.
         """
         if self._pipeline is not None:
             return self._pipeline.step()
         start = time.perf_counter()
-        schedule = self._scheduler.schedule(self._pace.num_steps)
+        schedule = self._scheduler.schedule(self._pace.num_steps(is_read=is_read))
         self._seconds["schedule"] += time.perf_counter() - start
         if schedule is None:
             return []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from radixserve.schedule import Schedule, StepOutput
 
-LONGEST_S = 0.050  # of steps in one go: their tokens are told together
+# Of steps in one go, whose tokens are told together:
+LONGEST_S = 0.050  # while somebody reads them as they come
+UNREAD_S = 1.0  # while all wait for whole answers
 
 
 class Pace:
@@ -12,13 +14,19 @@ class Pace:
 
     def __init__(self, most_steps: int) -> None:
         self._most_steps = most_steps
-        self.num_steps = 1  # to be asked for next
+        self._step_s: float | None = None
+
+    def num_steps(self, *, is_read: bool) -> int:
+        """To be asked for next; `is_read`: somebody reads tokens as they come."""
+        if self._step_s is None or self._most_steps == 1:
+            return 1
+        most_s = LONGEST_S if is_read else UNREAD_S
+        if self._step_s * self._most_steps <= most_s:
+            return self._most_steps
+        return max(1, int(most_s / self._step_s))
 
     def note(self, schedule: Schedule, output: StepOutput) -> None:
         """The schedule was computed."""
         first = output.outputs[0] if output.outputs else None
-        if self._most_steps == 1 or schedule.num_prefill_tokens or first is None:
-            return
-        step_s = sum(output.seconds.values()) / (1 + len(first.further))
-        fitting = self._most_steps if step_s <= 0 else int(LONGEST_S / step_s)
-        self.num_steps = max(1, min(self._most_steps, fitting))
+        if first is not None and not schedule.num_prefill_tokens:
+            self._step_s = sum(output.seconds.values()) / (1 + len(first.further))

@@ -32,7 +32,7 @@ class Ticket:
         self.request = request
         self.made_at = time.time()  # seconds since 1970
         self._notify = notify
-        self._streams = streams
+        self.streams = streams
         self._text = None
         if tokenizer is not None:
             self._text = TextStream(tokenizer, request.token_ids.tolist())
@@ -53,7 +53,7 @@ class Ticket:
 
     def push(self, output: RequestOutput) -> bool:
         """Take in a schedule's news. True: a stop string was met, the request has to be ended."""
-        if self._streams:  # a chunk each for what several steps have drawn
+        if self.streams:  # a chunk each for what several steps have drawn
             for token_id in output.token_ids[:-1]:
                 self._take(RequestOutput(output.request_id, (token_id,), (), (), None))
             output = output._replace(token_ids=output.token_ids[-1:])
@@ -74,7 +74,7 @@ class Ticket:
             self._add_text(self._text.push(visible))
         if finish is not None:
             self._complete(finish)
-        elif self._streams:
+        elif self.streams:
             self._tell_chunk()
         return self._stop.is_stopped and not self._has_ended
 
@@ -109,7 +109,7 @@ class Ticket:
             self._keep(self._stop.finish())
         completion = self._completion(finish)
         self._has_ended = True
-        if self._streams:
+        if self.streams:
             self._tell_chunk(completion)
         else:
             self._notify(completion)

@@ -32,6 +32,7 @@ class EngineThread:
         self._recorder = recorder
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
+        self._streams: set[str] = set()  # of them, those whose callers read tokens as they come
         # Of `_death` and of putting into the inbox. Reentrant: the garbage collector may close a
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
@@ -123,7 +124,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._read_inbox():
-                for output in self._engine.step():
+                for output in self._engine.step(is_read=bool(self._streams)):
                     self._deliver(output)
             death = EngineDead("the Runtime was closed")
         except BaseException as error:
@@ -153,6 +154,7 @@ class EngineThread:
         for ticket in self._tickets.values():
             ticket.fail(_fresh(death))
         self._tickets.clear()
+        self._streams.clear()
         try:
             self._engine.fail_all(death)
         except Exception:
@@ -178,6 +180,8 @@ class EngineThread:
                 continue
             self._engine.add(ticket.request)
             self._tickets[ticket.request.request_id] = ticket
+            if ticket.streams:
+                self._streams.add(ticket.request.request_id)
 
     def _abort(self, engine: Engine, request_ids: Sequence[str] | None) -> int:
         wanted = list(self._tickets) if request_ids is None else request_ids
@@ -202,10 +206,10 @@ class EngineThread:
             _log.exception("request %s failed", output.request_id)
             ticket.fail(_broken(error))
             self._engine.abort(output.request_id)
-            del self._tickets[output.request_id]
+            self._drop(output.request_id)
             return
         if output.finish is not None:
-            del self._tickets[output.request_id]
+            self._drop(output.request_id)
             if self._recorder is not None:
                 news = ticket.request, ticket.token_ids, output.finish
                 self._recorder.record(*news, arrived_at=ticket.made_at)
@@ -213,6 +217,10 @@ class EngineThread:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:
                 self._deliver(last)
+
+    def _drop(self, request_id: str) -> None:
+        del self._tickets[request_id]
+        self._streams.discard(request_id)
 
 
 def _broken(cause: Exception) -> EngineDead:

@@ -18,13 +18,13 @@ def held(rt: Runtime, steps: int = 3) -> Iterator[None]:
     engine, left = rt._worker._engine, steps
     step = engine.step
 
-    def held_step() -> list[RequestOutput]:
+    def held_step(**how: bool) -> list[RequestOutput]:
         nonlocal left
         if left == 0:
             time.sleep(0.001)
             return []
         left -= 1
-        return step()
+        return step(**how)
 
     with patch.object(engine, "step", held_step):
         yield

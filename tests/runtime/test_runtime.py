@@ -131,6 +131,24 @@ class TestCalls:
             assert max(told) > (1, 1)
             rt.check()
 
+    def test_fewer_steps_at_once_while_somebody_reads(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("radixserve.pace.LONGEST_S", 0.0)
+        execute, wanted = ModelRunner.execute, []
+
+        def called(self: ModelRunner, schedule: Any) -> Any:
+            wanted.append(schedule.num_steps)
+            return execute(self, schedule)
+
+        monkeypatch.setattr(ModelRunner, "execute", called)
+        with Runtime(str(folder), num_pages=500, decode_steps=8) as rt:
+            for is_read in (False, True, False):
+                wanted.clear()
+                params = greedy_params(max_tokens=40)
+                list(rt.stream("hello", params)) if is_read else rt.generate("hello", params)
+                assert max(wanted) == (1 if is_read else 8)
+
     def test_leaving_a_stream_aborts_it(self, rt: Runtime) -> None:
         before = rt.cache_stats()["aborted"]
         with held(rt):
