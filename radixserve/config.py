@@ -53,7 +53,7 @@ class EngineConfig(StrictFields):
     overlap             on CUDA, schedule the next step while the device computes the present one
     decode_steps        on a CPU, up to so many steps that only decode are computed in one go while
                         nobody waits who could start: no more than 50 ms of them while anybody
-                        streams, no more than a second; 1: one by one
+                        streams, else no more than a second; 1: one by one
     tree_attention      read pages that running requests share once for all of them, where that pays
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -196,11 +197,10 @@ def test_a_broken_row_ends_its_request_only() -> None:
         nothing = RowOutput(0, None, (), "no token can be drawn")
         return StepOutput((nothing, run_several(schedule).outputs[1]), {})
 
-    driver.runner.run_several = broken  # type: ignore[method-assign]
-    assert take(driver) == 8
+    with patch.object(driver.runner, "run_several", broken):
+        assert take(driver) == 8
     assert driver.finished["a"].reason == "error"
     assert isinstance(driver.finished["a"].error, EngineDead)
-    driver.runner.run_several = run_several  # type: ignore[method-assign]
     driver.run()
     check_output(driver, "b", 20)
     driver.drain()

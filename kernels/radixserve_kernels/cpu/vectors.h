@@ -32,8 +32,8 @@ inline vec fill(float x) { return x - vec{}; }  // x - 0, not x + 0: that would 
 inline vec load(const float *from) { return *reinterpret_cast<const loose_vec *>(from); }
 inline void store(float *to, vec x) { *reinterpret_cast<loose_vec *>(to) = x; }
 
-// sum + a * b, rounded once, in the register of `sum`: in a long loop without branches GCC would move
-// sums about and spill them.
+// sum + a * b; with AVX-512 in the register of `sum`: in a long loop without branches GCC would move sums
+// about and spill them.
 inline vec plus_product(vec sum, vec a, vec b) {
 #if defined(__AVX512F__)
     asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
