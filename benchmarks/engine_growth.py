@@ -45,7 +45,7 @@ class World:
     """An engine on the tiny model, with requests that are decoding."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        config = EngineConfig(dtype="float32", **{"decode_steps": 1, **settings})
+        config = EngineConfig(dtype="float32", **settings)
         self.engine = Engine(ModelRunner(str(folder), config), config)
         self._vocab = SHAPES["tiny"].vocab
         self._rng = np.random.default_rng(0)

@@ -51,9 +51,6 @@ class EngineConfig(StrictFields):
                         "auto": "cpu", on CUDA "flashinfer", else "triton", where it can be had
     cuda_graphs         on CUDA, run decode steps as graphs that were recorded at load
     overlap             on CUDA, schedule the next step while the device computes the present one
-    decode_steps        on a CPU, up to so many steps that only decode are computed in one go while
-                        nobody waits who could start: no more than 50 ms of them while anybody
-                        streams, else no more than a second; 1: one by one
     tree_attention      read pages that running requests share once for all of them, where that pays
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
@@ -77,7 +74,6 @@ class EngineConfig(StrictFields):
     attention_backend: str = "auto"
     cuda_graphs: bool = True
     overlap: bool = True
-    decode_steps: int = 8
     tree_attention: bool = True
     trace: str | None = None
     trace_hash_block: int | None = None
@@ -123,7 +119,6 @@ class EngineConfig(StrictFields):
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        put("decode_steps", check_int("decode_steps", self.decode_steps, 1, 64))
         for name in ("cuda_graphs", "overlap", "tree_attention"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(

@@ -13,15 +13,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
 from radixserve.output import RequestOutput
-from radixserve.pace import Pace
-from radixserve.pipeline import (
-    Hurry,
-    Pipeline,
-    Runner,
-    is_overlapping,
-    is_repeating,
-    step_failed,
-)
+from radixserve.pipeline import Pipeline, Runner, is_overlapping, step_failed
 from radixserve.request import Request
 from radixserve.scheduler import Scheduler
 
@@ -42,10 +34,6 @@ class Engine:
             max_overtake=config.max_overtake,
         )
         self._seconds = dict.fromkeys(_PARTS, 0.0)
-        self._hurry: Hurry | None = None
-        self._pace = Pace(1)
-        if is_repeating(runner):
-            self._hurry, self._pace = runner.hurry, Pace(config.decode_steps)
         self._pipeline: Pipeline | None = None
         if config.overlap and is_overlapping(runner):
             self._pipeline = Pipeline(self._scheduler, runner, self._seconds)
@@ -74,26 +62,15 @@ class Engine:
         is_idle = self._pipeline is None or self._pipeline.is_idle
         return self._scheduler.has_work or not is_idle
 
-    def hurry(self) -> None:
-        """Somebody waits for `step` to return: of several steps in one go the present one is the
-        last, until `take_time`. From any thread."""
-        if self._hurry is not None:
-            self._hurry.set()
-
-    def take_time(self) -> None:
-        """Nobody waits, but for those that called `hurry` after this began."""
-        if self._hurry is not None:
-            self._hurry.clear()
-
-    def step(self, *, is_read: bool = True) -> list[RequestOutput]:
-        """One step, or several that only decode; fewer where somebody reads tokens as they come.
+    def step(self) -> list[RequestOutput]:
+        """Run one step: schedule, execute, update.
 
         When it fails, its requests end with EngineDead and the others go on.
         """
         if self._pipeline is not None:
             return self._pipeline.step()
         start = time.perf_counter()
-        schedule = self._scheduler.schedule(self._pace.num_steps(is_read=is_read))
+        schedule = self._scheduler.schedule()
         self._seconds["schedule"] += time.perf_counter() - start
         if schedule is None:
             return []
@@ -103,7 +80,6 @@ class Engine:
             return self._scheduler.fail(schedule, step_failed(error))
         for part, seconds in output.seconds.items():
             self._seconds[part] += seconds
-        self._pace.note(schedule, output)
         start = time.perf_counter()
         news = self._scheduler.update(schedule, output)
         self._seconds["commit"] += time.perf_counter() - start

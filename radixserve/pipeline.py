@@ -21,33 +21,12 @@ from radixserve.scheduler import Scheduler
 class Runner(Protocol):
     """The computing wing, as the engine sees it: `ModelRunner`, or a fake in tests.
 
-    One with a true `can_overlap` is an `OverlapRunner`, one with a true `can_repeat` a
-    `RepeatRunner`.
+    One with a true `can_overlap` is an `OverlapRunner`.
     """
 
     num_pages: int
 
     def execute(self, schedule: Schedule) -> StepOutput: ...
-
-
-class RepeatRunner(Runner, Protocol):
-    """A runner that executes schedules of several steps."""
-
-    @property
-    def can_repeat(self) -> bool: ...
-
-    @property
-    def hurry(self) -> Hurry: ...
-
-
-class Hurry(Protocol):
-    """Ends a schedule of several steps behind the present one; from any thread, at any time."""
-
-    def set(self) -> None:
-        """Until `clear`, such schedules take one step."""
-        ...
-
-    def clear(self) -> None: ...
 
 
 class OverlapRunner(Runner, Protocol):
@@ -143,10 +122,6 @@ class Pipeline:
 
 def is_overlapping(runner: Runner) -> TypeGuard[OverlapRunner]:
     return getattr(runner, "can_overlap", False) is True
-
-
-def is_repeating(runner: Runner) -> TypeGuard[RepeatRunner]:
-    return getattr(runner, "can_repeat", False) is True
 
 
 def step_failed(cause: BaseException) -> EngineDead:

@@ -71,20 +71,14 @@ class Twin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: the copies, then one forward over all rows, then a token a sampled row and twin.
-
-    Or several that only decode, in one go: what the host does for a step it does once for them.
-    """
+    """One step: the copies, then one forward over all rows, then a token a sampled row and twin."""
 
     step: int
     rows: tuple[Row, ...]
     copies: IntArray  # [num_copies, 3] (source page, destination page, tokens from the page's head)
     num_prefill_tokens: int
-    num_decode_tokens: int  # of the first step, where there are several
+    num_decode_tokens: int
     twins: tuple[Twin, ...] = ()
-    num_steps: int = 1  # more: rows of one token, each drawn by its best logit; every step's token
-    # goes into the next one, for which the row's pages have room
-    end_ids: frozenset[int] = frozenset()  # no step may follow one that draws any of these
 
 
 class Candidates(NamedTuple):
@@ -106,13 +100,12 @@ class RowOutput(NamedTuple):
     # nothing else was asked for
     top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # the best tokens in their places
     candidates: Candidates | None = None  # of a beam; then token_id is -1
-    further: tuple[int, ...] = ()  # tokens of the schedule's later steps
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The answer to a `Schedule`: one entry a row, None where nothing was to be sampled or scored,
-    and then one a twin. Of several steps it may answer fewer, of every row as many."""
+    and then one a twin."""
 
     outputs: tuple[RowOutput | None, ...]
     seconds: dict[str, float]  # prepare, forward, sample

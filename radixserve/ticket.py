@@ -53,13 +53,6 @@ class Ticket:
 
     def push(self, output: RequestOutput) -> bool:
         """Take in a schedule's news. True: a stop string was met, the request has to be ended."""
-        if self.streams:  # a chunk each for what several steps have drawn
-            for token_id in output.token_ids[:-1]:
-                self._take(RequestOutput(output.request_id, (token_id,), (), (), None))
-            output = output._replace(token_ids=output.token_ids[-1:])
-        return self._take(output)
-
-    def _take(self, output: RequestOutput) -> bool:
         if self._has_ended:
             return False
         self._token_ids += output.token_ids

@@ -32,7 +32,6 @@ class EngineThread:
         self._recorder = recorder
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
-        self._streams: set[str] = set()  # of them, those whose callers read tokens as they come
         # Of `_death` and of putting into the inbox. Reentrant: the garbage collector may close a
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
@@ -51,7 +50,7 @@ class EngineThread:
         """
         with self._lock:
             if self._death is None:
-                self._put(lambda: self._add(tickets))
+                self._inbox.put(lambda: self._add(tickets))
                 return
             death = self._death
         for ticket in tickets:
@@ -65,7 +64,7 @@ class EngineThread:
         """End the requests of a caller that waits for nothing: returns at once, never raises."""
         with self._lock:
             if self._death is None:
-                self._put(lambda: self._forget(tickets))
+                self._inbox.put(lambda: self._forget(tickets))
 
     def post(self, function: Callable[[Engine], object]) -> None:
         """Run `function` in the engine's thread some time soon, or never once that has ended.
@@ -82,7 +81,7 @@ class EngineThread:
 
         with self._lock:
             if self._death is None:
-                self._put(run)
+                self._inbox.put(run)
 
     def check_alive(self) -> None:
         """Raise EngineDead when the thread has ended."""
@@ -105,26 +104,22 @@ class EngineThread:
         with self._lock:
             if self._death is not None:
                 raise _fresh(self._death)
-            self._put(answer)
+            self._inbox.put(answer)
         return future.result()
 
     def close(self) -> None:
         """End everything that is open with EngineDead and stop the thread. Can be called again."""
         self._is_closing = True
-        self._put(None)
+        self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _put(self, message: Callable[[], None] | None) -> None:
-        self._inbox.put(message)
-        self._engine.hurry()
 
     # -- in the engine's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._read_inbox():
-                for output in self._engine.step(is_read=bool(self._streams)):
+                for output in self._engine.step():
                     self._deliver(output)
             death = EngineDead("the Runtime was closed")
         except BaseException as error:
@@ -135,7 +130,6 @@ class EngineThread:
 
     def _read_inbox(self) -> bool:
         """Answer what waits, block while there is no work; False when it is time to stop."""
-        self._engine.take_time()  # before the inbox is read: what comes later is not missed
         while not self._is_closing:
             is_idle = not self._engine.has_work()
             if is_idle and self._recorder is not None:
@@ -154,7 +148,6 @@ class EngineThread:
         for ticket in self._tickets.values():
             ticket.fail(_fresh(death))
         self._tickets.clear()
-        self._streams.clear()
         try:
             self._engine.fail_all(death)
         except Exception:
@@ -180,8 +173,6 @@ class EngineThread:
                 continue
             self._engine.add(ticket.request)
             self._tickets[ticket.request.request_id] = ticket
-            if ticket.streams:
-                self._streams.add(ticket.request.request_id)
 
     def _abort(self, engine: Engine, request_ids: Sequence[str] | None) -> int:
         wanted = list(self._tickets) if request_ids is None else request_ids
@@ -206,10 +197,10 @@ class EngineThread:
             _log.exception("request %s failed", output.request_id)
             ticket.fail(_broken(error))
             self._engine.abort(output.request_id)
-            self._drop(output.request_id)
+            del self._tickets[output.request_id]
             return
         if output.finish is not None:
-            self._drop(output.request_id)
+            del self._tickets[output.request_id]
             if self._recorder is not None:
                 news = ticket.request, ticket.token_ids, output.finish
                 self._recorder.record(*news, arrived_at=ticket.made_at)
@@ -217,10 +208,6 @@ class EngineThread:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:
                 self._deliver(last)
-
-    def _drop(self, request_id: str) -> None:
-        del self._tickets[request_id]
-        self._streams.discard(request_id)
 
 
 def _broken(cause: Exception) -> EngineDead:

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.choice import make_backend
-from radixserve.attention.cpu import CpuBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.models.cpu_decoder import CpuDecoder
 from radixserve.models.parallel import Ranks
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
-from radixserve.runner.decode_steps import decode_steps
 from radixserve.runner.device import check_dtype, choose_device, describe_device
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.device_start import start_on_device
@@ -33,7 +30,6 @@ from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
 from radixserve.schedule import RowOutput, Schedule, StepOutput
-from radixserve_kernels.cpu_ops import Hurry
 
 logger = logging.getLogger("radixserve")
 
@@ -100,7 +96,6 @@ class ModelRunner:
             raise InvalidRequest(f"max_seq_len must be at most the model's {longest} positions")
         self.kv_bytes_per_token = self.info.kv_bytes_per_token
         self._draws = ranks is None or ranks.rank == 0
-        self.hurry = Hurry()  # ends a schedule of several steps early
         self._steps: DeviceSteps | None = None
         if on_device or device.type != "cpu":
             started = start_on_device(self._model, backend, config, DeviceQueue(device), ranks)
@@ -138,12 +133,6 @@ class ModelRunner:
     def can_overlap(self) -> bool:
         """Whether a step can be launched before the one before it is collected."""
         return self._steps is not None
-
-    @property
-    def can_repeat(self) -> bool:
-        """Whether a schedule may ask for several decode steps."""
-        is_compiled = isinstance(self._model, CpuDecoder) and isinstance(self._backend, CpuBackend)
-        return is_compiled and self._steps is None
 
     def close(self) -> None:
         """Nothing to end."""
@@ -185,12 +174,6 @@ class ModelRunner:
         rows = schedule.rows
         if not rows:
             return StepOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
-        if schedule.num_steps > 1:
-            assert isinstance(self._model, CpuDecoder), "one step at a time"
-            assert isinstance(self._backend, CpuBackend)
-            return decode_steps(
-                schedule, self._model, self._backend, self._pool.page_size, self.hurry
-            )
         batch = build_forward_batch(rows, self._pool.page_size, self._device)
         self._backend.plan(batch)
         prepared = time.perf_counter()

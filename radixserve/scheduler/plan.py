@@ -18,7 +18,6 @@ class StepPlan:
     def __init__(self, step: int, budget: int) -> None:
         self.budget = budget
         self.is_short = False  # somebody had no room: nobody new is admitted
-        self.num_steps = 1  # that decode in one go; more: nobody may be admitted
         self.num_ending = 0  # running jobs that have no row since the step in flight is their last
         self.jobs: list[tuple[Job, CacheSequence]] = []  # of each row
         self.twin_jobs: list[tuple[Job, Job]] = []  # each twin and its first one
@@ -72,22 +71,8 @@ class StepPlan:
             row = row._replace(num_top=request.params.prompt_logprobs or 0)
         self._rows.append(row)
 
-    def add_steps(self, job: Job) -> None:
-        """Decode `num_steps` times, for which its sequence has room: a plain row."""
-        sequence, end = job.sequence, len(job.tokens)
-        assert sequence is not None
-        self._num_decode += 1
-        self.jobs.append((job, sequence))
-        if sequence.copies:
-            self._copies += sequence.copies
-        pages, first_new = sequence.tell_pages()
-        tokens, name = job.tokens.view(end - 1, end), job.request.request_id
-        self._rows.append(Row(name, tokens, end - 1, pages, job.plain_spec, None, 0, -1, first_new))
-
     def build(self) -> Schedule:
-        num_tokens = self._num_decode
-        if self.num_steps == 1:
-            num_tokens = sum(len(row.token_ids) for row in self._rows)
+        num_tokens = sum(len(row.token_ids) for row in self._rows)
         return Schedule(
             step=self._step,
             rows=tuple(self._rows),
@@ -95,14 +80,7 @@ class StepPlan:
             num_prefill_tokens=num_tokens - self._num_decode,
             num_decode_tokens=self._num_decode,
             twins=tuple(self._twins),
-            num_steps=self.num_steps,
-            end_ids=self._end_ids(),
         )
-
-    def _end_ids(self) -> frozenset[int]:
-        if self.num_steps == 1:
-            return frozenset()
-        return frozenset[int]().union(*{job.request.end_ids for job, _ in self.jobs})
 
 
 def _targets(job: Job, start: int, end: int) -> IntArray | None:

@@ -29,12 +29,6 @@ from radixserve.scheduler.job import Job
 from radixserve.scheduler.leaders import Leaders, free_followers
 from radixserve.scheduler.plan import StepPlan
 from radixserve.scheduler.room import Room
-from radixserve.scheduler.several_steps import (
-    count_steps,
-    give_back_rest,
-    note_steps,
-    plan_steps,
-)
 from radixserve.scheduler.twins import Twins
 from radixserve.scheduler.waiting import WaitingRoom
 
@@ -157,20 +151,18 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def schedule(self, most_steps: int = 1) -> Schedule | None:
+    def schedule(self) -> Schedule | None:
         """The next step's work, or None when there is nothing to do.
-
-        Up to `most_steps` of them in one schedule where several_steps.py allows it.
 
         While a step is in flight: what can be planned behind it, or None when `update` or `fail`
         must come first.
         """
         if self._flights:
             return self._schedule_behind()
-        plan = self._plan(most_steps)
+        plan = self._plan()
         while plan.is_empty and self._beams.parked:  # they hold the room that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda job: job.rank))
-            plan = self._plan(most_steps)
+            plan = self._plan()
         if plan.is_empty:
             assert not self._jobs, "requests are left but none can go on"
             return None
@@ -190,30 +182,15 @@ class Scheduler:
 
     def _hand_out(self, plan: StepPlan) -> Schedule:
         schedule = plan.build()
-        self._counters.steps += schedule.num_steps
+        self._counters.steps += 1
         self._flights.append(Flight(schedule, plan))
         return schedule
 
-    def _plan(self, most_steps: int) -> StepPlan:
+    def _plan(self) -> StepPlan:
         plan = StepPlan(self._counters.steps, self._chunk_size)
-        num_steps = self._num_steps(most_steps)
-        if num_steps > 1:
-            plan_steps(plan, self._running.values(), num_steps)
-            return plan
         self._plan_running(plan)
         self._admit(plan)
         return plan
-
-    def _num_steps(self, most: int) -> int:
-        """How many steps may be one schedule. O(running)."""
-        if most == 1 or self._beams.parked:
-            return 1
-        most = count_steps(self._running.values(), most, self._cache)
-        if most > 1 and self._waiting and len(self._running) < self._max_running:
-            self._waiting.refresh()
-            is_short = self._is_short(self._cache.num_available - self._room.num_outstanding())
-            return most if is_short else 1
-        return most
 
     def _is_short(self, spare: int) -> bool:
         """Whether `spare` pages are too few for anybody who waits. O(1) and the returned ones."""
@@ -227,8 +204,6 @@ class Scheduler:
         """
         assert schedule is self._flights[0].schedule
         flight = self._flights.pop(0)
-        if schedule.num_steps > 1:
-            return self._update_steps(flight, output.outputs)
         num_rows = len(schedule.rows)
         twins = set(flight.living_twins()) if schedule.twins else set()
         drawing, news = self._commit_rows(flight, output.outputs[:num_rows])
@@ -247,32 +222,6 @@ class Scheduler:
                 news.append(self._update_twin(job, one))
         for head in searching.values():
             news += self._advance_search(head)
-        return news
-
-    def _update_steps(
-        self, flight: Flight, outputs: tuple[RowOutput | None, ...]
-    ) -> list[RequestOutput]:
-        """`update` of several steps that only decode."""
-        news, counters, num_done = [], self._counters, 0
-        for (job, sequence), drawn in zip(flight.rows, outputs, strict=True):
-            assert drawn is not None
-            token_ids = (drawn.token_id, *drawn.further)
-            num_done = len(token_ids)
-            if job.sequence is not sequence:  # it has ended
-                counters.discarded_tokens += num_done
-            elif drawn.error is not None:
-                news.append(self._end(job, "error", EngineDead(drawn.error)))
-            else:
-                note_steps(job, token_ids)
-                counters.decoded_tokens += num_done
-                counters.generated_tokens += num_done
-                reason, finish = self._end_reason(job, token_ids[-1]), None
-                if reason is not None:
-                    finish = self._close(job, reason)
-                elif num_done < flight.schedule.num_steps:
-                    give_back_rest(job)
-                news.append(RequestOutput(job.request.request_id, token_ids, (), (), finish))
-        counters.steps -= flight.schedule.num_steps - num_done
         return news
 
     def _commit_rows(

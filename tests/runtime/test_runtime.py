@@ -90,65 +90,6 @@ class TestCalls:
         assert [t for chunk in chunks for t in chunk.token_ids] == whole.token_ids
         assert whole.text == rt.generate("hello", greedy_params(max_tokens=20)).text
 
-    @pytest.mark.parametrize("decode_steps", [3, 8])
-    def test_the_same_chunks_however_many_steps_at_once(
-        self, folder: Path, decode_steps: int
-    ) -> None:
-        told = []
-        for most in (1, decode_steps):
-            with Runtime(str(folder), num_pages=500, decode_steps=most) as rt:
-                for stop in (None, "e"):
-                    params = greedy_params(max_tokens=30, stop=stop)
-                    whole = rt.generate("hello", params)
-                    chunks = list(rt.stream("hello", params))
-                    last = chunks[-1].completion
-                    assert last is not None
-                    assert (last.text, last.token_ids) == (whole.text, whole.token_ids)
-                    told.append([(chunk.text, chunk.token_ids) for chunk in chunks])
-                rt.check()
-        assert told[:2] == told[2:]
-
-    def test_a_call_ends_several_steps_behind_the_present_one(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with Runtime(str(folder), num_pages=500, decode_steps=8) as rt:
-            expected = rt.generate("hello", greedy_params(max_tokens=60))
-            execute, told = ModelRunner.execute, []
-
-            def called(self: ModelRunner, schedule: Any) -> Any:
-                if schedule.num_steps > 1 and len(told) % 2:
-                    rt._worker.post(lambda _: None)
-                output = execute(self, schedule)
-                told.append((schedule.num_steps, 1 + len(output.outputs[0].further)))
-                return output
-
-            monkeypatch.setattr(ModelRunner, "execute", called)
-            assert rt.generate("hello", greedy_params(max_tokens=60)).token_ids == (
-                expected.token_ids
-            )
-            assert {answered for wanted, answered in told[1::2] if wanted > 1} == {1}
-            assert all(wanted == answered for wanted, answered in told[2::2])
-            assert max(told) > (1, 1)
-            rt.check()
-
-    def test_fewer_steps_at_once_while_somebody_reads(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("radixserve.pace.LONGEST_S", 0.0)
-        execute, wanted = ModelRunner.execute, []
-
-        def called(self: ModelRunner, schedule: Any) -> Any:
-            wanted.append(schedule.num_steps)
-            return execute(self, schedule)
-
-        monkeypatch.setattr(ModelRunner, "execute", called)
-        with Runtime(str(folder), num_pages=500, decode_steps=8) as rt:
-            for is_read in (False, True, False):
-                wanted.clear()
-                params = greedy_params(max_tokens=40)
-                list(rt.stream("hello", params)) if is_read else rt.generate("hello", params)
-                assert max(wanted) == (1 if is_read else 8)
-
     def test_leaving_a_stream_aborts_it(self, rt: Runtime) -> None:
         before = rt.cache_stats()["aborted"]
         with held(rt):
@@ -543,11 +484,10 @@ def num_open(rt: Runtime) -> int:
 
 
 class TestNothingHangs:
-    @pytest.mark.parametrize("decode_steps", [1, 8])
     def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, decode_steps: int
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with Runtime(str(folder), num_pages=500, decode_steps=decode_steps) as rt:
+        with Runtime(str(folder), num_pages=500) as rt:
             expected = rt.generate("hello", GREEDY).token_ids
             rt.flush_cache()
             execute = ModelRunner.execute
@@ -555,7 +495,7 @@ class TestNothingHangs:
 
             def failing(self: ModelRunner, schedule: Any) -> Any:
                 calls[0] += 1
-                if calls[0] == 2:  # the first, or with several in one go the last, that decodes
+                if calls[0] == 2:  # the first that decodes
                     raise RuntimeError("the device is on fire")
                 return execute(self, schedule)
 

@@ -10,8 +10,7 @@ The runner also keeps a table of every request's pages, told what changed alone,
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -59,38 +58,10 @@ class FakeRunner:
         self.computed: dict[tuple[str, int], int] = {}  # (namespace, prefix hash) -> times
         self.namespaces: dict[str, str] = {}
         self.table: dict[str, list[int]] = {}  # each request's pages, told what changed alone
-        self.gives_up: Callable[[], bool] = lambda: False  # between two of several steps
 
     def execute(self, schedule: Schedule) -> StepOutput:
         self.read_pages(schedule)
-        return self.run(schedule) if schedule.num_steps == 1 else self.run_several(schedule)
-
-    def run_several(self, schedule: Schedule) -> StepOutput:
-        """Steps one by one, each with the tokens that the one before it has drawn."""
-        rows, copies = schedule.rows, schedule.copies
-        names = [row.request_id for row in rows]
-        drawn: list[tuple[int, ...]] = []
-        assert schedule.num_prefill_tokens == 0 < schedule.num_decode_tokens == len(rows)
-        for row in rows:
-            assert len(row.page_ids) == -(-(row.start + schedule.num_steps) // self.page_size)
-            assert row.sample is not None
-            assert row.sample.params.is_plain
-        for _ in range(schedule.num_steps):
-            one = replace(schedule, rows=rows, copies=copies, num_steps=1)
-            drawn.append(tuple(o.token_id for o in self.run(one).outputs if o is not None))
-            for name, token_id in zip(names, drawn[-1], strict=True):
-                self.tokens[name].append(token_id)
-            if schedule.end_ids & set(drawn[-1]) or self.gives_up():
-                break
-            rows = tuple(
-                row._replace(token_ids=np.array([token_id], np.int32), start=row.start + 1)
-                for row, token_id in zip(rows, drawn[-1], strict=True)
-            )
-            copies = copies[:0]
-        for name in names:  # who drives this appends what the scheduler tells
-            del self.tokens[name][-len(drawn) :]
-        outputs = (RowOutput(ids[0], None, (), further=ids[1:]) for ids in zip(*drawn, strict=True))
-        return StepOutput(tuple(outputs), {})
+        return self.run(schedule)
 
     def read_pages(self, schedule: Schedule) -> None:
         for row in schedule.rows:
@@ -193,7 +164,6 @@ class Driver:
     reuse: bool = True
     kind: str = "radix"  # of the cache, or "hash"
     eviction: str = "lru"
-    most_steps: int = 1  # at once
     now: float = 0.0  # seconds on the cache's clock
     finished: dict[str, Finish] = field(default_factory=dict)
     schedules: list[Schedule] = field(default_factory=list)
@@ -263,7 +233,7 @@ class Driver:
         self.runner.namespaces[name] = sampling.namespace
 
     def step(self) -> Schedule | None:
-        schedule = self.scheduler.schedule(self.most_steps)
+        schedule = self.scheduler.schedule()
         if schedule is None:
             return None
         self.schedules.append(schedule)
