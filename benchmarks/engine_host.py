@@ -51,10 +51,12 @@ class KeptLogits:
 def measure(
     folder: Path, args: argparse.Namespace, *, shared: int, computes: bool
 ) -> dict[str, float]:
-    num_prefills = args.running + args.running * args.prompt // EngineConfig().chunk_size  # at most
+    num_prefills = (
+        args.running + args.running * args.prompt // EngineConfig().chunked_prefill_size
+    )  # at most
     num_new = num_prefills + WARM_UP + args.steps + 4
     num_pages = args.running * (args.prompt + num_new + 1)
-    settings = {"max_running": args.running}
+    settings = {"max_running_requests": args.running}
     world = World(folder, num_pages=num_pages, **settings)
     prefix = world.prompt(shared)
     for _ in range(args.running):

@@ -1,7 +1,7 @@
 """`Branch`: a live position in the tree that a program holds, forks, extends, and rolls back.
 
-A branch is its token ids and a lease: a holder in the cache, so that its K/V is dropped last. Where
-some was dropped all the same, the next answer computes it again and says so in its `usage`.
+A branch is its token ids and a session in the cache, so that its K/V is evicted last. Evicted K/V
+is computed again by the next answer, whose `usage` says so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BranchHost:
 
     worker: EngineThread
     reader: PromptReader
-    numbers: Iterator[int]  # for the names of holders
+    numbers: Iterator[int]  # for the names of sessions
     request: Callable[[IntArray, SamplingParams], Request]  # checked; raises InvalidRequest
     end_ids: frozenset[int]  # the model's
     complete: Callable[[list[Request]], list[Completion]]  # of requests sent together
@@ -280,7 +280,7 @@ class Branch:
     def _request(self, params: SamplingParams | None) -> Request:
         """The next answer's, in the name of the lease."""
         request = self._host.request(self._tokens, self._checked(params))
-        return replace(request, holder=self._lease.take())
+        return replace(request, session=self._lease.take())
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         params = SamplingParams() if params is None else params

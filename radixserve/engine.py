@@ -29,8 +29,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._cache,
             policy=config.schedule_policy,
-            chunk_size=config.chunk_size,
-            max_running=config.max_running,
+            chunked_prefill_size=config.chunked_prefill_size,
+            max_running_requests=config.max_running_requests,
             max_overtake=config.max_overtake,
         )
         self._seconds = dict.fromkeys(_PARTS, 0.0)
@@ -85,17 +85,17 @@ class Engine:
         self._seconds["commit"] += time.perf_counter() - start
         return news
 
-    def open_holder(self, name: str, lease_s: float | None = None) -> None:
-        """Somebody who will come back until it is closed; see `Scheduler.open_holder`."""
-        self._scheduler.open_holder(name, lease_s)
+    def open_session(self, name: str, lease_s: float | None = None) -> None:
+        """Somebody who will come back until it is closed; see `Scheduler.open_session`."""
+        self._scheduler.open_session(name, lease_s)
 
     def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
-        """Let a holder claim what is cached of `tokens`; returns how many are. Computes nothing."""
+        """Let a session claim the cached part of `tokens`; returns its length. Computes nothing."""
         return self._scheduler.claim(name, tokens, namespace)
 
-    def close_holder(self, name: str) -> None:
+    def close_session(self, name: str) -> None:
         """It will not come back; an unknown name is fine."""
-        self._scheduler.close_holder(name)
+        self._scheduler.close_session(name)
 
     def lookup(self, token_ids: IntArray, namespace: str = "") -> Lookup:
         """How much of a prompt is cached, and why not more. Changes nothing."""

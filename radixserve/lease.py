@@ -13,9 +13,9 @@ _LEAST_PRUNED = 16  # forks of a branch that are remembered before those gone ar
 
 
 class Lease:
-    """A holder in the engine, opened by the first request that names it.
+    """A session in the engine, opened by the first request that names it.
 
-    A holder claims what its own requests reached. So that an open branch keeps also what others
+    A session claims what its own requests reached. So that an open branch keeps also what others
     computed for it, who lets go hands on: to the nearest open lease above, and to the open ones
     below. Called from any thread, `close` from the garbage collector, too; none of it waits.
     """
@@ -40,18 +40,18 @@ class Lease:
         self._parent = parent
         self._below: list[weakref.ref[Lease]] = []
         self._prune_at = _LEAST_PRUNED
-        self._held_len = 0  # tokens that the holder claims, if they are cached still
-        self._is_known = False  # whether the engine may have a holder of that name
+        self._held_len = 0  # tokens that the session claims, if they are cached still
+        self._is_known = False  # whether the engine may have a session of that name
         if parent is not None:
             parent._adopt(self)
 
     def take(self) -> str:
-        """The name for a request, which opens the holder."""
+        """The name for a request, which opens the session."""
         self._is_known = True
         return self.name
 
     def move(self, tokens: IntArray, *, is_reached: bool) -> None:
-        """The branch stands at `tokens` now; `is_reached`: a request of the holder did."""
+        """The branch stands at `tokens` now; `is_reached`: a request of the session did."""
         self.tokens = tokens
         if is_reached:
             self._held_len = len(tokens)
@@ -105,13 +105,13 @@ class Lease:
         above = self._nearest_above()
         for lease in (*self._forks(), *([] if above is None else [above])):
             lease._hold(engine)
-        engine.close_holder(self.name)
+        engine.close_session(self.name)
 
     def _cut(self, engine: Engine) -> None:
         """The branch was rolled back: let go of what is behind."""
         for lease in self._forks():
             lease._hold(engine)
-        engine.close_holder(self.name)
+        engine.close_session(self.name)
         self._held_len = 0
         self._hold(engine)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeGuard
 
 from radixserve.errors import EngineDead
 from radixserve.output import RequestOutput
-from radixserve.schedule import Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 from radixserve.scheduler import Scheduler
 
 
@@ -26,7 +26,7 @@ class Runner(Protocol):
 
     num_pages: int
 
-    def execute(self, schedule: Schedule) -> StepOutput: ...
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput: ...
 
 
 class OverlapRunner(Runner, Protocol):
@@ -38,14 +38,14 @@ class OverlapRunner(Runner, Protocol):
     @property
     def can_overlap(self) -> bool: ...
 
-    def launch(self, schedule: Schedule) -> Any:
+    def launch(self, schedule: SchedulerOutput) -> Any:
         """Queue the step on the device and return at once, with what `collect` needs.
 
         Where it raises, nothing of the step is computed.
         """
         ...
 
-    def collect(self, pending: Any) -> StepOutput:
+    def collect(self, pending: Any) -> ModelRunnerOutput:
         """Wait for the step. Its seconds: prepare is what `launch` took."""
         ...
 
@@ -62,7 +62,7 @@ class Pipeline:
         self._scheduler = scheduler
         self._runner = runner
         self._seconds = seconds
-        self._in_flight: list[tuple[Schedule, Any]] = []  # the older one first
+        self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # the older one first
 
     @property
     def is_idle(self) -> bool:

@@ -459,8 +459,8 @@ class Runtime:
             seed=seed,
             end_ids=self._ends(params),
             max_len=self.max_seq_len,
-            targets=ids[1:] if scores_prompt else None,
-            draws=scores_prompt,
+            logprob_targets=ids[1:] if scores_prompt else None,
+            also_generate=scores_prompt,
         )
 
     def _tickets(

@@ -50,7 +50,7 @@ def scoring(request: Request, targets: IntArray) -> Request:
     """`request`, for a prompt, as one that scores what follows it. The last token of that is only
     looked at, never computed."""
     tokens = np.concatenate([request.token_ids, targets[:-1]])
-    return replace(request, token_ids=tokens, targets=targets)
+    return replace(request, token_ids=tokens, logprob_targets=targets)
 
 
 def as_score(completion: Completion, targets: IntArray) -> Score:

@@ -17,7 +17,7 @@ from radixserve.engine import Engine
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import Request, SamplingParams
-from radixserve.schedule import UNKNOWN, RowOutput, Schedule, StepOutput
+from radixserve.schedule import UNKNOWN, ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.ticket import Event, Ticket
 from radixserve.worker import EngineThread
 
@@ -35,29 +35,29 @@ class ChainRunner:
         self.drawn: list[int] = []  # by the last launched step
         self.permits = threading.Semaphore(10_000)  # how many steps the device completes
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         self.log.append("execute")
         return self.compute(schedule)
 
-    def launch(self, schedule: Schedule) -> StepOutput:
+    def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         self.log.append("launch")
         return self.compute(schedule)
 
-    def collect(self, pending: StepOutput) -> StepOutput:
+    def collect(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
         assert self.permits.acquire(timeout=20)
         self.log.append("collect")
         return pending
 
-    def compute(self, schedule: Schedule) -> StepOutput:
+    def compute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         drawn = []
         for row in schedule.rows:
-            last = int(row.token_ids[-1]) if row.source < 0 else self.drawn[row.source]
+            last = int(row.token_ids[-1]) if row.future_index < 0 else self.drawn[row.future_index]
             assert last != UNKNOWN
             drawn.append((last * 31 + row.end) % VOCAB)
         self.drawn = drawn
         rows = zip(schedule.rows, drawn, strict=True)
-        outputs = [None if row.sample is None else RowOutput(t, None, ()) for row, t in rows]
-        return StepOutput(tuple(outputs), {"prepare": 0.25, "forward": 0.5, "sample": 0.0})
+        outputs = [None if row.sample is None else SampleOutput(t, None, ()) for row, t in rows]
+        return ModelRunnerOutput(tuple(outputs), {"prepare": 0.25, "forward": 0.5, "sample": 0.0})
 
 
 def request(name: str, tokens: Iterable[int], ends: bool = True, **params: Any) -> Request:
@@ -91,7 +91,7 @@ def test_the_same_with_and_without(cache: str) -> None:
     answers = []
     for overlap in (True, False):
         runner = ChainRunner()
-        config = EngineConfig(page_size=4, chunk_size=16, cache=cache, overlap=overlap)
+        config = EngineConfig(page_size=4, chunked_prefill_size=16, cache=cache, overlap=overlap)
         engine = Engine(runner, config)
         for i in range(12):
             engine.add(request(f"r{i}", range(2, 20 + i), max_tokens=60))

@@ -46,7 +46,7 @@ def rt(shared_rt: Runtime) -> Iterator[Runtime]:
 def check_let_go(rt: Runtime) -> None:
     rt.check()
     stats = rt.cache_stats()
-    names = ("holders", "pages_private", "pages_locked", "running", "waiting")
+    names = ("sessions", "pages_private", "pages_locked", "running", "waiting")
     assert {name: stats[name] for name in names} == dict.fromkeys(names, 0)
 
 
@@ -450,7 +450,7 @@ def test_errors_let_go_of_everything(
             beam(root, expand, score, width=3, depth=4, is_done=is_done)
         frames = caught.traceback  # its frames refer to the search: nothing was left to collect
         assert frames
-        assert rt.cache_stats()["holders"] <= 1  # the root holds what its forks have computed
+        assert rt.cache_stats()["sessions"] <= 1  # the root holds what its forks have computed
         assert root.generate(params(2)).token_ids
 
 

@@ -114,7 +114,7 @@ class TraceRecorder:
             line["hash_ids"] = self._hash_ids(request.token_ids, namespace, self._hash_block)
         line["finish"] = finish.reason
         line["cached_tokens"] = finish.usage.cached_tokens
-        for name, text in (("session", request.holder), ("namespace", namespace)):
+        for name, text in (("session", request.session), ("namespace", namespace)):
             if text:
                 line[name] = text if self._hash_block is None else self._hash(text.encode()).hex()
         return line

@@ -1,4 +1,4 @@
-"""The computing wing's front: a `Schedule` in, a `StepOutput` out.
+"""The computing wing's front: a `SchedulerOutput` in, a `ModelRunnerOutput` out.
 
 Owns the model, the KV pool, the attention backend and nothing about requests: rows are read during
 `execute` and forgotten. On the CPU a step is done here; on a device it is device_steps.py's.
@@ -29,7 +29,7 @@ from radixserve.runner.forward_batch import build_forward_batch, num_logits
 from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
-from radixserve.schedule import RowOutput, Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 
 logger = logging.getLogger("radixserve")
 
@@ -106,7 +106,7 @@ class ModelRunner:
             num_pages = num_pages if ranks is None else ranks.agree(num_pages)
             self._pool = KVPool(self.info, num_pages, config.page_size, device)
             self._backend = make_backend(
-                backend, self._pool.kv, self.info.num_heads, shares=config.tree_attention
+                backend, self._pool.kv, self.info.num_heads, shares=config.cascade_attention
             )
         self.num_pages = self._pool.num_pages
         self.backend_name = self._backend.name
@@ -145,7 +145,7 @@ class ModelRunner:
             kv_bytes_per_token=self.kv_bytes_per_token,
         )
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Copy page heads, run every row through the model in one forward, draw the tokens.
 
         Raises ValueError on a row whose pages do not fit it; nothing was written then, apart from
@@ -155,25 +155,25 @@ class ModelRunner:
             return self._steps.collect(self._steps.launch(schedule))
         return self._execute(schedule)
 
-    def launch(self, schedule: Schedule) -> PendingStep | StepOutput:
+    def launch(self, schedule: SchedulerOutput) -> PendingStep | ModelRunnerOutput:
         """Begin `execute`; what is returned is for `collect`. Without `can_overlap` it waits."""
         return self._execute(schedule) if self._steps is None else self._steps.launch(schedule)
 
-    def collect(self, pending: PendingStep | StepOutput) -> StepOutput:
+    def collect(self, pending: PendingStep | ModelRunnerOutput) -> ModelRunnerOutput:
         """The result of a launched step, in the order of the launches."""
-        if isinstance(pending, StepOutput):
+        if isinstance(pending, ModelRunnerOutput):
             return pending
         assert self._steps is not None
         return self._steps.collect(pending)
 
     @torch.inference_mode()
-    def _execute(self, schedule: Schedule) -> StepOutput:
+    def _execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """`execute` on the CPU, at once."""
         began = time.perf_counter()
-        self._pool.copy_heads(schedule.copies)
+        self._pool.copy_heads(schedule.cow_copies)
         rows = schedule.rows
         if not rows:
-            return StepOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
+            return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
         batch = build_forward_batch(rows, self._pool.page_size, self._device)
         self._backend.plan(batch)
         prepared = time.perf_counter()
@@ -185,10 +185,10 @@ class ModelRunner:
             "forward": computed - prepared,
             "sample": time.perf_counter() - computed,
         }
-        return StepOutput(outputs, seconds)
+        return ModelRunnerOutput(outputs, seconds)
 
 
-def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
+def _draw(logits: Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
     """A token or scores for each row that asks for them, and a token for each twin."""
     rows, twins = schedule.rows, schedule.twins
     specs = [row.sample for row in rows if row.sample is not None]
@@ -204,11 +204,15 @@ def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
     sources += [int(ends[twin.row]) - 1 for twin in twins]
     specs += [twin.sample for twin in twins]
     drawn = iter(sample(logits[sources], specs))
-    answers: list[RowOutput | None] = []
+    answers: list[SampleOutput | None] = []
     for row, begin in zip(rows, (ends - counts).tolist(), strict=True):
         output = None if row.sample is None else next(drawn)
-        if row.targets is not None:
-            scored = score(logits[begin : begin + len(row.targets)], row.targets, row.num_top)
+        if row.logprob_targets is not None:
+            scored = score(
+                logits[begin : begin + len(row.logprob_targets)],
+                row.logprob_targets,
+                row.num_top_logprobs,
+            )
             output = with_scores(output, scored)
         answers.append(output)
     return (*answers, *drawn)

@@ -222,11 +222,11 @@ def check(reference: Reference, case: Case, found: list[Completion]) -> bool:
     "settings",
     [
         {"page_size": 1},
-        {"page_size": 2, "chunk_size": 7},
-        {"page_size": 16, "chunk_size": 5, "max_running": 3},
-        {"page_size": 1, "num_tokens": 100, "chunk_size": 16},
+        {"page_size": 2, "chunked_prefill_size": 7},
+        {"page_size": 16, "chunked_prefill_size": 5, "max_running_requests": 3},
+        {"page_size": 1, "num_tokens": 100, "chunked_prefill_size": 16},
         {"page_size": 2, "num_tokens": 110},
-        {"page_size": 16, "num_tokens": 160, "chunk_size": 64},
+        {"page_size": 16, "num_tokens": 160, "chunked_prefill_size": 64},
         {"page_size": 16, "num_tokens": 320, "cache": "hash"},
         {"page_size": 4, "cache": "off", "num_tokens": 600},
     ],
@@ -236,7 +236,7 @@ def test_equal_to_transformers(
     reference: Reference, cases: list[Case], settings: dict[str, Any]
 ) -> None:
     size = settings["page_size"]
-    settings = {"max_running": 12, **settings}
+    settings = {"max_running_requests": 12, **settings}
     num_tokens = settings.pop("num_tokens", 8192)
     with Runtime(str(reference.folder), num_pages=num_tokens // size, **settings) as rt:
         for turn in range(2 if num_tokens > 1000 else 1):  # cold, then warm
@@ -256,7 +256,10 @@ def test_many_cases(reference: Reference, seed: int) -> None:
     found = make_cases(reference, seed)
     rng = random.Random(seed)
     size, tokens = rng.choice([1, 2, 16]), rng.choice([112, 176, 400, 4096])
-    settings = {"chunk_size": rng.choice([1, 7, 64]), "max_running": rng.choice([2, 5, 16])}
+    settings = {
+        "chunked_prefill_size": rng.choice([1, 7, 64]),
+        "max_running_requests": rng.choice([2, 5, 16]),
+    }
     with Runtime(str(reference.folder), num_pages=tokens // size, page_size=size, **settings) as rt:
         answers = asyncio.run(run_all(rt, found, seed))
         equal = [check(reference, *pair) for pair in zip(found, answers, strict=True)]

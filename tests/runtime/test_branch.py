@@ -69,7 +69,7 @@ def rt(shared_rt: Runtime) -> Iterator[Runtime]:
     shared_rt.check()
     stats = shared_rt.cache_stats()
     assert stats["pages_private"] == stats["pages_locked"] == stats["running"] == 0
-    assert stats["holders"] == 0
+    assert stats["sessions"] == 0
 
 
 class TestMoving:
@@ -353,11 +353,11 @@ class TestErrors:
         stream = branch.stream(GREEDY)
         next(stream)
         branch.release()
-        assert rt.cache_stats()["holders"] == 1
+        assert rt.cache_stats()["sessions"] == 1
         last = [*stream][-1].completion
         assert last is not None
         assert len(last.token_ids) == 8
-        assert rt.cache_stats()["holders"] == 0
+        assert rt.cache_stats()["sessions"] == 0
 
     def test_closed_runtime(self, folder: Path) -> None:
         rt = Runtime(str(folder), num_pages=64)
@@ -402,10 +402,10 @@ class TestLeases:
         kids = root.fork(5)
         for kid in kids:
             kid.generate(greedy_params(2))
-        assert rt.cache_stats()["holders"] == 5
+        assert rt.cache_stats()["sessions"] == 5
         del kid, kids
         gc.collect()
-        assert rt.cache_stats()["holders"] == 1  # the root has taken over what they shared
+        assert rt.cache_stats()["sessions"] == 1  # the root has taken over what they shared
         parent = root.fork()[0].parent
         assert parent is root
         orphan = rt.branch([1]).fork()[0]
@@ -428,7 +428,7 @@ class TestLeases:
         for thread in threads:
             thread.join()
         gc.collect()
-        assert rt.cache_stats()["holders"] <= 1
+        assert rt.cache_stats()["sessions"] <= 1
 
     def test_chains_of_forks_stay_short(self, rt: Runtime) -> None:
         branch = rt.branch([1, 2, 3])
@@ -465,7 +465,7 @@ class TestLeases:
                     rt.generate(random_ids(120, seed), greedy_params(2))
                 assert root.cached_len >= 95
                 rt.check()
-            assert rt.cache_stats()["holders"] == 0
+            assert rt.cache_stats()["sessions"] == 0
 
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize("end", ["release", "truncate"])
@@ -477,7 +477,7 @@ class TestLeases:
             with rt.branch(random_ids(96, 1)) as root:
                 root.generate(greedy_params(16))
                 kid = root.fork(2)[0].fork(20)[-1]
-                assert rt.cache_stats()["holders"] == 1
+                assert rt.cache_stats()["sessions"] == 1
                 if end == "release":
                     root.release()
                 else:
@@ -487,7 +487,7 @@ class TestLeases:
                 assert kid.cached_len >= 111 - page_size
                 rt.check()
             kid.release()
-            assert rt.cache_stats()["holders"] == 0
+            assert rt.cache_stats()["sessions"] == 0
 
     @pytest.mark.parametrize("page_size", [1, 16])
     def test_what_is_cut_off_is_let_go(self, folder: Path, page_size: int) -> None:
@@ -604,13 +604,13 @@ def test_a_random_program(
         for _ in range(num_steps):
             program.step()
             rt.check()
-            assert rt.cache_stats()["holders"] <= len(program.branches) + 1  # a stream's, for now
+            assert rt.cache_stats()["sessions"] <= len(program.branches) + 1  # a stream's, for now
         program.branches.clear()
         gc.collect()
         wait_until(lambda: rt.cache_stats()["running"] == 0)
         rt.check()
         stats = rt.cache_stats()
-        assert stats["holders"] == stats["pages_private"] == stats["pages_locked"] == 0
+        assert stats["sessions"] == stats["pages_private"] == stats["pages_locked"] == 0
         assert stats["evicted_tokens"] > 0 or num_tokens > 1000
         assert stats["aborted"] > 0
 

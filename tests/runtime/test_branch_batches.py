@@ -26,7 +26,7 @@ def rt(folder: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield rt
         rt.check()
         stats = rt.cache_stats()
-        assert stats["holders"] == stats["pages_private"] == stats["pages_locked"] == 0
+        assert stats["sessions"] == stats["pages_private"] == stats["pages_locked"] == 0
 
 
 def params(count: int = 8, **fields: object) -> SamplingParams:
@@ -79,7 +79,7 @@ def test_each_keeps_its_own_hold_of_what_was_shared(folder: Path) -> None:
             assert kept.cached_len > 107 - page_size
             assert rt.cache_stats()["evicted_tokens"] > 0
             kept.release()
-            assert rt.cache_stats()["holders"] == 0
+            assert rt.cache_stats()["sessions"] == 0
             rt.check()
 
 

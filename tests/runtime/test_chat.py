@@ -108,7 +108,7 @@ def audit(demo: Runtime, tiny: Runtime) -> Iterator[None]:
     for rt in (demo, tiny):
         rt.check()
         stats = rt.cache_stats()
-        assert stats["holders"] == stats["pages_private"] == stats["pages_locked"] == 0
+        assert stats["sessions"] == stats["pages_private"] == stats["pages_locked"] == 0
 
 
 def encode(rt: Runtime, text: str) -> list[int]:

@@ -148,7 +148,9 @@ def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None
     """Cold, then warm in another order; a tight pool must evict and preempt."""
     size = settings.get("page_size", 1)
     tokens = max(3 * size, 160) if is_tight else 8192
-    with Runtime(str(expected.folder), num_pages=tokens // size, max_running=8, **settings) as rt:
+    with Runtime(
+        str(expected.folder), num_pages=tokens // size, max_running_requests=8, **settings
+    ) as rt:
         order = list(range(NUM_REQUESTS))
         check_answers(rt, expected, order)
         random.Random(1).shuffle(order)
@@ -156,7 +158,9 @@ def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None
         stats = rt.cache_stats()
         if is_tight:
             # Not with three pages (one runs at a time), nor when prompts trickle in uncached.
-            is_crowded = size < 64 and (stats["reused_tokens"] or settings["chunk_size"] > 1)
+            is_crowded = size < 64 and (
+                stats["reused_tokens"] or settings["chunked_prefill_size"] > 1
+            )
             assert stats["preemptions"] > 0 or not is_crowded
             assert stats["evicted_tokens"] > 0 or settings.get("cache") == "off"
         rt.flush_cache()
@@ -168,12 +172,12 @@ def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None
 @pytest.mark.parametrize(
     "settings",
     [
-        {"page_size": 1, "chunk_size": 64},
-        {"page_size": 2, "chunk_size": 7},
-        {"page_size": 16, "chunk_size": 1},
-        {"page_size": 16, "chunk_size": 64, "cache": "off"},
-        {"page_size": 16, "chunk_size": 7, "is_tight": True},
-        {"page_size": 64, "chunk_size": 64, "is_tight": True},
+        {"page_size": 1, "chunked_prefill_size": 64},
+        {"page_size": 2, "chunked_prefill_size": 7},
+        {"page_size": 16, "chunked_prefill_size": 1},
+        {"page_size": 16, "chunked_prefill_size": 64, "cache": "off"},
+        {"page_size": 16, "chunked_prefill_size": 7, "is_tight": True},
+        {"page_size": 64, "chunked_prefill_size": 64, "is_tight": True},
     ],
     ids=str,
 )
@@ -186,12 +190,12 @@ def test_every_family(
     run(reference(case, references, tmp_path_factory), **settings)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+@pytest.mark.parametrize("chunked_prefill_size", [1, 7, 64])
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
 @pytest.mark.parametrize("cache", ["radix", "off"])
 @pytest.mark.parametrize("is_tight", [False, True], ids=["roomy", "tight"])
 def test_every_combination(
-    chunk_size: int,
+    chunked_prefill_size: int,
     page_size: int,
     cache: str,
     is_tight: bool,
@@ -199,22 +203,31 @@ def test_every_combination(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     expected = reference(FULL, references, tmp_path_factory)
-    run(expected, is_tight=is_tight, chunk_size=chunk_size, page_size=page_size, cache=cache)
+    run(
+        expected,
+        is_tight=is_tight,
+        chunked_prefill_size=chunked_prefill_size,
+        page_size=page_size,
+        cache=cache,
+    )
 
 
 @pytest.mark.parametrize(
-    ("page_size", "chunk_size", "is_tight"),
+    ("page_size", "chunked_prefill_size", "is_tight"),
     [(1, 7, False), (2, 64, True), (16, 7, True), (16, 64, False), (64, 64, True)],
 )
 def test_the_hash_cache(
     page_size: int,
-    chunk_size: int,
+    chunked_prefill_size: int,
     is_tight: bool,
     references: dict[Case, Reference],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     expected = reference(FULL, references, tmp_path_factory)
-    settings: dict[str, Any] = {"page_size": page_size, "chunk_size": chunk_size}
+    settings: dict[str, Any] = {
+        "page_size": page_size,
+        "chunked_prefill_size": chunked_prefill_size,
+    }
     run(expected, is_tight=is_tight, cache="hash", **settings)
 
 
@@ -228,19 +241,19 @@ def test_other_policies(
 ) -> None:
     expected = reference(FULL, references, tmp_path_factory)
     settings: dict[str, Any] = {"page_size": 2, "cache": cache, "schedule_policy": policy}
-    run(expected, is_tight=True, chunk_size=16, **settings)
+    run(expected, is_tight=True, chunked_prefill_size=16, **settings)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20, 26))
 @pytest.mark.parametrize("family", sorted({case.family for case in CASES}))
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
-@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+@pytest.mark.parametrize("chunked_prefill_size", [1, 7, 64])
 def test_every_family_in_every_combination(
     family: str,
     seed: int,
     page_size: int,
-    chunk_size: int,
+    chunked_prefill_size: int,
     references: dict[Case, Reference],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -248,4 +261,4 @@ def test_every_family_in_every_combination(
     for cache in ("radix", "hash", "off"):
         for is_tight in (False, True):
             settings: dict[str, Any] = {"page_size": page_size, "cache": cache}
-            run(expected, is_tight=is_tight, chunk_size=chunk_size, **settings)
+            run(expected, is_tight=is_tight, chunked_prefill_size=chunked_prefill_size, **settings)

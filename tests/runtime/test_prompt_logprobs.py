@@ -55,8 +55,8 @@ def check(model: Any, prompt: list[int], out: Completion, num_top: int = 2) -> N
     "settings",
     [
         {"page_size": 1},
-        {"page_size": 1, "chunk_size": 3},
-        {"page_size": 16, "chunk_size": 7},
+        {"page_size": 1, "chunked_prefill_size": 3},
+        {"page_size": 16, "chunked_prefill_size": 7},
         {"page_size": 2, "cache": "off"},
         {"page_size": 16, "cache": "hash"},
     ],
@@ -81,7 +81,7 @@ def test_beside_others_in_a_small_pool(folder: Path, model: Any) -> None:
     rng = random.Random(0)
     prompts = [PROMPT[: rng.randint(1, 40)] + [rng.randrange(256) for _ in range(9)]
                for _ in range(12)]  # fmt: skip
-    with Runtime(str(folder), num_pages=130, chunk_size=16, max_running=6) as rt:
+    with Runtime(str(folder), num_pages=130, chunked_prefill_size=16, max_running_requests=6) as rt:
         alone = [rt.generate(prompt, params(None, max_tokens=20)).token_ids for prompt in prompts]
         mixed = [params(3 if at % 2 else None, max_tokens=20) for at in range(len(prompts))]
 
@@ -122,7 +122,7 @@ def test_streams_and_short_prompts(folder: Path, model: Any) -> None:
 
 
 def test_an_aborted_one_says_what_it_knows(folder: Path) -> None:
-    with Runtime(str(folder), num_pages=600, chunk_size=1) as rt:
+    with Runtime(str(folder), num_pages=600, chunked_prefill_size=1) as rt:
 
         async def main() -> Completion:
             task = asyncio.ensure_future(

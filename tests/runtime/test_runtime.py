@@ -596,7 +596,7 @@ class TestNothingHangs:
         rt.close()
 
     def test_close_during_work(self, folder: Path) -> None:
-        rt = Runtime(str(folder), num_pages=2000, max_running=2)
+        rt = Runtime(str(folder), num_pages=2000, max_running_requests=2)
         with ThreadPoolExecutor(6) as pool, held(rt):
             calls = [
                 pool.submit(rt.generate, f"call {i}", greedy_params(max_tokens=400))

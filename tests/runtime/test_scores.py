@@ -22,9 +22,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(params=[(1, 512), (16, 512), (1, 3), (16, 7)], ids=str)
 def rt(folder: Path, request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    page_size, chunk_size = request.param
+    page_size, chunked_prefill_size = request.param
     pages = 320 // page_size
-    with Runtime(str(folder), num_pages=pages, page_size=page_size, chunk_size=chunk_size) as rt:
+    with Runtime(
+        str(folder), num_pages=pages, page_size=page_size, chunked_prefill_size=chunked_prefill_size
+    ) as rt:
         yield rt
         rt.check()
         assert rt.cache_stats()["sequences"] == 0

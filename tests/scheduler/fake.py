@@ -17,7 +17,14 @@ import numpy as np
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.output import Beam, Finish, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.schedule import Candidates, Row, RowOutput, Schedule, StepOutput, Twin
+from radixserve.schedule import (
+    Candidates,
+    ModelRunnerOutput,
+    SampleOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    Twin,
+)
 from radixserve.scheduler import Scheduler
 
 VOCAB = 50
@@ -48,7 +55,7 @@ def fake_logprobs(prefix_hash: int) -> np.ndarray:
 
 
 class FakeRunner:
-    """Answers a Schedule like a model runner: the next token is a function of the whole prefix."""
+    """Answers like a model runner: the next token is a function of the whole prefix."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
@@ -59,11 +66,11 @@ class FakeRunner:
         self.namespaces: dict[str, str] = {}
         self.table: dict[str, list[int]] = {}  # each request's pages, told what changed alone
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         self.read_pages(schedule)
         return self.run(schedule)
 
-    def read_pages(self, schedule: Schedule) -> None:
+    def read_pages(self, schedule: SchedulerOutput) -> None:
         for row in schedule.rows:
             pages, first = row.page_ids.tolist(), row.first_new_page
             known = self.table.get(row.request_id, [])
@@ -71,44 +78,44 @@ class FakeRunner:
             assert known[:first] + pages[first:] == pages, "a page changed and nobody was told"
             self.table[row.request_id] = pages
 
-    def run(self, schedule: Schedule) -> StepOutput:
-        for source, target, count in schedule.copies:
+    def run(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        for source, target, count in schedule.cow_copies:
             self.cells[target, :count] = self.cells[source, :count]
         written = [cell for row in schedule.rows for cell in self._slots(row, row.start, row.end)]
         assert len(set(written)) == len(written), "two rows write to one slot"
         for row in schedule.rows:
             self._check_reads(row, set(written))
         rows = tuple(self._compute(row) for row in schedule.rows)
-        return StepOutput(
+        return ModelRunnerOutput(
             (*rows, *(self._draw_twin(schedule, twin) for twin in schedule.twins)), {}
         )
 
-    def _draw_twin(self, schedule: Schedule, twin: Twin) -> RowOutput:
+    def _draw_twin(self, schedule: SchedulerOutput, twin: Twin) -> SampleOutput:
         row = schedule.rows[twin.row]
         tokens = self.tokens[twin.request_id]
         assert row.sample is not None
         assert twin.sample.token_ids.tolist() == tokens == self.tokens[row.request_id]
-        return RowOutput(
+        return SampleOutput(
             self.next_token(self.hashes[row.request_id][: row.end], twin.sample.seed), None, ()
         )
 
-    def candidates(self, prefix_hash: int, row: Row) -> RowOutput:
+    def candidates(self, prefix_hash: int, row: ScheduledRequest) -> SampleOutput:
         assert row.sample is not None
         own = fake_logprobs(prefix_hash)
         scores = own.copy()
         scores[list(row.sample.banned_ids)] = -np.inf
         best = np.argsort(-scores, kind="stable")[: row.sample.num_candidates]
         found = Candidates(best.astype(np.int32), scores[best], own[best])
-        return RowOutput(-1, None, (), candidates=found)
+        return SampleOutput(-1, None, (), candidates=found)
 
     def next_token(self, hashes: list[int], seed: int = 0) -> int:
         return (hashes[-1] + seed) % VOCAB
 
-    def _slots(self, row: Row, start: int, end: int) -> list[tuple[int, int]]:
+    def _slots(self, row: ScheduledRequest, start: int, end: int) -> list[tuple[int, int]]:
         size = self.page_size
         return [(int(row.page_ids[at // size]), at % size) for at in range(start, end)]
 
-    def _check_reads(self, row: Row, written: set[tuple[int, int]]) -> None:
+    def _check_reads(self, row: ScheduledRequest, written: set[tuple[int, int]]) -> None:
         tokens = self.tokens[row.request_id]
         assert row.token_ids.tolist() == tokens[row.start : row.end]
         hashes = prefix_hashes(tokens, self.hashes.get(row.request_id))
@@ -117,7 +124,7 @@ class FakeRunner:
             assert self.cells[cell] == hashes[at], f"{row.request_id} reads a wrong cell at {at}"
             assert cell not in written, "a row reads what another one writes in the same step"
 
-    def _compute(self, row: Row) -> RowOutput | None:
+    def _compute(self, row: ScheduledRequest) -> SampleOutput | None:
         hashes = self.hashes[row.request_id]
         namespace = self.namespaces[row.request_id]
         for at, cell in enumerate(self._slots(row, row.start, row.end), row.start):
@@ -125,30 +132,31 @@ class FakeRunner:
             key = namespace, hashes[at]
             self.computed[key] = self.computed.get(key, 0) + 1
         output = self._draw(row)
-        if row.targets is None:
+        if row.logprob_targets is None:
             return output
         end = row.end - (output is not None)
-        places = range(end - len(row.targets), end)
+        places = range(end - len(row.logprob_targets), end)
         scores = tuple(
-            fake_score(hashes[at], target) for at, target in zip(places, row.targets, strict=True)
+            fake_score(hashes[at], target)
+            for at, target in zip(places, row.logprob_targets, strict=True)
         )
-        tops = tuple(((hashes[at] % VOCAB, -1.0),) * row.num_top for at in places)
+        tops = tuple(((hashes[at] % VOCAB, -1.0),) * row.num_top_logprobs for at in places)
         if output is None:
-            return RowOutput(-1, None, (), None, scores, tops)
+            return SampleOutput(-1, None, (), None, scores, tops)
         return output._replace(scores=scores, top_scores=tops)
 
-    def _draw(self, row: Row) -> RowOutput | None:
+    def _draw(self, row: ScheduledRequest) -> SampleOutput | None:
         if row.sample is None:
             return None
         hashes = self.hashes[row.request_id]
         given, tokens = row.sample.token_ids.tolist(), self.tokens[row.request_id]
         assert given == tokens[: len(given)]
-        if not row.sample.params.is_plain:
+        if not row.sample.params.is_greedy_only:
             assert len(given) + row.sample.num_unknown == len(tokens)
             assert row.sample.num_drawn == len(tokens) - row.sample.num_prompt
         if row.sample.num_candidates:
             return self.candidates(hashes[row.end - 1], row)
-        return RowOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
+        return SampleOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
 
 
 @dataclass
@@ -158,23 +166,23 @@ class Driver:
     num_pages: int
     page_size: int = 1
     policy: str = "lpm"
-    chunk_size: int = 16
-    max_running: int = 8
+    chunked_prefill_size: int = 16
+    max_running_requests: int = 8
     max_overtake: int = 8
     reuse: bool = True
     kind: str = "radix"  # of the cache, or "hash"
     eviction: str = "lru"
     now: float = 0.0  # seconds on the cache's clock
     finished: dict[str, Finish] = field(default_factory=dict)
-    schedules: list[Schedule] = field(default_factory=list)
+    schedules: list[SchedulerOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cache = self.make_cache()
         self.scheduler = Scheduler(
             self.cache,
             policy=self.policy,
-            chunk_size=self.chunk_size,
-            max_running=self.max_running,
+            chunked_prefill_size=self.chunked_prefill_size,
+            max_running_requests=self.max_running_requests,
             max_overtake=self.max_overtake,
         )
         self.runner = FakeRunner(self.num_pages, self.page_size)
@@ -202,7 +210,7 @@ class Driver:
         tokens: list[int],
         *,
         max_len: int | None = None,
-        holder: str = "",
+        session: str = "",
         twin_of: str = "",
         targets: list[int] | None = None,
         draws: bool = False,
@@ -219,11 +227,11 @@ class Driver:
             seed=seed,
             end_ids=frozenset() if sampling.ignore_eos else frozenset({EOS}),
             max_len=capacity if max_len is None else max_len,
-            holder=holder,
+            session=session,
             twin_of=twin_of,
-            targets=None if targets is None else np.asarray(targets, np.int32),
+            logprob_targets=None if targets is None else np.asarray(targets, np.int32),
             beams=beams,
-            draws=draws,
+            also_generate=draws,
         )
         self.seeds[name] = seed
         self.scheduler.add(request)
@@ -232,7 +240,7 @@ class Driver:
         self.runner.tokens[name] = list(tokens)
         self.runner.namespaces[name] = sampling.namespace
 
-    def step(self) -> Schedule | None:
+    def step(self) -> SchedulerOutput | None:
         schedule = self.scheduler.schedule()
         if schedule is None:
             return None
