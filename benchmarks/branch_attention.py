@@ -19,7 +19,7 @@ from branch_players import DTYPE, random_prompt
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.choice import choose_backend, make_backend
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.request import Request, SamplingParams
 from radixserve.runner.model_runner import ModelRunner
 

@@ -9,8 +9,8 @@ from statistics import median
 from branch_players import DTYPE, random_prompt
 
 from radixserve import Runtime, SamplingParams
-from radixserve.branch import generate_all
-from radixserve.engine import Runner
+from radixserve.api.branch import generate_all
+from radixserve.engine.engine import Runner
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 ROOM = 1_024  # tokens beside the branch

@@ -30,7 +30,7 @@ from engine_lanes import read_status
 from engine_models import SHAPES, save_checkpoint
 
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.request import Request, SamplingParams
 from radixserve.runner.model_runner import ModelRunner
 

@@ -32,7 +32,7 @@ from engine_models import SHAPES, save_checkpoint
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 
 PARTS = ("schedule", "prepare", "sample", "commit")
 WARM_UP = 20  # steps that only decode, before those that count

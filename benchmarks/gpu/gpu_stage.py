@@ -22,7 +22,7 @@ from gpu_jobs import Skip
 
 from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.output import RequestOutput
 from radixserve.request import Request, SamplingParams
 from radixserve.runner.model_runner import ModelRunner

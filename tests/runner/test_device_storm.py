@@ -11,7 +11,7 @@ import pytest
 
 from radixserve import SamplingParams
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.request import Request
 from radixserve.runner.model_runner import ModelRunner
 from tests.checkpoints import load_reference, make_checkpoint

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from radixserve.api.runtime import Runtime
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead, InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
@@ -21,7 +22,6 @@ from radixserve.runner import rank_process
 from radixserve.runner.model_runner import ModelRunner
 from radixserve.runner.rank_wire import WireWriter
 from radixserve.runner.ranks import ParallelRunner, make_runner
-from radixserve.runtime import Runtime
 from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import make_checkpoint
 from tests.models.test_parallel import Room, ThreadRanks

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.engine.pipeline import Pipeline
 from radixserve.output import RequestOutput
-from radixserve.pipeline import Pipeline
 from radixserve.schedule import (
     UNKNOWN,
     ModelRunnerOutput,

@@ -8,7 +8,7 @@ import pytest
 
 from radixserve.cache import CacheSession, RadixCache
 from radixserve.config import EVICTIONS, EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.errors import InvalidRequest
 from tests.scheduler.fake import Driver, FakeRunner
 from tests.scheduler.test_scheduler import finished_as_expected, prompt

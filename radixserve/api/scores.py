@@ -12,8 +12,8 @@ from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.output import Completion, Score
-from radixserve.prompts import PromptReader
 from radixserve.request import Request, SamplingParams
+from radixserve.text.prompts import PromptReader
 
 SCORING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from radixserve.arrays import IntArray
+from radixserve.engine.ticket import Event, Ticket
 from radixserve.errors import InvalidRequest
 from radixserve.output import Beam, Completion, Finish, RequestOutput, Usage
 from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.ticket import Event, Ticket
-from radixserve.tokenizer import Tokenizer
+from radixserve.text.tokenizer import Tokenizer
 
 _CONTEXT = 5  # tokens decoded before the longest stop string, so that its words keep their spaces
 

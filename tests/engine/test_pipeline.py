@@ -13,13 +13,13 @@ import pytest
 
 from radixserve.commands.profile import format_profile
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
+from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.worker import EngineThread
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import UNKNOWN, ModelRunnerOutput, SampleOutput, SchedulerOutput
-from radixserve.ticket import Event, Ticket
-from radixserve.worker import EngineThread
 
 VOCAB, EOS = 97, 1
 

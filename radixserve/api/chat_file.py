@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixserve.chat_format import Answer, Message
 from radixserve.errors import InvalidRequest
-from radixserve.prompts import check_messages, is_token_id
+from radixserve.text.chat_format import Answer, Message
+from radixserve.text.prompts import check_messages, is_token_id
 
 _KIND, _VERSION = "radixserve chat", 1
 

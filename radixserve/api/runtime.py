@@ -24,21 +24,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
 
-from radixserve.beams import BeamTicket, as_search, read_options
-from radixserve.branch import Branch, BranchHost
-from radixserve.cache import Lookup
-from radixserve.chat import ChatHost, ChatSession
-from radixserve.checks import check_int, check_str, shown
-from radixserve.config import EngineConfig
-from radixserve.engine import Engine
-from radixserve.errors import InvalidRequest
-from radixserve.output import Chunk, Completion, Score
-from radixserve.progress import BatchProgress
-from radixserve.prompts import Prompt, PromptReader, is_batch, params_for
-from radixserve.replay.recorder import TraceRecorder
-from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.samples import check_single, gather, twins
-from radixserve.scores import (
+from radixserve.api.beam_search import BeamTicket, as_search, read_options
+from radixserve.api.branch import Branch, BranchHost
+from radixserve.api.chat import ChatHost, ChatSession
+from radixserve.api.progress import BatchProgress
+from radixserve.api.samples import check_single, gather, twins
+from radixserve.api.scores import (
     ScoreJob,
     as_score,
     check_finished,
@@ -46,12 +37,21 @@ from radixserve.scores import (
     read_candidates,
     scoring,
 )
-from radixserve.ticket import Event, Ticket
-from radixserve.tokenizer import Tokenizer
-from radixserve.worker import EngineThread
+from radixserve.cache import Lookup
+from radixserve.checks import check_int, check_str, shown
+from radixserve.config import EngineConfig
+from radixserve.engine.engine import Engine
+from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.trace_recorder import TraceRecorder
+from radixserve.engine.worker import EngineThread
+from radixserve.errors import InvalidRequest
+from radixserve.output import Chunk, Completion, Score
+from radixserve.request import BeamParams, Request, SamplingParams
+from radixserve.text.prompts import Prompt, PromptReader, is_batch, params_for
+from radixserve.text.tokenizer import Tokenizer
 
 _OWN_ID = "#"  # begins the ids that are not the caller's
-DEMO = Path(__file__).parent / "models" / "demo"
+DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
 class Runtime:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from radixserve import EngineConfig, InvalidRequest, Runtime, SamplingParams
+from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.output import Finish, Metrics, Usage
 from radixserve.replay import CacheSpec, read_trace, replay_direct
-from radixserve.replay.recorder import TraceRecorder
 from radixserve.request import Request
 from tests.pacing import held
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from radixserve.api.tree_view import describe_tree, draw_tree, edge_text, shorten
 from radixserve.cache import RadixCache
-from radixserve.tree_view import describe_tree, draw_tree, edge_text, shorten
 
 
 def decode(tokens: Sequence[int]) -> str:

@@ -22,8 +22,8 @@ from radixserve import (
     Runtime,
     SamplingParams,
 )
-from radixserve.chat_format import Answer, ChatFormat
 from radixserve.runner.model_runner import ModelRunner
+from radixserve.text.chat_format import Answer, ChatFormat
 from tests.checkpoints import BOS_ID, EOS_ID, make_checkpoint
 from tests.pacing import held, until
 

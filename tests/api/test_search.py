@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from radixserve import EngineDead, InvalidRequest, Runtime, SamplingParams, search
-from radixserve.search import Likelihood, Node, Sample, SearchTree, Verdict, beam, best_of
+from radixserve.api.search import Likelihood, Node, Sample, SearchTree, Verdict, beam, best_of
 from tests.checkpoints import EOS_ID, make_checkpoint
 from tests.pacing import held, wait_until
 

@@ -14,16 +14,16 @@ from typing import Any, Self
 
 import numpy as np
 
+from radixserve.api.branch import Branch, BranchHost
+from radixserve.api.chat_file import SavedChat, read_chat, write_chat
 from radixserve.arrays import IntArray
-from radixserve.branch import Branch, BranchHost
-from radixserve.chat_file import SavedChat, read_chat, write_chat
-from radixserve.chat_format import Answer, ChatFormat, Message
 from radixserve.checks import check_int, check_str, shown
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Chunk, Completion
-from radixserve.prompts import check_messages
 from radixserve.request import SamplingParams
-from radixserve.tokenizer import Tokenizer
+from radixserve.text.chat_format import Answer, ChatFormat, Message
+from radixserve.text.prompts import check_messages
+from radixserve.text.tokenizer import Tokenizer
 
 _NOTHING: IntArray = np.empty(0, np.int32)
 _NEXT: Message = {"role": "user", "content": "?"}

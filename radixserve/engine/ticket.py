@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from radixserve.output import Chunk, Completion, Finish, RequestOutput
 from radixserve.request import Request
-from radixserve.tokenizer import StopText, TextStream, Tokenizer
+from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
 
 Event = Chunk | Completion | tuple[Completion, ...] | BaseException
 

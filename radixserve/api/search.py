@@ -19,17 +19,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from radixserve.branch import Ask, Branch, Tokens, generate_all, score_all
+from radixserve.api.branch import Ask, Branch, Tokens, generate_all, score_all
+from radixserve.api.samples import NUM_SEEDS, check_single
+from radixserve.api.search_tree import Node, SearchTree, best_first
 from radixserve.checks import check_int, check_str, shown
 from radixserve.errors import InvalidRequest
 from radixserve.output import Completion
-from radixserve.prompts import Prompt
 from radixserve.request import MAX_SAMPLES, SamplingParams
-from radixserve.samples import NUM_SEEDS, check_single
-from radixserve.search_tree import Node, SearchTree, best_first
+from radixserve.text.prompts import Prompt
 
 if TYPE_CHECKING:
-    from radixserve.runtime import Runtime
+    from radixserve.api.runtime import Runtime
 
 __all__ = ["Judge", "Likelihood", "Node", "Sample", "Scored", "SearchTree", "Verdict", "beam",
            "best_of"]  # fmt: skip

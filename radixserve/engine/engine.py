@@ -12,8 +12,8 @@ from typing import Any
 from radixserve.arrays import IntArray
 from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
+from radixserve.engine.pipeline import Pipeline, Runner, is_overlapping, step_failed
 from radixserve.output import RequestOutput
-from radixserve.pipeline import Pipeline, Runner, is_overlapping, step_failed
 from radixserve.request import Request
 from radixserve.scheduler import Scheduler
 

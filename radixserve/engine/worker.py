@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
+from radixserve.engine.ticket import Ticket
+from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
 from radixserve.output import RequestOutput
-from radixserve.replay.recorder import TraceRecorder
-from radixserve.ticket import Ticket
 
 T = TypeVar("T")
 _log = logging.getLogger("radixserve")

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from radixserve.api.samples import check_single, seed_of
+from radixserve.api.scores import ScoreJob
+from radixserve.api.session_handle import SessionHandle
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
 from radixserve.checks import check_int, shown
+from radixserve.engine.worker import EngineThread
 from radixserve.errors import InvalidRequest
-from radixserve.lease import Lease
 from radixserve.output import Chunk, Completion, Score, Usage
-from radixserve.prompts import PromptReader, params_for
 from radixserve.request import Request, SamplingParams
-from radixserve.samples import check_single, seed_of
-from radixserve.scores import ScoreJob
-from radixserve.tokenizer import TextStream, Tokenizer
-from radixserve.worker import EngineThread
+from radixserve.text.prompts import PromptReader, params_for
+from radixserve.text.tokenizer import TextStream, Tokenizer
 
 Tokens = str | Sequence[int] | NDArray[np.integer[Any]]
 _NOTHING = Usage(0, 0, 0, 0)
@@ -78,9 +78,11 @@ class Branch:
         self._usage = _NOTHING
         self._counting = threading.Lock()  # of whoever adds to `_usage`
         self._is_released = False
-        above: Lease | None = None if parent is None else parent._lease
-        self._lease: Lease = Lease(host.worker, next(host.numbers), tokens, namespace, above)
-        self._finalizer = weakref.finalize(self, self._lease.close)
+        above: SessionHandle | None = None if parent is None else parent._session_handle
+        self._session_handle: SessionHandle = SessionHandle(
+            host.worker, next(host.numbers), tokens, namespace, above
+        )
+        self._finalizer = weakref.finalize(self, self._session_handle.close)
         self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
@@ -275,12 +277,12 @@ class Branch:
         """Whoever sees the release last closes the lease, so that no request can reopen it."""
         self._turn.release()
         if self._is_released:
-            self._lease.close()
+            self._session_handle.close()
 
     def _request(self, params: SamplingParams | None) -> Request:
         """The next answer's, in the name of the lease."""
         request = self._host.request(self._tokens, self._checked(params))
-        return replace(request, session=self._lease.take())
+        return replace(request, session=self._session_handle.take())
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
         params = SamplingParams() if params is None else params
@@ -334,7 +336,7 @@ class Branch:
     def _place(self, tokens: IntArray, *, is_answer: bool = False) -> None:
         tokens.flags.writeable = False
         self._tokens = tokens
-        self._lease.move(tokens, is_reached=is_answer)
+        self._session_handle.move(tokens, is_reached=is_answer)
 
 
 class Ask(NamedTuple):
@@ -385,7 +387,7 @@ def generate_all(
         for branch, request, completion in zip(branches, requests, done, strict=True):
             branch._answered(completion)
             if request.twin_of:
-                branch._lease.claim()
+                branch._session_handle.claim()
         return done
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from radixserve.tokenizer import Tokenizer
+from radixserve.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 

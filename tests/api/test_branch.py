@@ -718,4 +718,4 @@ def test_the_whole_is_what_transformers_generates(rt: Runtime, folder: Path) -> 
 
 
 def test_branch_is_exported() -> None:
-    assert Branch.__module__ == "radixserve.branch"
+    assert Branch.__module__ == "radixserve.api.branch"

@@ -1,4 +1,4 @@
-"""`Lease`: a branch's hold of the cache, which outlives the branch until the engine has let go."""
+"""`SessionHandle`: a branch's session in the cache; the engine closes it after the branch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Iterator
 
 from radixserve.arrays import IntArray
-from radixserve.engine import Engine
-from radixserve.worker import EngineThread
+from radixserve.engine.engine import Engine
+from radixserve.engine.worker import EngineThread
 
 _LEAST_PRUNED = 16  # forks of a branch that are remembered before those gone are forgotten
 
 
-class Lease:
+class SessionHandle:
     """A session in the engine, opened by the first request that names it.
 
     A session claims what its own requests reached. So that an open branch keeps also what others
@@ -29,7 +29,7 @@ class Lease:
         number: int,
         tokens: IntArray,
         namespace: str,
-        parent: Lease | None,
+        parent: SessionHandle | None,
     ) -> None:
         """`parent`: that of the branch forked from, which is open."""
         self.name = f"branch {number}"
@@ -38,7 +38,7 @@ class Lease:
         self._worker = worker
         self._namespace = namespace
         self._parent = parent
-        self._below: list[weakref.ref[Lease]] = []
+        self._below: list[weakref.ref[SessionHandle]] = []
         self._prune_at = _LEAST_PRUNED
         self._held_len = 0  # tokens that the session claims, if they are cached still
         self._is_known = False  # whether the engine may have a session of that name
@@ -79,20 +79,20 @@ class Lease:
 
     # -- the others ---------------------------------------------------------------------------
 
-    def _adopt(self, lease: Lease) -> None:
+    def _adopt(self, lease: SessionHandle) -> None:
         if len(self._below) >= self._prune_at:
             self._below = [weakref.ref(fork) for fork in self._forks()]
             self._prune_at = max(_LEAST_PRUNED, 2 * len(self._below))
         self._below.append(weakref.ref(lease))
 
-    def _forks(self) -> Iterator[Lease]:
+    def _forks(self) -> Iterator[SessionHandle]:
         """The open ones below, up to the next open one on each path."""
         for reference in list(self._below):
             lease = reference()
             if lease is not None and lease.is_open:
                 yield lease
 
-    def _nearest_above(self) -> Lease | None:
+    def _nearest_above(self) -> SessionHandle | None:
         above = self._parent
         while above is not None and not above.is_open:
             above = above._parent

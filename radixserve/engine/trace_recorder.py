@@ -26,9 +26,9 @@ from typing import Any, BinaryIO
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.output import Finish
-from radixserve.replay.lines import LOG_KIND
 from radixserve.request import Request
 
+LOG_KIND = "radixserve-log"  # the "kind" in a log's first line
 _VERSION = 1
 _FLUSH_BYTES = 1 << 20
 _FLUSH_S = 1.0  # between two writes while requests go on finishing

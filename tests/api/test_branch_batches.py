@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radixserve import Branch, InvalidRequest, Runtime, SamplingParams, Usage
-from radixserve.branch import Ask, generate_all, score_all
+from radixserve.api.branch import Ask, generate_all, score_all
 from tests.checkpoints import EOS_ID, make_checkpoint
 
 PROMPT = list(range(5, 45))

@@ -13,7 +13,7 @@ from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
-from radixserve.tokenizer import Tokenizer
+from radixserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixserve.errors import InvalidRequest
-from radixserve.tokenizer import StopText, TextStream, Tokenizer
+from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
 from tests.checkpoints import make_tokenizer
 
 
