@@ -130,6 +130,11 @@ class ModelRunner:
             logger.info('the checkpoint is in float32; dtype="bfloat16" is far faster on a GPU')
 
     @property
+    def overlap_depth(self) -> int:
+        """Steps that may be in flight when the next one is launched: 0 or 1."""
+        return int(self.can_overlap)
+
+    @property
     def can_overlap(self) -> bool:
         """Whether a step can be launched before the one before it is collected."""
         return self._steps is not None

@@ -85,6 +85,11 @@ class ParallelRunner:
         return self._runner.memory_plan()
 
     @property
+    def overlap_depth(self) -> int:
+        """Steps that may be in flight when the next one is launched: 0 or 1."""
+        return int(self.can_overlap)
+
+    @property
     def can_overlap(self) -> bool:
         """See `ModelRunner`, as for the steps."""
         return self._runner.can_overlap
