@@ -35,13 +35,6 @@ def bf16_routine(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=["AMX", "vectors"])
-def float_routine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs by one way to multiply many rows of float32, then by the other."""
-    with _tiles(request.param == "AMX"):
-        yield request.param
-
-
 @pytest.fixture(params=[1, 2])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()

@@ -6,7 +6,7 @@ Where there is no compiler, callers take PyTorch's operations.
 
 RADIXSERVE_CACHE   the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
 CXX                the compiler, flags may follow; by default the first of c++, g++, clang++
-RADIXSERVE_AMX     0: do without AMX, also where the processor has it
+RADIXSERVE_AMX     0: bfloat16 products without AMX, even if the processor has it
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ def unavailable(dtype: torch.dtype) -> str:
 def describe() -> str:
     """What the compiled code uses of the processor. Raises Unavailable."""
     library = cpu_library()
-    bf16 = ("none", "AVX-512", "AMX, which also takes many rows of float32")[
-        library.radixserve_bf16()
-    ]
+    bf16 = ("none", "AVX-512", "AMX")[library.radixserve_bf16()]
     return f"vectors of {32 * library.radixserve_lanes()} bits, bfloat16: {bf16}"
 
 

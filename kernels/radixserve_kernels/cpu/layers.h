@@ -7,7 +7,6 @@
 #include <memory>
 
 #include "attention.h"
-#include "split.h"
 
 template <class T> struct Weight {
     const T *panels;  // [ceil(columns / PANEL)][padded_depth(depth) * PANEL]
@@ -60,31 +59,20 @@ void multiply(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, cons
               Epilogue &&epilogue) {
     if (!rows) return;  // of a step behind which nothing is drawn
     const int64_t depth = padded_depth<T>(w.depth), count = w.num_panels();
-    const bool split = sizeof(T) == 4 && rows > FEW_ROWS_TO_SPLIT && splits_floats();
-    const int64_t deep = depth / (split ? split_parts(depth) : depth_parts<T>(depth));
-    const int64_t row_bytes = deep * (split ? PARTS * sizeof(bf16) : sizeof(T));
-    const int most = block_rows(rows, row_bytes, split ? 32 : sizeof(T) == 4 ? ROWS : 96);
+    const int64_t row_bytes = depth / depth_parts<T>(depth) * int64_t(sizeof(T));
+    const int most = block_rows(rows, row_bytes, sizeof(T) == 4 ? ROWS : 96);
     const int crew = crew_for(2.0 * rows * count * PANEL * depth + 2.0 * count * PANEL * depth);
 #pragma omp parallel num_threads(crew) if (crew > 1)
     {
         const int64_t members = crew_size(), me = crew_member();
         const int64_t first = count * me / members, last = count * (me + 1) / members;
-        for (int64_t top = 0; top < rows; top += most) {
-            auto product = [&](auto &&routine) {
-                routine(x + top * stride, stride, int(least<int64_t>(rows - top, most)),
-                        w.panels + first * w.panel_size(), w.panel_size(), int(last - first), depth,
-                        Place{place.first + top * place.stride + first * place.size, place.stride, place.size},
-                        [&](int m, int panel, vec low, vec high) {
-                            epilogue(top + m, (first + panel) * PANEL, low, high);
-                        });
-            };
-            if constexpr (sizeof(T) == 4)
-                if (split) {
-                    product([](auto &&...of) { split_product(of...); });
-                    continue;
-                }
-            product([](auto &&...of) { panels_product(of...); });
-        }
+        for (int64_t top = 0; top < rows; top += most)
+            panels_product(x + top * stride, stride, int(least<int64_t>(rows - top, most)),
+                           w.panels + first * w.panel_size(), w.panel_size(), int(last - first), depth,
+                           Place{place.first + top * place.stride + first * place.size, place.stride, place.size},
+                           [&](int m, int panel, vec low, vec high) {
+                               epilogue(top + m, (first + panel) * PANEL, low, high);
+                           });
     }
 }
 

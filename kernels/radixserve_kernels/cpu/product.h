@@ -5,7 +5,7 @@
 //   bf16    panel[k / 32][PANEL / 16][16][16][2]: tiles of 16 pairs of k by 16 columns, which AMX
 //           takes as they are and AVX-512's bfloat16 dot product row by row
 // A row of the result depends on its own row of x alone, to the bit: every sum runs over k in the
-// same order however many rows there are. (Of float, split.h knows a second way.)
+// same order however many rows there are.
 #pragma once
 
 #include <type_traits>
