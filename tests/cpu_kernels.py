@@ -17,13 +17,13 @@ def _tiles(use: bool) -> Iterator[None]:
     """AMX is used or not; skips the test if it should be and there is none."""
     library = cpu_library()
     had_tiles = library.radixserve_bf16() == 2
-    library.radixserve_use_tiles(int(use))
+    library.radixserve_use_amx(int(use))
     try:
         if use and library.radixserve_bf16() != 2:
             pytest.skip("this processor has no AMX")
         yield
     finally:
-        library.radixserve_use_tiles(int(had_tiles))
+        library.radixserve_use_amx(int(had_tiles))
 
 
 @pytest.fixture(params=["AMX", "AVX-512"])

@@ -75,7 +75,7 @@ def _load() -> ctypes.CDLL | str:
     _declare(library)
     library.radixserve_start()
     if os.environ.get("RADIXSERVE_AMX") == "0":
-        library.radixserve_use_tiles(0)
+        library.radixserve_use_amx(0)
     return library
 
 
@@ -198,21 +198,18 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures = {
         "start": (None, ()),
         "bf16": (flag, ()),
-        "use_tiles": (None, (flag,)),
+        "use_amx": (None, (flag,)),
         "lanes": (flag, ()),
         "set_threads": (None, (flag,)),
         "packed_size": (number, (flag, number, number)),
         "pack": (None, (flag, pointer, number, number, pointer)),
-        "linear": (
-            None,
-            (flag, pointer, number, number, pointer, pointer, number, number, pointer),
-        ),
+        "linear": (None, (flag, pointer, number, number, pointer, pointer)),
         "plan": (pointer, (pointer, pointer, flag, number)),
-        "renew_plan": (None, (pointer, pointer, pointer, flag, number)),
+        "reset_plan": (None, (pointer, pointer, pointer, flag, number)),
         "jobs": (None, (pointer, pointer)),
-        "end_plan": (None, (pointer,)),
-        "attender": (pointer, (flag,)),
-        "end_attender": (None, (flag, pointer)),
+        "delete_plan": (None, (pointer,)),
+        "attention": (pointer, ()),
+        "delete_attention": (None, (pointer,)),
         "attend": (
             None,
             (
@@ -220,10 +217,10 @@ def _declare(library: ctypes.CDLL) -> None:
                 *(pointer, pointer, pointer, number, ctypes.c_float),
             ),
         ),
-        "best": (number, (pointer, number, number, pointer)),
+        "argmax": (number, (pointer, number, number, pointer)),
         "decoder": (pointer, (flag, pointer, pointer, pointer, pointer, pointer)),
-        "end_decoder": (None, (flag, pointer)),
-        "run": (None, (flag, pointer, pointer, pointer, pointer, number)),
+        "delete_decoder": (None, (pointer,)),
+        "run": (None, (pointer, pointer, pointer, pointer, number)),
         "decode_steps": (number, (flag, pointer, pointer, flag, number, pointer, number)),
     }
     for name, (result, arguments) in signatures.items():

@@ -53,8 +53,8 @@ def _is_bf16(dtype: torch.dtype) -> int:
 
 class _Jobs(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_jobs", "num_waves", "num_tokens")),
-        ("wave_indptr", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_jobs", "num_levels", "num_tokens")),
+        ("level_indptr", ctypes.c_void_p),
         ("query_indptr", ctypes.c_void_p),
         ("query_tokens", ctypes.c_void_p),
         ("first_page", ctypes.c_void_p),
@@ -78,7 +78,7 @@ class _Rows(ctypes.Structure):
         ("page_size", ctypes.c_int64),
         *(
             (name, ctypes.c_void_p)
-            for name in ("start", "qo_indptr", "kv_indptr", "seq_lens", "kv_indices")
+            for name in ("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens")
         ),
     )
 
@@ -87,11 +87,11 @@ class _Rows(ctypes.Structure):
 class Jobs:
     """One step's attention: job j lets some queries attend to one run of a page table.
 
-    Jobs of a wave have no token in common; waves follow each other. A token that several jobs serve
-    has BEGINS in the first and ENDS in the last of them.
+    Jobs of one level have no token in common; levels run one after another. A token that several
+    jobs serve has BEGINS in the first and ENDS in the last of them.
     """
 
-    wave_indptr: IndexArray  # [W + 1] wave w has jobs [wave_indptr[w], wave_indptr[w + 1])
+    level_indptr: IndexArray  # [W + 1] jobs of level w: [level_indptr[w], level_indptr[w + 1])
     query_indptr: IndexArray  # [J + 1] job j has queries [query_indptr[j], query_indptr[j + 1])
     query_tokens: IndexArray  # [all queries] among the step's tokens
     first_page: IndexArray  # [J] where its pages begin in page_ids
@@ -135,13 +135,13 @@ class Plan:
         self._rest = (ctypes.byref(shape), merge_tokens is not None, merge_tokens or 0)
         self._take(rows)
         self.pointer = library.radixserve_plan(ctypes.byref(self._record), *self._rest)
-        _give_back(self, library.radixserve_end_plan, self.pointer)
+        _give_back(self, library.radixserve_delete_plan, self.pointer)
 
     def renew(self, rows: PlanRows) -> None:
         """Of another step's rows from now on, at the cost of no object's birth and death."""
         self._take(rows)
         library = cpu_library()
-        library.radixserve_renew_plan(self.pointer, ctypes.byref(self._record), *self._rest)
+        library.radixserve_reset_plan(self.pointer, ctypes.byref(self._record), *self._rest)
 
     def _take(self, rows: PlanRows) -> None:
         self._rows = rows  # C borrows their memory
@@ -163,7 +163,7 @@ class Plan:
 
         query_indptr = array(record.query_indptr, record.num_jobs + 1)
         return Jobs(
-            wave_indptr=array(record.wave_indptr, record.num_waves + 1),
+            level_indptr=array(record.level_indptr, record.num_levels + 1),
             query_indptr=query_indptr,
             query_tokens=array(record.query_tokens, int(query_indptr[-1])),
             first_page=array(record.first_page, record.num_jobs),
@@ -181,8 +181,8 @@ class Attender:
     def __init__(self, dtype: torch.dtype) -> None:
         library = cpu_library()
         self._run, self._is_bf16 = library.radixserve_attend, _is_bf16(dtype)
-        self._pointer = library.radixserve_attender(self._is_bf16)
-        _give_back(self, library.radixserve_end_attender, self._is_bf16, self._pointer)
+        self._pointer = library.radixserve_attention()
+        _give_back(self, library.radixserve_delete_attention, self._pointer)
 
     def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D]."""
@@ -242,10 +242,19 @@ def fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
 _arena = Arena()
 
 
-class PackedWeight:
-    """A weight [N, K] in panels, with a bias [N] or None; see cpu/product.h."""
+class _Weight(ctypes.Structure):
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("columns", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+    )
 
-    __slots__ = ("bias", "depth", "panels", "size")
+
+class PackedWeight:
+    """A weight [N, K] in panels, with a bias [N] or None; see cpu/panels.h."""
+
+    __slots__ = ("bias", "depth", "panels", "record", "size")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         library, weight = cpu_library(), weight.contiguous()
@@ -258,6 +267,9 @@ class PackedWeight:
         library.radixserve_pack(
             is_bf16, weight.data_ptr(), self.size, self.depth, self.panels.data_ptr()
         )
+        self.record = _Weight(
+            self.panels.data_ptr(), _address(self.bias), self.size, self.depth
+        )  # as C takes it
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias`: x [M, K], returns [M, N]."""
@@ -267,8 +279,8 @@ class PackedWeight:
         out = x.new_empty((len(x), self.size))
         library.radixserve_set_threads(torch.get_num_threads())
         library.radixserve_linear(
-            *(_is_bf16(dtype), padded.data_ptr(), padded.shape[1], len(x), self.panels.data_ptr()),
-            *(_address(self.bias), self.size, self.depth, out.data_ptr()),
+            *(_is_bf16(dtype), padded.data_ptr(), padded.shape[1], len(x)),
+            *(ctypes.byref(self.record), out.data_ptr()),
         )
         return out
 
@@ -292,7 +304,7 @@ def best_tokens(logits: Tensor) -> tuple[list[int], int]:
     logits = logits.contiguous()
     num_rows, size = logits.shape
     ids = (ctypes.c_int64 * num_rows)()
-    broken = cpu_library().radixserve_best(logits.data_ptr(), num_rows, size, ids)
+    broken = cpu_library().radixserve_argmax(logits.data_ptr(), num_rows, size, ids)
     return list(ids), broken
 
 
@@ -336,14 +348,11 @@ class _Shape(ctypes.Structure):
     )
 
 
-_LAYER_POINTERS = (
-    *("input_norm", "qkv", "qkv_bias", "qk_norm", "o", "o_bias", "post_norm"),
-    *("gate_up", "gate_up_bias", "down", "down_bias"),
-)
-
-
 class _Layer(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in _LAYER_POINTERS)
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input_norm", "qk_norm", "post_norm")),
+        *((name, _Weight) for name in ("qkv", "o", "gate_up", "down")),
+    )
 
 
 class _Step(ctypes.Structure):
@@ -435,9 +444,9 @@ class DecoderStack:
         pointers = (_Layer * len(layers))(*map(_layer_record, layers))
         self._pointer = library.radixserve_decoder(
             *(self._is_bf16, ctypes.byref(record), pointers, embedding.data_ptr()),
-            *(norm.data_ptr(), head.panels.data_ptr()),
+            *(norm.data_ptr(), ctypes.byref(head.record)),
         )
-        _give_back(self, library.radixserve_end_decoder, self._is_bf16, self._pointer)
+        _give_back(self, library.radixserve_delete_decoder, self._pointer)
 
     def run(
         self,
@@ -457,10 +466,7 @@ class DecoderStack:
             *(slots.data_ptr(), sampled.data_ptr(), rotations.data_ptr(), logits.data_ptr()),
         )
         self._set_threads(torch.get_num_threads())
-        self._run(
-            *(self._is_bf16, self._pointer, ctypes.byref(step), plan.pointer),
-            *(kv.data_ptr(), kv.stride(0)),
-        )
+        self._run(self._pointer, ctypes.byref(step), plan.pointer, kv.data_ptr(), kv.stride(0))
         return logits
 
     def decode_steps(
@@ -506,16 +512,9 @@ class DecoderStack:
 
 
 def _layer_record(layer: StackLayer) -> _Layer:
-    weights = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
-    record = _Layer(
-        input_norm=_address(layer.input_norm),
-        qk_norm=_address(layer.qk_norm),
-        post_norm=_address(layer.post_norm),
-    )
-    for name, weight in weights.items():
-        setattr(record, name, _address(weight.panels))
-        setattr(record, f"{name}_bias", _address(weight.bias))
-    return record
+    norms = map(_address, (layer.input_norm, layer.qk_norm, layer.post_norm))
+    weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    return _Layer(*norms, *(weight.record for weight in weights))
 
 
 def _give_back(owner: object, end: Callable[..., None], *arguments: Any) -> None:

@@ -82,7 +82,7 @@ class CpuBackend:
 def plan_step(
     host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
 ) -> Plan:
-    """Jobs: one a shared node, each level of them a wave; then one a row, in the last wave."""
+    """Jobs: one for each shared node, level by level, then one for each row in the last level."""
     return Plan(_plan_rows(host), page_size, heads, _merge_tokens(shares))
 
 

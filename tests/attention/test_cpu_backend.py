@@ -218,7 +218,7 @@ def test_memory_is_given_back() -> None:
         jobs = plan_step(case.batch.host, 2, (4, 2, 8), shares=True).jobs()
         Attender(torch.float32)
     assert jobs.num_tokens == 3
-    assert jobs.wave_indptr.tolist() == [0, 1, 4]
+    assert jobs.level_indptr.tolist() == [0, 1, 4]
 
 
 def test_what_pays(make_cpu: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ atexit.register(lambda: print("ended:", ended))
 import numpy as np, torch
 from radixserve_kernels import cpu_ops
 library = cpu_ops.cpu_library()
-for name in ("radixserve_end_plan", "radixserve_end_attender"):
+for name in ("radixserve_delete_plan", "radixserve_delete_attention"):
     setattr(library, name, lambda *_, name=name: ended.append(name))
 rows = cpu_ops.PlanRows(*map(np.array, ([0], [0, 1], [0, 1], [1])), np.zeros(1, np.int32))
 plans = [cpu_ops.Plan(rows, 1, (1, 1, 8), None) for _ in range(2)]
@@ -166,10 +167,15 @@ def test_interleave(count: int) -> None:
 
 def test_what_is_in_use_at_the_end_of_the_process_is_kept() -> None:
     """The engine's thread may be computing with it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=False
+        [sys.executable, "-c", AT_EXIT],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
-    assert done.stdout == "ended: ['radixserve_end_plan']\n", done.stderr
+    assert done.stdout == "ended: ['radixserve_delete_plan']\n", done.stderr
 
 
 def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +198,7 @@ def test_a_renewed_plan_is_that_of_the_new_rows() -> None:
         rows = rows_of(*lengths)
         plan.renew(rows)
         renewed, fresh = plan.jobs(), Plan(rows, 1, (4, 2, 8), 24).jobs()
-        for name in ("wave_indptr", "query_indptr", "query_tokens", "first_page", "num_keys"):
+        for name in ("level_indptr", "query_indptr", "query_tokens", "first_page", "num_keys"):
             assert getattr(renewed, name).tolist() == getattr(fresh, name).tolist(), name
         assert renewed.flags.tolist() == fresh.flags.tolist()
         assert renewed.num_tokens == len(lengths)

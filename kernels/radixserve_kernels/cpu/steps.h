@@ -3,42 +3,9 @@
 
 #include <chrono>
 
+#include "argmax.h"
 #include "cascade.h"
-#include "layers.h"
-
-// The first largest value of each row of x [rows][columns], or its first NaN: ids [rows]. Returns how
-// many of these values are not finite.
-inline int64_t best_of_rows(const float *x, int64_t rows, int64_t columns, int64_t *ids) {
-    int64_t broken = 0;
-    for (int64_t row = 0; row < rows; row++, x += columns) {
-        constexpr int FOUR_VECTORS = 4 * LANES;
-        vec most[4], odd[4] = {};  // odd: NaN as soon as there is a value that is not finite
-        for (vec &one : most) one = fill(x[0]);
-        int64_t i = 0;
-        for (; i + FOUR_VECTORS <= columns; i += FOUR_VECTORS)
-            for (int j = 0; j < 4; j++) {
-                const vec some = load(x + i + j * LANES);
-                most[j] = larger(most[j], some), odd[j] += some - some;
-            }
-        float top = max_of(larger(larger(most[0], most[1]), larger(most[2], most[3])));
-        float rest = sum_of(odd[0] + odd[1] + odd[2] + odd[3]);
-        for (; i < columns; i++) top = x[i] > top ? x[i] : top, rest += x[i] - x[i];
-        int64_t at = 0;
-        if (rest != rest) {
-            for (at = 0; at < columns && x[at] == x[at];) at++;
-            if (at == columns) {
-                at = 0;
-                for (i = 1; i < columns; i++) at = x[i] > x[at] ? i : at;
-            }
-        } else {
-            while (at + LANES <= columns && !any_equal(load(x + at), top)) at += LANES;
-            while (x[at] != top) at++;
-        }
-        ids[row] = at;
-        broken += x[at] - x[at] != 0;
-    }
-    return broken;
-}
+#include "decoder.h"
 
 // Rows of one token each that take `num_steps` steps together; their pages reach to the end of the last
 // one. What the caller gives is borrowed until `decode_steps` returns.
@@ -59,7 +26,7 @@ struct DecodeSteps {
 // Returns how many steps count: all; those up to one that drew an end id, or behind which there was a
 // hurry; or those before one in which the best logit of some row is not finite.
 template <class T>
-int64_t decode_steps(DecodeSteps &wanted, Decoder<T> &decoder, bool shares, int64_t merge_tokens, T *kv,
+int64_t decode_steps(DecodeSteps &wanted, FusedDecoder<T> &decoder, bool shares, int64_t merge_tokens, T *kv,
                      int64_t layer_size) {
     using Clock = std::chrono::steady_clock;
     const auto seconds = [](Clock::duration time) { return std::chrono::duration<double>(time).count(); };
@@ -70,7 +37,7 @@ int64_t decode_steps(DecodeSteps &wanted, Decoder<T> &decoder, bool shares, int6
     for (int64_t row = 0; row < count; row++)
         position[row] = wanted.start[row], token_id[row] = wanted.token_ids[row];
     for (int64_t row = 0; row <= count; row++) token[row] = row;
-    const Rows rows{count, page_size, position, token, wanted.first_page, length, wanted.page_ids};
+    const HostIndex rows{count, page_size, position, token, wanted.first_page, wanted.page_ids, length};
     const Step step{count, count, token_id, position, slot, token, wanted.rotations, wanted.logits};
     wanted.plan_seconds = wanted.draw_seconds = 0;
     for (int64_t done = 0;;) {
@@ -86,7 +53,7 @@ int64_t decode_steps(DecodeSteps &wanted, Decoder<T> &decoder, bool shares, int6
         decoder.run(step, plan, kv, layer_size);
         const auto computed = Clock::now();
         int64_t *drawn = wanted.drawn + done * count;
-        const int64_t num_broken = best_of_rows(wanted.logits, count, decoder.vocab_size(), drawn);
+        const int64_t num_broken = argmax_rows(wanted.logits, count, decoder.shape.vocab, drawn);
         bool ends = false;
         for (int64_t row = 0; row < count; row++) {
             for (int64_t i = 0; i < wanted.num_end_ids; i++) ends |= drawn[row] == wanted.end_ids[i];
