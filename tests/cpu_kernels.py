@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixserve_kernels.cpu_library import cpu_library
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def _tiles(use: bool) -> Iterator[None]:
 @pytest.fixture(params=["AMX", "AVX-512"])
 def bf16_routine(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs by one way to multiply in bfloat16, then by the other."""
-    if reason := unavailable(torch.bfloat16):
+    if reason := unsupported_reason(torch.bfloat16):
         pytest.skip(reason)
     with _tiles(request.param == "AMX"):
         yield request.param

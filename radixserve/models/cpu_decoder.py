@@ -14,15 +14,9 @@ from radixserve.attention.cpu import CpuBackend
 from radixserve.models.base import ModelInfo
 from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBias, read_decoder
 from radixserve.models.source import ModelSource
-from radixserve_kernels.cpu_ops import (
-    DecoderStack,
-    Hurry,
-    PackedWeight,
-    StackLayer,
-    StepRows,
-    StepsDone,
-    interleave,
-)
+from radixserve_kernels.cpu_decoder import FusedDecoder, Hurry, StepRows, StepsDone
+from radixserve_kernels.cpu_weights import PackedWeight, interleave
+from radixserve_kernels.decoder_layer import DecoderLayer
 
 
 class CpuDecoder:
@@ -32,13 +26,13 @@ class CpuDecoder:
         self.info: ModelInfo = read.info
         embedding, norm = read.embedding.contiguous(), read.norm.contiguous()
         head = PackedWeight(read.lm_head)
-        self._stack = DecoderStack(read.shape, read.layers, embedding, norm, head)
+        self._decoder = FusedDecoder(read.shape, read.layers, embedding, norm, head)
         self._rotary = read.rotary
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """`backend` is a planned CpuBackend."""
         assert isinstance(backend, CpuBackend), f"not on the {backend.name} backend"
-        return self._stack.run(
+        return self._decoder.run(
             input_ids=batch.input_ids,
             positions=batch.positions,
             slots=batch.slot_mapping,
@@ -56,10 +50,10 @@ class CpuDecoder:
         hurry: Hurry,
         backend: CpuBackend,
     ) -> StepsDone:
-        """Several steps of the same rows, see `DecoderStack.decode_steps`."""
+        """Several steps of the same rows, see `FusedDecoder.decode_steps`."""
         rotations = self._rotary.up_to(int(rows.start.max()) + num_steps)
         given = rows, num_steps, end_ids, hurry, rotations, backend.merge_tokens, backend.kv
-        return self._stack.decode_steps(*given)
+        return self._decoder.decode_steps(*given)
 
 
 def load_cpu_decoder(source: ModelSource, dtype: torch.dtype) -> CpuDecoder:
@@ -67,9 +61,9 @@ def load_cpu_decoder(source: ModelSource, dtype: torch.dtype) -> CpuDecoder:
     return CpuDecoder(read_decoder(source, dtype, torch.device("cpu"), _pack_layer))
 
 
-def _pack_layer(tensors: LayerTensors) -> StackLayer:
+def _pack_layer(tensors: LayerTensors) -> DecoderLayer[PackedWeight]:
     qk_norm = tensors.qk_norm
-    return StackLayer(
+    return DecoderLayer(
         input_norm=tensors.input_norm.contiguous(),
         qkv=PackedWeight(*tensors.qkv),
         qk_norm=None if qk_norm is None else qk_norm.contiguous(),

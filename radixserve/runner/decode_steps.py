@@ -13,7 +13,7 @@ from radixserve.models.cpu_decoder import CpuDecoder
 from radixserve.runner.forward_batch import check_pages, indptr
 from radixserve.runner.sampler import sample
 from radixserve.schedule import RowOutput, Schedule, StepOutput
-from radixserve_kernels.cpu_ops import Hurry, StepRows
+from radixserve_kernels.cpu_decoder import Hurry, StepRows
 
 
 def decode_steps(

@@ -33,7 +33,7 @@ from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
 from radixserve.schedule import RowOutput, Schedule, StepOutput
-from radixserve_kernels.cpu_ops import Hurry
+from radixserve_kernels.cpu_decoder import Hurry
 
 logger = logging.getLogger("radixserve")
 

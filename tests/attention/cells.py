@@ -17,7 +17,7 @@ from radixserve.attention.paged_plan import PagedPlan
 from radixserve.attention.parts import Part as PagedPart
 from radixserve.attention.torch import Dense, Group, Keys, Part, Plan, Single
 from radixserve.schedule import Row
-from radixserve_kernels.cpu_ops import BEGINS, CAUSAL, ENDS, Jobs
+from radixserve_kernels.cpu_attention import BEGINS, CAUSAL, ENDS, Jobs
 
 Cells = list[int]  # page * page_size + offset
 

@@ -19,12 +19,13 @@ from radixserve.attention.torch import TorchBackend
 from radixserve.request import BeamParams
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import Row
-from radixserve_kernels.cpu_ops import CAUSAL, Jobs, unavailable
+from radixserve_kernels.cpu_attention import CAUSAL, Jobs
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, SharedCase
 from tests.attention.cells import cells_of_jobs, cells_of_parts, expected_cells
 from tests.scheduler.fake import Driver, random_prompt
 
-HAS_KERNELS = not unavailable(torch.float32)
+HAS_KERNELS = not unsupported_reason(torch.float32)
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="there are no CPU kernels here")
 Pays = Callable[[int, int], bool]
 Node = tuple[tuple[int, ...], int, int, int]  # rows, first page, end, level

@@ -21,7 +21,7 @@ from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import Row, SampleSpec
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -52,7 +52,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 pytestmark = pytest.mark.skipif(
-    bool(unavailable(torch.float32)), reason=unavailable(torch.float32) or "they are here"
+    bool(unsupported_reason(torch.float32)),
+    reason=unsupported_reason(torch.float32) or "they are here",
 )
 
 
@@ -84,7 +85,7 @@ def worlds(
     folder: Path, page_size: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[World, World]:
     """On CPU kernels, and on torch."""
-    if reason := unavailable(dtype):
+    if reason := unsupported_reason(dtype):
         pytest.skip(reason)
     source = checkpoint(folder)
     return (

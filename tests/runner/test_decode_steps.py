@@ -14,12 +14,14 @@ from radixserve.config import EngineConfig
 from radixserve.request import SamplingParams
 from radixserve.runner.model_runner import ModelRunner
 from radixserve.schedule import Schedule, StepOutput
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cpu_kernels import bf16_routine, num_threads  # noqa: F401  (fixtures)
 from tests.runner.driver import Driver, Stream
 
-pytestmark = pytest.mark.skipif(bool(unavailable(torch.float32)), reason="no CPU kernels here")
+pytestmark = pytest.mark.skipif(
+    bool(unsupported_reason(torch.float32)), reason="no CPU kernels here"
+)
 
 PLAIN = SamplingParams(temperature=0.0, max_tokens=100)
 PROMPTS = ([7, 8, 9], list(range(40, 71)), list(range(40, 66)), [5])
