@@ -19,7 +19,7 @@ from cache_report import describe_machine
 
 from radixserve.attention import cpu
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 
 HEADS = {"tiny": (8, 2, 64), "small": (12, 4, 128)}  # query heads, K/V heads, features
 ROWS = (2, 4, 8, 32)
@@ -28,13 +28,14 @@ OWN = 100
 NUM_SLOTS = 8_192
 
 
-def make_rows(num_rows: int, shared: int) -> list[Row]:
+def make_rows(num_rows: int, shared: int) -> list[ScheduledRequest]:
     """Decodes at page size 1, on contiguous pages."""
     pages = np.arange(NUM_SLOTS, dtype=np.int32)
     own = pages[shared:].reshape(-1)[: num_rows * (OWN + 1)].reshape(num_rows, OWN + 1)
     token = np.ones(1, np.int32)
     return [
-        Row("", token, shared + OWN, np.concatenate([pages[:shared], mine]), None) for mine in own
+        ScheduledRequest("", token, shared + OWN, np.concatenate([pages[:shared], mine]), None)
+        for mine in own
     ]
 
 

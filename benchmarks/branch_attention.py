@@ -19,7 +19,7 @@ from branch_players import DTYPE, random_prompt
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.choice import choose_backend, make_backend
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.request import Request, SamplingParams
 from radixserve.runner.model_runner import ModelRunner
 
@@ -54,7 +54,7 @@ def measure_attention(
     Besides, under "both": the largest difference of their results, and how large these are.
     """
     num_pages = num_shared + num_rows * (4 * repeats + 16) + 64
-    config = EngineConfig(dtype=DTYPE, num_pages=num_pages, decode_steps=1)
+    config = EngineConfig(dtype=DTYPE, num_pages=num_pages)
     runner = ModelRunner(str(folder), config)
     engine = Engine(runner, config)
     _start(engine, runner.info.vocab_size, num_rows, num_shared, 3 * repeats + 12)

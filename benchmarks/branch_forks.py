@@ -9,9 +9,9 @@ from statistics import median
 from branch_players import DTYPE, random_prompt
 
 from radixserve import Runtime, SamplingParams
-from radixserve.branch import generate_all
-from radixserve.engine import Runner
-from radixserve.schedule import Schedule, StepOutput
+from radixserve.api.branch import generate_all
+from radixserve.engine.engine import Runner
+from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 ROOM = 1_024  # tokens beside the branch
 FORKS = 8  # that go on, each another way
@@ -25,8 +25,8 @@ class _Counting:
         self.num_pages = runner.num_pages
         self.num_copied = 0  # tokens
 
-    def execute(self, schedule: Schedule) -> StepOutput:
-        self.num_copied += int(schedule.copies[:, 2].sum())
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        self.num_copied += int(schedule.cow_copies[:, 2].sum())
         return self._runner.execute(schedule)
 
 

@@ -15,7 +15,7 @@ from stopwatch import Figure, Line, micros
 
 from radixserve.arrays import IntArray
 from radixserve.request import Request, SamplingParams
-from radixserve.schedule import RowOutput, Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve.scheduler import Scheduler
 
 PROMPT = 8_192
@@ -23,7 +23,7 @@ HEAD = 1_024  # tokens that all prompts begin with
 CHUNK = 256  # tokens of a commit
 ROOM = PROMPT // 2  # tokens that are free or evictable: nobody who waits fits
 
-_DRAWN = RowOutput(5, None, ())
+_DRAWN = SampleOutput(5, None, ())
 
 Samples = dict[str, list[float]]
 
@@ -80,7 +80,7 @@ class _Queue:
         assert isinstance(tree, PagedTree)
         self._tree = tree
         self._prompts = prompts
-        self._scheduler = Scheduler(tree.cache, chunk_size=2 * PROMPT)
+        self._scheduler = Scheduler(tree.cache, chunked_prefill_size=2 * PROMPT)
         self._num_added = 0
         self._running = ""  # its request id
         tree.request(prompts[last][: HEAD + 4 * CHUNK])
@@ -106,13 +106,13 @@ class _Queue:
 
     def timed_pass(self) -> float:
         """Microseconds of a pass; its step is carried out."""
-        made: list[Schedule | None] = []
+        made: list[SchedulerOutput | None] = []
         spent = micros(lambda: made.append(self._scheduler.schedule()))
         schedule = made[0]
         assert schedule is not None
         self._running = schedule.rows[0].request_id
         drawn = tuple(None if row.sample is None else _DRAWN for row in schedule.rows)
-        self._scheduler.update(schedule, StepOutput(drawn, {}))
+        self._scheduler.update(schedule, ModelRunnerOutput(drawn, {}))
         return spent
 
     def commit_chunk(self, index: int) -> None:

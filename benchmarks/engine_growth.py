@@ -30,7 +30,7 @@ from engine_lanes import read_status
 from engine_models import SHAPES, save_checkpoint
 
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.request import Request, SamplingParams
 from radixserve.runner.model_runner import ModelRunner
 
@@ -45,7 +45,7 @@ class World:
     """An engine on the tiny model, with requests that are decoding."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        config = EngineConfig(dtype="float32", **{"decode_steps": 1, **settings})
+        config = EngineConfig(dtype="float32", **settings)
         self.engine = Engine(ModelRunner(str(folder), config), config)
         self._vocab = SHAPES["tiny"].vocab
         self._rng = np.random.default_rng(0)
@@ -89,7 +89,7 @@ class World:
 
 def with_waiting(folder: Path, num_waiting: int, num_steps: int) -> dict[str, float]:
     """`num_waiting` requests have no place to run."""
-    world = World(folder, num_pages=8_192, max_running=RUNNING)
+    world = World(folder, num_pages=8_192, max_running_requests=RUNNING)
     world.start_decoding(num_steps + 100)
     for _ in range(num_waiting):
         world.add(PROMPT, 4)
@@ -105,7 +105,7 @@ def with_nodes(folder: Path, num_nodes: int, num_steps: int) -> dict[str, float]
 
     Its pages are taken and named, not computed: nobody reads them.
     """
-    world = World(folder, num_pages=OWN * num_nodes + 8_192, max_running=RUNNING)
+    world = World(folder, num_pages=OWN * num_nodes + 8_192, max_running_requests=RUNNING)
     cache = world.engine._cache  # no request could make a million nodes in reasonable time
     for number in range(num_nodes):
         tokens = np.array([number, 1], np.int32)

@@ -32,7 +32,7 @@ from engine_models import SHAPES, save_checkpoint
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 
 PARTS = ("schedule", "prepare", "sample", "commit")
 WARM_UP = 20  # steps that only decode, before those that count
@@ -51,10 +51,12 @@ class KeptLogits:
 def measure(
     folder: Path, args: argparse.Namespace, *, shared: int, computes: bool
 ) -> dict[str, float]:
-    num_prefills = args.running + args.running * args.prompt // EngineConfig().chunk_size  # at most
-    num_new = num_prefills + WARM_UP + args.steps + 2 * args.decode_steps + 2
+    num_prefills = (
+        args.running + args.running * args.prompt // EngineConfig().chunked_prefill_size
+    )  # at most
+    num_new = num_prefills + WARM_UP + args.steps + 4
     num_pages = args.running * (args.prompt + num_new + 1)
-    settings = {"max_running": args.running, "decode_steps": args.decode_steps if computes else 1}
+    settings = {"max_running_requests": args.running}
     world = World(folder, num_pages=num_pages, **settings)
     prefix = world.prompt(shared)
     for _ in range(args.running):
@@ -85,11 +87,10 @@ def time_steps(engine: Engine, args: argparse.Namespace) -> dict[str, list[float
     while len(steps[PARTS[0]]) < args.steps:
         engine.step()
         after = engine.stats()
-        count = after["steps"] - before["steps"]  # several in one go
         for part in PARTS:
-            spent = (after[f"{part}_s"] - before[f"{part}_s"]) * 1e3 / count
+            spent = (after[f"{part}_s"] - before[f"{part}_s"]) * 1e3
             if before["steps"] >= first:
-                steps[part] += [spent] * count
+                steps[part] += [spent]
         before = after
     assert before["running"] == args.running
     return steps
@@ -101,12 +102,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=544, help="tokens of each (default: 544)")
     parser.add_argument("--shared", type=int, default=512, help="of them the same (default: 512)")
     parser.add_argument("--steps", type=int, default=200, help="that count (default: 200)")
-    parser.add_argument(
-        "--decode-steps",
-        type=int,
-        default=EngineConfig().decode_steps,
-        help="at once, at most (default: %(default)s)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args()
     if not 0 <= args.shared < args.prompt:

@@ -52,7 +52,7 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"index": "hash", "page_size": 256},
 )
 # The lines that a picture has room for.
-DRAWN = {("lru", 1), ("lru+holders", 1), ("arc", 1), ("lfu", 1), ("hash", 16), ("hash", 256)}
+DRAWN = {("lru", 1), ("lru+sessions", 1), ("arc", 1), ("lfu", 1), ("hash", 16), ("hash", 256)}
 NUM_SCHEDULED = 1_000  # requests of each trace
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from radixserve._version import __version__
 
 if TYPE_CHECKING:
-    from radixserve.branch import Branch
+    from radixserve.api import search
+    from radixserve.api.branch import Branch, generate_all, score_all
+    from radixserve.api.chat import ChatSession, HistoryRewritten
+    from radixserve.api.runtime import Runtime
     from radixserve.cache import CachedSequence, Lookup, RadixCache
-    from radixserve.chat import ChatSession, HistoryRewritten
     from radixserve.config import EngineConfig
     from radixserve.errors import (
         EngineDead,
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     )
     from radixserve.output import Chunk, Completion, Metrics, Score, Usage
     from radixserve.request import SamplingParams
-    from radixserve.runtime import Runtime
 
 __all__ = [
     "Branch",
@@ -47,18 +48,21 @@ __all__ = [
     "Score",
     "Usage",
     "__version__",
+    "generate_all",
+    "score_all",
+    "search",
 ]
 
 _HOMES = {
-    "Branch": "branch",
+    "Branch": "api.branch",
     "CachedSequence": "cache",
-    "ChatSession": "chat",
+    "ChatSession": "api.chat",
     "Chunk": "output",
     "Completion": "output",
     "Score": "output",
     "EngineConfig": "config",
     "EngineDead": "errors",
-    "HistoryRewritten": "chat",
+    "HistoryRewritten": "api.chat",
     "InvalidRequest": "errors",
     "Lookup": "cache",
     "Metrics": "output",
@@ -66,13 +70,17 @@ _HOMES = {
     "OutOfPages": "errors",
     "RadixCache": "cache",
     "RadixServeError": "errors",
-    "Runtime": "runtime",
+    "Runtime": "api.runtime",
     "SamplingParams": "request",
     "Usage": "output",
+    "generate_all": "api.branch",
+    "score_all": "api.branch",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "search":
+        return import_module("radixserve.api.search")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'radixserve' has no attribute {name!r}")

@@ -7,15 +7,20 @@ import dataclasses
 import math
 import numbers
 import operator
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from radixserve.errors import InvalidRequest
 
 
 class StrictFields:
-    """Base of keyword-only records whose unknown names raise and say what is allowed."""
+    """Base of keyword-only records whose unknown names raise and say what is allowed.
+
+    `RENAMED` maps a former name to the present one, which the error then names.
+    """
 
     __slots__ = ()
+    RENAMED: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         allowed = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -24,6 +29,9 @@ class StrictFields:
                 f"{cls.__name__} takes keyword arguments only; allowed: {', '.join(allowed)}"
             )
         unknown = sorted(set(fields) - set(allowed))
+        for name in unknown:
+            if name in cls.RENAMED:
+                raise InvalidRequest(f"{cls.__name__} name {name!r} is now {cls.RENAMED[name]!r}")
         if unknown:
             raise InvalidRequest(
                 f"unknown {cls.__name__} name {', '.join(map(repr, unknown))}; "
@@ -72,8 +80,8 @@ def shown(value: object) -> str:
     except ValueError:  # an integer too long to print
         text = "a very large number"
     text = text if len(text) <= 80 else text[:77] + "..."
-    is_plain = value is None or isinstance(value, bool | int | float | str)
-    return text if is_plain else f"{type(value).__name__} {text}"
+    is_number_or_text = value is None or isinstance(value, bool | int | float | str)
+    return text if is_number_or_text else f"{type(value).__name__} {text}"
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

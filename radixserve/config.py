@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numbers
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from radixserve.checks import (
     StrictFields,
@@ -37,8 +39,8 @@ class EngineConfig(StrictFields):
                         (on a CPU up to a gigabyte of it is resident soon after the start)
     gpu_memory_utilization  on CUDA the share of the card's memory that weights, activations and
                         pool take together, where the pool's size is not given
-    chunk_size          prefill tokens a step, over all requests
-    max_running         requests that run at the same time
+    chunked_prefill_size  prefill tokens a step, over all requests
+    max_running_requests  requests that run at the same time
     max_seq_len         longest prompt + output; default: what the model and the pool allow
     cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
                         "off" to reuse nothing
@@ -51,14 +53,17 @@ class EngineConfig(StrictFields):
                         "auto": "cpu", on CUDA "flashinfer", else "triton", where it can be had
     cuda_graphs         on CUDA, run decode steps as graphs that were recorded at load
     overlap             on CUDA, schedule the next step while the device computes the present one
-    decode_steps        on a CPU, up to so many steps that only decode are computed in one go while
-                        nobody waits who could start: no more than 50 ms of them while anybody
-                        streams, else no more than a second; 1: one by one
-    tree_attention      read pages that running requests share once for all of them, where that pays
+    cascade_attention   read pages that running requests share once for all of them, where that pays
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
     seed                of the random streams of requests that bring none, and of random weights
     """
+
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "chunk_size": "chunked_prefill_size",
+        "max_running": "max_running_requests",
+        "tree_attention": "cascade_attention",
+    }
 
     device: str = "auto"
     dtype: str = "auto"
@@ -67,8 +72,8 @@ class EngineConfig(StrictFields):
     num_pages: int | None = None
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
-    chunk_size: int = 512
-    max_running: int = 64
+    chunked_prefill_size: int = 512
+    max_running_requests: int = 64
     max_seq_len: int | None = None
     cache: str = "radix"
     eviction: str = "lru"
@@ -77,8 +82,7 @@ class EngineConfig(StrictFields):
     attention_backend: str = "auto"
     cuda_graphs: bool = True
     overlap: bool = True
-    decode_steps: int = 8
-    tree_attention: bool = True
+    cascade_attention: bool = True
     trace: str | None = None
     trace_hash_block: int | None = None
     seed: int = 0
@@ -109,8 +113,8 @@ class EngineConfig(StrictFields):
             "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )
         put("gpu_memory_utilization", share)
-        put("chunk_size", check_int("chunk_size", self.chunk_size, 1))
-        put("max_running", check_int("max_running", self.max_running, 1))
+        put("chunked_prefill_size", check_int("chunked_prefill_size", self.chunked_prefill_size, 1))
+        put("max_running_requests", check_int("max_running_requests", self.max_running_requests, 1))
         if self.max_seq_len is not None:
             put("max_seq_len", check_int("max_seq_len", self.max_seq_len, 2))
         check_choice("cache", self.cache, ("radix", "hash", "off"))
@@ -123,8 +127,7 @@ class EngineConfig(StrictFields):
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        put("decode_steps", check_int("decode_steps", self.decode_steps, 1, 64))
-        for name in ("cuda_graphs", "overlap", "tree_attention"):
+        for name in ("cuda_graphs", "overlap", "cascade_attention"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(
                     f"{name} must be True or False, got {shown(getattr(self, name))}"

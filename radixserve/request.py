@@ -107,7 +107,7 @@ class SamplingParams(StrictFields):
         return self.temperature == 0.0
 
     @cached_property
-    def is_plain(self) -> bool:
+    def is_greedy_only(self) -> bool:
         """Whether logits alone decide and nothing else is asked for: no history counts."""
         return self.is_greedy and self.logprobs is None and not self.has_penalty
 
@@ -185,15 +185,19 @@ class Request:
     seed: int  # of its random stream; params.seed or one drawn by the owner
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
-    holder: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody
-    targets: IntArray | None = None  # [k] to be scored behind the last k tokens; none is drawn then
-    draws: bool = False  # `targets` are to be scored one token earlier, and then tokens are drawn
+    session: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody
+    logprob_targets: IntArray | None = (
+        None  # [k] to be scored behind the last k tokens; none is drawn then
+    )
+    also_generate: bool = (
+        False  # `logprob_targets` are to be scored one token earlier, and then tokens are drawn
+    )
     twin_of: str = ""  # the request, added before, whose prompt is the same; "": none
     beams: BeamParams | None = None  # it is a beam search; neither a twin nor with targets then
 
     @property
     def score_start(self) -> int:
         """The first position behind which something is scored; where nothing is, the length."""
-        if self.targets is None:
+        if self.logprob_targets is None:
             return len(self.token_ids)
-        return len(self.token_ids) - len(self.targets) - self.draws
+        return len(self.token_ids) - len(self.logprob_targets) - self.also_generate

@@ -1,7 +1,8 @@
 """Where the thinking wing and the computing wing meet: one step's work and its result.
 
-Plain numpy. The scheduler fills a `Schedule`, the runner answers it with a `StepOutput`. What there
-is one of for each row are NamedTuples: they take a third of a frozen dataclass's time to make.
+Plain numpy. The scheduler fills a `SchedulerOutput`, the runner answers it with a
+`ModelRunnerOutput`. Records of one row are NamedTuples: they take a third of a frozen dataclass's
+time to make.
 
 A schedule's arrays may be views of the scheduler's own: a runner reads them before `execute` or
 `launch` returns. With overlap the next schedule is made while a step is still being computed. Steps
@@ -29,7 +30,7 @@ class SampleSpec(NamedTuple):
     seed: int  # of the request's own random stream, 64 bits
     num_prompt: int  # `token_ids[:num_prompt]` is the prompt, the rest was generated
     token_ids: IntArray  # [n] prompt and output so far; a view, read it within the step. Where
-    # params.is_plain it may lack the latest ones
+    # params.is_greedy_only it may lack the latest ones
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
     num_candidates: int = 0  # of a beam: the best tokens wanted; none is drawn then
     num_unknown: int = 0  # tokens that `token_ids` lacks: the step before this one draws them
@@ -40,7 +41,7 @@ class SampleSpec(NamedTuple):
         return len(self.token_ids) + self.num_unknown - self.num_prompt
 
 
-class Row(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """One sequence's part of a step: the tokens at positions [start, start + len(token_ids))."""
 
     request_id: str
@@ -48,10 +49,14 @@ class Row(NamedTuple):
     start: int  # position of the first one; K/V of [0, start) lies in the pages already
     page_ids: IntArray  # [ceil((start + n) / page_size)] pages of positions [0, start + n)
     sample: SampleSpec | None  # None: a prefill chunk that does not reach the last token
-    targets: IntArray | None = None  # [k] tokens to be scored, each behind one of the row's last k,
+    logprob_targets: IntArray | None = (
+        None  # [k] tokens to be scored, each behind one of the row's last k,
+    )
     # or, where a token is drawn as well, of the k before the last one
-    num_top: int = 0  # best tokens to be told with each score
-    source: int = -1  # where it is not negative: the last token is that which the schedule before
+    num_top_logprobs: int = 0  # best tokens to be told with each score
+    future_index: int = (
+        -1
+    )  # where it is not negative: the last token is that which the schedule before
     # this one draws as its output of this index, and UNKNOWN stands in its place
     first_new_page: int = 0  # page_ids before this index are what they were in the last row of this
     # request
@@ -70,21 +75,17 @@ class Twin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step: the copies, then one forward over all rows, then a token a sampled row and twin.
-
-    Or several that only decode, in one go: what the host does for a step it does once for them.
-    """
+class SchedulerOutput:
+    """One step: the copies, then one forward over all rows, then a token a sampled row and twin."""
 
     step: int
-    rows: tuple[Row, ...]
-    copies: IntArray  # [num_copies, 3] (source page, destination page, tokens from the page's head)
+    rows: tuple[ScheduledRequest, ...]
+    cow_copies: (
+        IntArray  # [num_copies, 3] (source page, destination page, tokens from the page's head)
+    )
     num_prefill_tokens: int
-    num_decode_tokens: int  # of the first step, where there are several
+    num_decode_tokens: int
     twins: tuple[Twin, ...] = ()
-    num_steps: int = 1  # more: rows of one token, each drawn by its best logit; every step's token
-    # goes into the next one, for which the row's pages have room
-    end_ids: frozenset[int] = frozenset()  # no step may follow one that draws any of these
 
 
 class Candidates(NamedTuple):
@@ -95,7 +96,7 @@ class Candidates(NamedTuple):
     logprobs: NDArray[np.float32]  # [K] of the model's own distribution
 
 
-class RowOutput(NamedTuple):
+class SampleOutput(NamedTuple):
     """What comes after a row: a token, or scores. Logprobs are of the model's own distribution."""
 
     token_id: int
@@ -106,13 +107,12 @@ class RowOutput(NamedTuple):
     # nothing else was asked for
     top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # the best tokens in their places
     candidates: Candidates | None = None  # of a beam; then token_id is -1
-    further: tuple[int, ...] = ()  # tokens of the schedule's later steps
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
-    """The answer to a `Schedule`: one entry a row, None where nothing was to be sampled or scored,
-    and then one a twin. Of several steps it may answer fewer, of every row as many."""
+class ModelRunnerOutput:
+    """The answer to a `SchedulerOutput`: one entry a row, None where nothing was to be sampled or
+    scored, and then one a twin."""
 
-    outputs: tuple[RowOutput | None, ...]
+    outputs: tuple[SampleOutput | None, ...]
     seconds: dict[str, float]  # prepare, forward, sample

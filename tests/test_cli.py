@@ -135,7 +135,10 @@ def test_help_and_flags_need_no_torch() -> None:
         (["replay", "x", "--limit", "0"], "--limit"),
         (["replay", "x", "--lease-s", "-1"], "--lease-s"),
         (["replay", "x", "--order", "lpm", "--step-ms", "-1"], "--step-ms"),
-        (["replay", "x", "--order", "lpm", "--max-running", "0"], "--max-running"),
+        (
+            ["replay", "x", "--order", "lpm", "--max-running-requests", "0"],
+            "--max-running-requests",
+        ),
         (["replay", "x", "--bytes-per-token", "many"], "--bytes-per-token"),
         (["replay", "x", "--bytes-per-token", "1KB", "--model-config", "y"], "not both"),
         (["replay", "x", "--model-config", "/no/such/model"], "/no/such/model"),
@@ -215,7 +218,7 @@ def test_demo_reuses_and_answers_the_same(document: dict[str, Any]) -> None:
 def test_demo_tree_shows_what_is_held(document: dict[str, Any]) -> None:
     (top,) = document["tree"]["namespaces"][""]
     assert top["text"].startswith("<|begin|><|system|>You are a helpful assistant")
-    assert top["holders"] == 2
+    assert top["sessions"] == 2
     assert top["children"]
 
 
@@ -231,7 +234,7 @@ def test_demo_for_people() -> None:
         assert int(reused) + int(computed) == int(right.split()[0])
     assert "same answers with and without the cache: yes (18 of 18)" in out
     assert "hit rate" in out
-    assert "holders 2 '<|begin|><|system|>You" in out
+    assert "sessions 2 '<|begin|><|system|>You" in out
     assert "more nodes" in out
     assert max(map(len, out.splitlines())) <= 100
 
@@ -362,7 +365,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_replay_for_people(trace: str) -> None:
-    flags = ["--cache-tokens", "120,1k", "--policy", "lru,arc", "--holders", "--order", "lpm,fcfs"]
+    flags = ["--cache-tokens", "120,1k", "--policy", "lru,arc", "--sessions", "--order", "lpm,fcfs"]
     code, out, err = run("replay", trace, *flags, "--page-size", "1,16", "--index", "radix,hash")
     assert (code, err) == (0, "")
     assert "12 requests in 11 s, 2 sessions" in out

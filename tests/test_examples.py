@@ -36,7 +36,7 @@ def game() -> Any:
 def rt() -> Iterator[Runtime]:
     with Runtime("demo") as rt:
         yield rt
-        assert rt.cache_stats()["holders"] == 0
+        assert rt.cache_stats()["sessions"] == 0
         rt.check()
 
 

@@ -20,17 +20,11 @@ FLOORS = [
     ["radixserve.cache", "radixserve_kernels"],
     ["radixserve.output", "radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models"],
+    ["radixserve.runner", "radixserve.text"],
+    ["radixserve.engine"],
     ["radixserve.replay"],
-    ["radixserve.runner"],
-    ["radixserve.pipeline", "radixserve.pace"],
-    ["radixserve.engine", "radixserve.tokenizer", "radixserve.prompts", "radixserve.progress"],
-    ["radixserve.ticket", "radixserve.worker", "radixserve.samples", "radixserve.scores"],
-    ["radixserve.beams", "radixserve.lease", "radixserve.branch"],
-    ["radixserve.chat", "radixserve.chat_file", "radixserve.chat_format"],
-    ["radixserve.runtime"],
+    ["radixserve.api"],
     ["radixserve"],  # the face, which names everything below it
-    ["radixserve.tree_view"],
-    ["radixserve.search", "radixserve.search_tree"],
     ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
 ]
 THINKING = ("radixserve.cache", "radixserve.scheduler")
@@ -135,7 +129,7 @@ import radixserve
 from radixserve.cache import HashBlockCache, RadixCache
 from radixserve.scheduler import Scheduler
 from radixserve import SamplingParams, EngineConfig, RadixServeError, Completion
-import radixserve.engine
+import radixserve.engine.engine
 Scheduler(RadixCache(10))
 Scheduler(HashBlockCache(10))
 assert radixserve.__version__
@@ -152,7 +146,7 @@ def test_replay_needs_no_torch() -> None:
 import sys
 for blocked in ("torch", "transformers", "safetensors", "tqdm", "matplotlib", "tokenizers"):
     sys.modules[blocked] = None
-import radixserve.replay, radixserve.replay.recorder, radixserve.replay.pictures
+import radixserve.replay, radixserve.engine.trace_recorder, radixserve.replay.pictures
 from radixserve.cli import main
 try:
     main(["replay", "--help"])

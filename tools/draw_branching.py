@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from radixserve import Runtime, SamplingParams
-from radixserve.branch import generate_all
-from radixserve.tree_view import escape as one_line
-from radixserve.tree_view import shorten
+from radixserve.api.branch import generate_all
+from radixserve.api.tree_view import escape as one_line
+from radixserve.api.tree_view import shorten
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "img" / "branching.svg"
 PROMPT = "The json module of Python's standard library"

@@ -22,11 +22,11 @@ from gpu_jobs import Skip
 
 from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.output import RequestOutput
 from radixserve.request import Request, SamplingParams
 from radixserve.runner.model_runner import ModelRunner
-from radixserve.schedule import Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 MOST_STEPS = 100_000  # without progress something is broken
 STEADY = 3  # steps of all rows before the first that counts
@@ -60,10 +60,10 @@ class TimedRunner:
     def can_overlap(self) -> bool:
         return self._runner.can_overlap
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         return self.collect(self.launch(schedule))
 
-    def launch(self, schedule: Schedule) -> Any:
+    def launch(self, schedule: SchedulerOutput) -> Any:
         if self.hold_s:
             self._clock.hold(self.hold_s)
         before, began = self._clock.mark(), time.perf_counter()
@@ -81,7 +81,7 @@ class TimedRunner:
         self.steps.append(step)
         return pending
 
-    def collect(self, pending: Any) -> StepOutput:
+    def collect(self, pending: Any) -> ModelRunnerOutput:
         return self._runner.collect(pending)
 
 

@@ -17,7 +17,7 @@ from gpu_bench import Bench
 from kernel_tally import ATTENTION, LSE, NAMES, Tally
 from torch import Tensor
 
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops
 
 SPARE_PAGES = 3
@@ -32,7 +32,7 @@ class Paged:
     """Rows over a pool [2, 2, pages, P, Hkv, D]; what none of them reads is NaN."""
 
     kv: Tensor
-    rows: list[Row]
+    rows: list[ScheduledRequest]
     slots: list[list[int]]  # of each row's keys, the new ones last
     page_size: int
 
@@ -83,7 +83,7 @@ def make_rows(
         values = torch.randn(len(used), *heads[1:], device=bench.device)
         flat[used] = values.to(dtype)
     rows = [
-        Row(f"r{at}", np.ones(max(new, 1), np.int32), start, table, None)
+        ScheduledRequest(f"r{at}", np.ones(max(new, 1), np.int32), start, table, None)
         for at, (table, (start, new)) in enumerate(zip(tables, lengths, strict=True))
     ]
     return Paged(kv, rows, slots, page_size)

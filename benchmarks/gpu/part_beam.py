@@ -21,8 +21,8 @@ def run(bench: Bench, group: str) -> None:
     with open_runtime(
         bench,
         LLAMA,
-        max_running=bench.pick(256, 256, 8),
-        chunk_size=bench.pick(8_192, 8_192, 64),
+        max_running_requests=bench.pick(256, 256, 8),
+        chunked_prefill_size=bench.pick(8_192, 8_192, 64),
         max_seq_len=prompt + new + 8,
         num_pages=bench.pick(262_144, 131_072, 1_024) // bench.settings.page_size,
     ) as rt:

@@ -34,8 +34,8 @@ def run(bench: Bench, group: str) -> None:
     with Stage(
         bench,
         LLAMA,
-        max_running=max(sizes),
-        chunk_size=bench.pick(8_192, 8_192, 64),
+        max_running_requests=max(sizes),
+        chunked_prefill_size=bench.pick(8_192, 8_192, 64),
         max_seq_len=contexts[-1] + bench.pick(ROOM, ROOM, 400),
         num_pages=bench.pick(None, None, 2_048),
         **settings,

@@ -38,8 +38,8 @@ VARIANTS: dict[str, list[Variant]] = {
         {"page_size": 64},
         {"cuda_graphs": False},
         {"overlap": False},
-        {"tree_attention": False},
-        {"page_size": 16, "cuda_graphs": False, "overlap": False, "tree_attention": False},
+        {"cascade_attention": False},
+        {"page_size": 16, "cuda_graphs": False, "overlap": False, "cascade_attention": False},
         {"dtype": "float16", "page_size": 16},
     ],
     "triton": [
@@ -47,7 +47,7 @@ VARIANTS: dict[str, list[Variant]] = {
         {"page_size": 16},
         {"page_size": 64, "cuda_graphs": False},
         {"overlap": False},
-        {"tree_attention": False},
+        {"cascade_attention": False},
         {"dtype": "float32"},
         {"dtype": "float32", "page_size": 16, "cuda_graphs": False, "overlap": False},
         {"dtype": "float16", "page_size": 16},
@@ -125,11 +125,11 @@ def _compare(
     tokens = 4_096 if bench.is_dry else 16_384
     sizes = {
         "num_pages": tokens // settings["page_size"],
-        "max_running": bench.pick(16, 16, 8),
-        "chunk_size": bench.pick(128, 128, 32),
+        "max_running_requests": bench.pick(16, 16, 8),
+        "chunked_prefill_size": bench.pick(128, 128, 32),
     }
     with (
-        watched(shares=settings.get("tree_attention", True)) as seen,
+        watched(shares=settings.get("cascade_attention", True)) as seen,
         open_runtime(bench, MODEL, **settings, **sizes) as rt,
     ):
         runs = [
@@ -156,7 +156,7 @@ def describe(settings: Variant) -> str:
         for key, word in (
             ("cuda_graphs", "no graphs"),
             ("overlap", "no overlap"),
-            ("tree_attention", "no cascade"),
+            ("cascade_attention", "no cascade"),
         )
         if not settings.get(key, True)
     ]
@@ -170,7 +170,7 @@ def _unused(
     """What was to be tried and was not, or the other way round."""
     backend = settings["attention_backend"]
     has_graphs = settings.get("cuda_graphs", True) and backend != "torch"
-    shares = settings.get("tree_attention", True) and backend != "torch"
+    shares = settings.get("cascade_attention", True) and backend != "torch"
     cached = [one.usage.cached_tokens == one.usage.prompt_tokens - 1 for one in runs[1]]
     claims = {
         f"the backend is {choices.attention_backend}": choices.attention_backend == backend,

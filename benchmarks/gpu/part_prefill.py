@@ -35,13 +35,13 @@ def run(bench: Bench, group: str) -> None:
     with Stage(
         bench,
         LLAMA,
-        max_running=8,
-        chunk_size=bench.pick(8_192, 8_192, 64),
+        max_running_requests=8,
+        chunked_prefill_size=bench.pick(8_192, 8_192, 64),
         max_seq_len=max(*cold, *cached) + bench.pick(1_024, 1_024, 64),
         num_pages=bench.pick(None, None, 2_048),
         **settings,
     ) as stage:
-        bench.note(f"{stage.choices}; chunks of {stage.config.chunk_size:,} tokens")
+        bench.note(f"{stage.choices}; chunks of {stage.config.chunked_prefill_size:,} tokens")
         stage.first_token(stage.tokens(new))
         for length in cold:
             _measure_cold(bench, stage, length)

@@ -24,7 +24,7 @@ from gpu_stage import DecodeFigures, Stage
 from radixserve.attention import sharing
 from radixserve.attention.choice import make_backend
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 
 ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0
 STEP_ROWS = 64  # that the target of the step is for
@@ -59,7 +59,8 @@ class Prefix:
         rows = pages[of_prefix:].reshape(num_rows, of_row)
         token, start = np.zeros(1, np.int32), of_prefix * size + own
         self._rows = [
-            Row("", token, start, np.concatenate([pages[:of_prefix], mine]), None) for mine in rows
+            ScheduledRequest("", token, start, np.concatenate([pages[:of_prefix], mine]), None)
+            for mine in rows
         ]
         self._num_pages = num_rows * (of_prefix + of_row)
 
@@ -197,11 +198,11 @@ def _steps(
     with Stage(
         bench,
         LLAMA,
-        max_running=max(sizes),
-        chunk_size=bench.pick(8_192, 8_192, 64),
+        max_running_requests=max(sizes),
+        chunked_prefill_size=bench.pick(8_192, 8_192, 64),
         max_seq_len=shared + bench.pick(2_048, 2_048, 256),
         num_pages=-(-bench.pick(262_144, 131_072, 2_048) // bench.settings.page_size),
-        tree_attention=is_on,
+        cascade_attention=is_on,
     ) as stage:
         most = shared + max(sizes) * (own + 2 * max(sizes))
         if most > stage.capacity:
@@ -212,5 +213,5 @@ def _steps(
         for size in sizes:
             prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
             found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
-        bench.note(f"tree_attention={is_on}: {stage.choices}")
+        bench.note(f"cascade_attention={is_on}: {stage.choices}")
     return found

@@ -33,8 +33,8 @@ def run(bench: Bench, group: str) -> None:
 
 def _settings(bench: Bench) -> dict[str, Any]:
     return {
-        "max_running": bench.pick(256, 256, 4),
-        "chunk_size": bench.pick(8_192, 8_192, 64),
+        "max_running_requests": bench.pick(256, 256, 4),
+        "chunked_prefill_size": bench.pick(8_192, 8_192, 64),
         "max_seq_len": bench.pick(4_096, 4_096, 256),
         "num_pages": bench.pick(POOL, POOL, 2_048) // bench.settings.page_size,
     }

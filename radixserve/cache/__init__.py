@@ -2,7 +2,7 @@
 
 from radixserve.cache.hash_cache import HashBlockCache
 from radixserve.cache.hash_sequence import HashSequence
-from radixserve.cache.interface import CacheProbe, CacheSequence, Holder, PrefixCache
+from radixserve.cache.interface import CacheSequence, CacheSession, PrefixCache, PrefixWatch
 from radixserve.cache.lookup import Lookup
 from radixserve.cache.probe import Probe
 from radixserve.cache.radix_cache import RadixCache
@@ -10,15 +10,15 @@ from radixserve.cache.sequence import CachedSequence
 from radixserve.errors import OutOfPages
 
 __all__ = [
-    "CacheProbe",
     "CacheSequence",
+    "CacheSession",
     "CachedSequence",
     "HashBlockCache",
     "HashSequence",
-    "Holder",
     "Lookup",
     "OutOfPages",
     "PrefixCache",
+    "PrefixWatch",
     "Probe",
     "RadixCache",
 ]

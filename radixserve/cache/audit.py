@@ -32,7 +32,7 @@ def check_store(store: PageStore) -> None:
 
 
 def sequences(store: PageStore) -> list[CachedSequence]:
-    return [holder for holder in store.live if isinstance(holder, CachedSequence)]
+    return [session for session in store.live if isinstance(session, CachedSequence)]
 
 
 class _Owners:
@@ -148,10 +148,10 @@ def _check_order(store: PageStore, nodes: list[Node]) -> None:
 
 
 def _check_claims(store: PageStore, nodes: list[Node]) -> None:
-    """Claims are what the holders' anchors and leases say, and rise towards the root."""
+    """Claims are what the sessions' anchors and leases say, and rise towards the root."""
     retention = store.tree.retention
     if retention is None:
-        assert not any(node.claims for node in nodes), "a claim without holders"
+        assert not any(node.claims for node in nodes), "a claim without sessions"
         return
     leased = sum(len(n.pages) for n in nodes if n.claims is not None and n.claims.num_leased)
     assert retention.num_leased_pages == leased, "leased pages miscounted"
@@ -192,7 +192,7 @@ def _check_sequence(store: PageStore, sequence: CachedSequence) -> None:
     assert tokens[: len(ours)] == ours, f"{name} is not on the path it holds"
     shared = sequence.pages[: sequence._num_shared].tolist()
     assert pages[: len(shared)] == shared, f"{name} shares pages that are not on its path"
-    for source, target, count in sequence.copies:
+    for source, target, count in sequence.cow_copies:
         assert target in sequence.pages[sequence._num_shared :], f"{name} copies to a foreign page"
         assert 0 < count < size, f"{name} copies {count} tokens"
         at = sequence._node
@@ -216,16 +216,16 @@ def _path(node: Node) -> tuple[bytes, list[int]]:
 
 def dump_spaces(store: PageStore, max_nodes: int) -> dict[str, Any]:
     """See `RadixCache.dump`."""
-    holders: dict[int, int] = {}
+    sessions: dict[int, int] = {}
     for sequence in sequences(store):
         at: Node | None = sequence._node
         while at is not None:
-            holders[id(at)] = holders.get(id(at), 0) + 1
+            sessions[id(at)] = sessions.get(id(at), 0) + 1
             at = at.parent
     namespaces: dict[str, Any] = {}
     queue: deque[tuple[Node, dict[str, Any]]] = deque()
     for name, space in sorted(store.tree.spaces.items(), key=lambda item: item[0]):
-        namespaces[name] = _as_dict(space.root, holders)
+        namespaces[name] = _as_dict(space.root, sessions)
         queue.append((space.root, namespaces[name]))
     count = 0
     while queue and count < max_nodes:
@@ -233,7 +233,7 @@ def dump_spaces(store: PageStore, max_nodes: int) -> dict[str, Any]:
         for child in node.children.values():
             if count >= max_nodes:
                 break
-            below = _as_dict(child, holders)
+            below = _as_dict(child, sessions)
             picture["children"].append(below)
             queue.append((child, below))
             count += 1
@@ -253,7 +253,7 @@ def _count_nodes(space: Space) -> int:
     return count
 
 
-def _as_dict(node: Node, holders: dict[int, int]) -> dict[str, Any]:
+def _as_dict(node: Node, sessions: dict[int, int]) -> dict[str, Any]:
     count = len(node.tokens) // TOKEN_BYTES
     return {
         "start": node.start,
@@ -261,6 +261,6 @@ def _as_dict(node: Node, holders: dict[int, int]) -> dict[str, Any]:
         "tokens": np.frombuffer(bytes(node.tokens), np.int32).tolist(),
         "pages": node.pages.tolist(),
         "refs": node.refs,
-        "holders": holders.get(id(node), 0),
+        "sessions": sessions.get(id(node), 0),
         "children": [],
     }

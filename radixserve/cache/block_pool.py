@@ -175,7 +175,7 @@ class BlockPool:
     # -- locks --------------------------------------------------------------------------------
 
     def lock(self, blocks: Iterable[Block]) -> None:
-        """One more holder for each."""
+        """One more session for each."""
         unused = self.unused
         for block in blocks:
             if not block.refs:

@@ -1,6 +1,6 @@
 """In which order unused nodes are dropped: the interface, and the default.
 
-The other policies are in `policies`, what is known of holders in `retention`.
+The other policies are in `policies`, what is known of sessions in `retention`.
 """
 
 from __future__ import annotations

@@ -134,21 +134,21 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
         assert not sequence._partial.key, f"{name} shares a head that is a whole block"
         assert sequence._partial.page == pages[len(blocks)], f"{name} shares a foreign page"
     source = sequence._source
-    assert len(sequence.copies) == (source is not None), f"{name} does not protect its copy"
+    assert len(sequence.cow_copies) == (source is not None), f"{name} does not protect its copy"
     if source is not None:
         head = sequence.committed_len % size
         wanted = (source.page, pages[len(blocks)], head)
         assert head, f"{name} copies nothing"
-        assert sequence.copies == [wanted], f"{name} copies {sequence.copies}, not {wanted}"
+        assert sequence.cow_copies == [wanted], f"{name} copies {sequence.cow_copies}, not {wanted}"
         assert sequence._partial is None, f"{name} shares a head that it has not copied yet"
 
 
 def dump_pool(pool: BlockPool, max_nodes: int) -> dict[str, Any]:
     """See `HashBlockCache.dump`."""
-    holders: dict[int, int] = {}
+    sessions: dict[int, int] = {}
     for sequence in sequences(pool):
         for block in sequence._blocks:
-            holders[id(block)] = holders.get(id(block), 0) + 1
+            sessions[id(block)] = sessions.get(id(block), 0) + 1
     below: dict[int, list[Block]] = {}  # by the identity of their parent or of their space
     for space in pool.spaces.values():
         for block in space.blocks.values():
@@ -158,15 +158,15 @@ def dump_pool(pool: BlockPool, max_nodes: int) -> dict[str, Any]:
     queue: deque[tuple[int, dict[str, Any]]] = deque()
     for name, space in sorted(pool.spaces.items()):
         users = space.num_sequences
-        namespaces[name] = _as_dict(0, b"", [], refs=users, holders=users)
+        namespaces[name] = _as_dict(0, b"", [], refs=users, sessions=users)
         queue.append((id(space), namespaces[name]))
     count = 0
     while queue and count < max_nodes:
         above_id, picture = queue.popleft()
         start = picture["start"] + picture["num_tokens"]
         for block in below.get(above_id, [])[: max_nodes - count]:
-            users = holders.get(id(block), 0)
-            node = _as_dict(start, block.tokens, [block.page], refs=block.refs, holders=users)
+            users = sessions.get(id(block), 0)
+            node = _as_dict(start, block.tokens, [block.page], refs=block.refs, sessions=users)
             picture["children"].append(node)
             queue.append((id(block), node))
             count += 1
@@ -178,7 +178,7 @@ def dump_pool(pool: BlockPool, max_nodes: int) -> dict[str, Any]:
 
 
 def _as_dict(
-    start: int, tokens: bytes, pages: list[int], *, refs: int, holders: int
+    start: int, tokens: bytes, pages: list[int], *, refs: int, sessions: int
 ) -> dict[str, Any]:
     ids = np.frombuffer(tokens, np.int32).tolist()
     return {
@@ -187,6 +187,6 @@ def _as_dict(
         "tokens": ids,
         "pages": pages,
         "refs": refs,
-        "holders": holders,
+        "sessions": sessions,
         "children": [],
     }

@@ -17,7 +17,7 @@ from radixserve.cache.block_pool import BlockPool
 from radixserve.cache.hash_audit import check_pool, dump_pool
 from radixserve.cache.hash_probe import HashProbe
 from radixserve.cache.hash_sequence import HashSequence
-from radixserve.cache.interface import CacheProbe, Holder
+from radixserve.cache.interface import CacheSession, PrefixWatch
 from radixserve.cache.lookup import Lookup
 from radixserve.cache.node import TOKEN_BYTES
 from radixserve.cache.tokens import TokenIds, as_token_ids
@@ -28,12 +28,12 @@ _OTHER_SPACES = 64  # namespaces asked at most when explaining a miss
 
 
 class NamedHolder:
-    """A holder in name only: this design gives nobody a preference."""
+    """A session in name only: this design gives nobody a preference."""
 
     __slots__ = ("_all", "_name")
 
     def __init__(self, everyone: set[NamedHolder], name: str) -> None:
-        """`everyone`: the open holders of its cache."""
+        """`everyone`: the open sessions of its cache."""
         self._all = everyone
         self._name = name
         everyone.add(self)
@@ -64,7 +64,7 @@ class HashBlockCache:
       is ever copied but for a fork or a cut inside a block.
     - A look-up hashes every block that it finds. A hit is compared token by token, too, so a weak
       hash costs time, never a wrong answer.
-    - Unused blocks are dropped in LRU order, a sequence's last one first. Holders and priorities
+    - Unused blocks are dropped in LRU order, a sequence's last one first. Sessions and priorities
       are accepted and give nobody a preference.
 
     `hash_name`: "sha256", or "xxh3" where the package xxhash is installed.
@@ -74,7 +74,7 @@ class HashBlockCache:
         num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         block_size = check_int("block_size", block_size, 1)
         self._pool = BlockPool(num_pages, block_size, make_digest(hash_name))
-        self._holders: set[NamedHolder] = set()  # open ones
+        self._sessions: set[NamedHolder] = set()  # open ones
 
     @property
     def num_pages(self) -> int:
@@ -86,7 +86,7 @@ class HashBlockCache:
         return self._pool.block_size
 
     @property
-    def reuses(self) -> bool:
+    def sharing_enabled(self) -> bool:
         """Whether sequences share what others computed."""
         return True
 
@@ -133,11 +133,11 @@ class HashBlockCache:
                     return "namespace"
         return "never_seen"
 
-    def probe(self, tokens: IntArray, namespace: str = "") -> HashProbe:
-        """A look-up that stays: see `changed_probes`. It has to be closed."""
+    def watch(self, tokens: IntArray, namespace: str = "") -> HashProbe:
+        """A look-up that stays: see `changed_watches`. It has to be closed."""
         return HashProbe(self._pool, as_token_ids(tokens), namespace)
 
-    def changed_probes(self) -> list[CacheProbe]:
+    def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open probes whose match may have changed since the last call; returns them.
 
         O(probes that wait for, or rest on, blocks that came or went), not O(all probes).
@@ -154,13 +154,13 @@ class HashBlockCache:
         namespace: str = "",
         *,
         allow_full: bool = False,
-        holder: Holder | None = None,
+        session: CacheSession | None = None,
         priority: int = 0,
     ) -> HashSequence:
         """The longest cached prefix of whole blocks, locked until the sequence is released.
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
-        `cached_len`; `extend` takes room for the rest. `holder` and `priority` are checked, and
+        `cached_len`; `extend` takes room for the rest. `session` and `priority` are checked, and
         have no effect: this design drops blocks in LRU order, whoever used them.
         """
         ids = as_token_ids(tokens)
@@ -168,8 +168,8 @@ class HashBlockCache:
         if type(priority) is not int:
             check_int("priority", priority, -(2**31), 2**31 - 1)
         pool = self._pool
-        if holder is not None:
-            self._check_holder(holder)
+        if session is not None:
+            self._check_holder(session)
         space = pool.space(namespace)
         chain = pool.chain(namespace, self._reusable(ids, allow_full))
         blocks = pool.match(namespace, chain, [])
@@ -181,18 +181,18 @@ class HashBlockCache:
         counters.matched_tokens += length
         return HashSequence(pool, space, bytearray(chain.data[: length * TOKEN_BYTES]), blocks)
 
-    def open_holder(self, name: str, *, lease_s: float | None = None) -> NamedHolder:
+    def open_session(self, name: str, *, lease_s: float | None = None) -> NamedHolder:
         """A handle to pass to `acquire`. It keeps nothing in the cache: `lease_s` (seconds, >= 0)
         is checked and has no effect."""
         check_str("name", name)
         if lease_s is not None:
             check_float("lease_s", lease_s, 0.0, math.inf)
-        return NamedHolder(self._holders, name)
+        return NamedHolder(self._sessions, name)
 
-    def _check_holder(self, holder: object) -> None:
-        if not isinstance(holder, NamedHolder) or not holder.belongs_to(self._holders):
+    def _check_holder(self, session: object) -> None:
+        if not isinstance(session, NamedHolder) or not session.belongs_to(self._sessions):
             raise InvalidRequest(
-                f"holder must be None or come from this cache's open_holder, got {shown(holder)}"
+                f"session must be None or come from this cache's open_session, got {shown(session)}"
             )
 
     # -- letting go ---------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class HashBlockCache:
             "splits": 0,
             "evicted_tokens": pool.num_evicted_tokens,
             **asdict(pool.counters),
-            "holders": len(self._holders),
+            "sessions": len(self._sessions),
             "leases": [],
             "pages_leased": 0,
             "pages_closed": 0,

@@ -1,4 +1,4 @@
-"""`HashSequence`: one holder of a chain of blocks, with its own pages behind it.
+"""`HashSequence`: one session of a chain of blocks, with its own pages behind it.
 
     tokens     [0 ............ whole blocks committed) [ .. committed) [ ... length)
     pages      [ blocks, shared and read-only        ][ private to this sequence   )
@@ -33,7 +33,7 @@ class HashSequence(PagedTokens):
         "_source",
         "_space",
         "cached_len",
-        "copies",
+        "cow_copies",
     )
 
     def __init__(
@@ -57,10 +57,12 @@ class HashSequence(PagedTokens):
         self._committed = len(tokens) // TOKEN_BYTES
         self._is_open = True
         self.cached_len = self._committed  # tokens that were found in the cache
-        self.copies: list[PageCopy] = []  # at most one: (source page, own page, tokens of the head)
+        self.cow_copies: list[
+            PageCopy
+        ] = []  # at most one: (source page, own page, tokens of the head)
         if source is not None:
             self._pages.append(page)
-            self.copies.append((source.page, page, self._committed % pool.block_size))
+            self.cow_copies.append((source.page, page, self._committed % pool.block_size))
         pool.register(self, space)
 
     def __repr__(self) -> str:
@@ -168,7 +170,7 @@ class HashSequence(PagedTokens):
     # -- branching ----------------------------------------------------------------------------
 
     def fork(self) -> HashSequence:
-        """A second holder of everything committed: shares whole blocks, copies the head behind.
+        """A second session of everything committed: shares whole blocks, copies the head behind.
 
         Raises OutOfPages, and changes nothing, when the page for that head cannot be had.
         O(blocks).
@@ -213,13 +215,13 @@ class HashSequence(PagedTokens):
             self._cut(whole, whole)
             self._pages += page
             self._source = source
-            self.copies.append((source.page, page[0], extra))
+            self.cow_copies.append((source.page, page[0], extra))
         self._num_unknown = max(0, length - (self.length - self._num_unknown))
         self._tokens = self._tokens[: length * TOKEN_BYTES]
         self._committed = min(self._committed, length)
         self.cached_len = min(self.cached_len, length)
         extra = self._committed % self._pool.block_size
-        self.copies[:] = [(src, dst, extra) for src, dst, _ in self.copies]
+        self.cow_copies[:] = [(src, dst, extra) for src, dst, _ in self.cow_copies]
 
     def _head_to_copy(self, index: int, length: int) -> Block | None:
         """The block with that index if others may read behind the cut, where we would write."""
@@ -248,7 +250,7 @@ class HashSequence(PagedTokens):
 
     def _forget_copy(self) -> None:
         """The pending copy has been made, or need not be made any more."""
-        self.copies.clear()
+        self.cow_copies.clear()
         if self._source is not None:
             self._pool.unlock((self._source,))
             self._source = None

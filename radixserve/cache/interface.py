@@ -16,7 +16,7 @@ from radixserve.cache.tokens import TokenIds
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens of its head)
 
 
-class Holder(Protocol):
+class CacheSession(Protocol):
     """Somebody whose sequences belong together and who will come back, until it is closed: a chat,
     a branch, a tenant."""
 
@@ -27,10 +27,10 @@ class Holder(Protocol):
     def is_open(self) -> bool: ...
 
     def close(self) -> None:
-        """It will not come back: what only closed holders reach goes first. Twice does nothing."""
+        """It will not come back: what only closed sessions reach goes first. Twice does nothing."""
 
 
-class CacheProbe(Protocol):
+class PrefixWatch(Protocol):
     """A look-up that stays: answers from memory until the cache changes where it ended."""
 
     @property
@@ -48,10 +48,10 @@ class CacheProbe(Protocol):
 
 
 class CacheSequence(Protocol):
-    """One holder of a path, with its own pages behind it; see `CachedSequence`."""
+    """One session of a path, with its own pages behind it; see `CachedSequence`."""
 
     cached_len: int
-    copies: list[PageCopy]
+    cow_copies: list[PageCopy]
 
     @property
     def tokens(self) -> IntArray: ...
@@ -79,13 +79,13 @@ class CacheSequence(Protocol):
 
     def pages_wanted(self, num_tokens: int) -> int: ...
 
-    def tell_pages(self) -> tuple[IntArray, int]: ...
+    def page_table_delta(self) -> tuple[IntArray, int]: ...
 
     def extend(self, tokens: TokenIds, num_unknown: int = 0) -> None: ...
 
-    def reserve(self, num_tokens: int) -> None: ...
+    def append_placeholders(self, num_tokens: int) -> None: ...
 
-    def settle(self, tokens: TokenIds) -> None: ...
+    def fill(self, tokens: TokenIds) -> None: ...
 
     def commit(self, length: int) -> None: ...
 
@@ -106,7 +106,7 @@ class PrefixCache(Protocol):
     def page_size(self) -> int: ...
 
     @property
-    def reuses(self) -> bool:
+    def sharing_enabled(self) -> bool:
         """Whether sequences share what others computed."""
 
     @property
@@ -117,9 +117,9 @@ class PrefixCache(Protocol):
         self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False
     ) -> Lookup: ...
 
-    def probe(self, tokens: IntArray, namespace: str = "") -> CacheProbe: ...
+    def watch(self, tokens: IntArray, namespace: str = "") -> PrefixWatch: ...
 
-    def changed_probes(self) -> list[CacheProbe]:
+    def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open probes whose answer may have changed since the last call."""
 
     def acquire(
@@ -128,11 +128,11 @@ class PrefixCache(Protocol):
         namespace: str = "",
         *,
         allow_full: bool = False,
-        holder: Holder | None = None,
+        session: CacheSession | None = None,
         priority: int = 0,
     ) -> CacheSequence: ...
 
-    def open_holder(self, name: str, *, lease_s: float | None = None) -> Holder: ...
+    def open_session(self, name: str, *, lease_s: float | None = None) -> CacheSession: ...
 
     def evict(self, num_tokens: int) -> int: ...
 

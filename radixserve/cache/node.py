@@ -21,15 +21,15 @@ class Watcher:
 
 
 class Claims:
-    """Who may come back to a node. None in its place means: sequences without a holder only."""
+    """Who may come back to a node. None in its place means: sequences without a session only."""
 
-    __slots__ = ("holders", "is_public", "num_leased", "num_open")
+    __slots__ = ("is_public", "num_leased", "num_open", "sessions")
 
     def __init__(self, *, is_public: bool) -> None:
-        self.is_public = is_public  # a sequence without a holder reached it
-        self.num_open = 0  # open holders anchored here + children that are claimed
+        self.is_public = is_public  # a sequence without a session reached it
+        self.num_open = 0  # open sessions anchored here + children that are claimed
         self.num_leased = 0  # of both, the leased ones
-        self.holders: set[object] = set()  # open ones, anchored in this very node
+        self.sessions: set[object] = set()  # open ones, anchored in this very node
 
 
 # Shared by all nodes that nobody watches, and by all leaves; they stay empty.

@@ -47,7 +47,7 @@ class PagedTokens(ABC):
 
     @property
     def num_unknown(self) -> int:
-        """Tokens at the end that `settle` has to tell."""
+        """Tokens at the end that `fill` has to tell."""
         return self._num_unknown
 
     @property
@@ -55,7 +55,7 @@ class PagedTokens(ABC):
         """[ceil(length / page_size)] int32 page ids of positions [0, length); a view."""
         return np.frombuffer(self._pages, np.int32)
 
-    def tell_pages(self) -> tuple[IntArray, int]:
+    def page_table_delta(self) -> tuple[IntArray, int]:
         """The page ids, as `pages`, and the first index that may differ from what the last call
         told, 0 at the first call.
 
@@ -85,7 +85,7 @@ class PagedTokens(ABC):
     @abstractmethod
     def extend(self, tokens: TokenIds, num_unknown: int = 0) -> None: ...
 
-    def reserve(self, num_tokens: int) -> None:
+    def append_placeholders(self, num_tokens: int) -> None:
         """Room for tokens that are not known yet, as `extend` does for known ones.
 
         Raises OutOfPages, and changes nothing, when there is not enough.
@@ -100,13 +100,13 @@ class PagedTokens(ABC):
             raise
         self._num_unknown = before + num_tokens
 
-    def settle(self, tokens: TokenIds) -> None:
+    def fill(self, tokens: TokenIds) -> None:
         """Tell the ids of the first unknown tokens. InvalidRequest where there are not as many."""
         data = as_token_ids(tokens).tobytes()
         left = self._num_unknown - len(data) // TOKEN_BYTES
         if left < 0:
             raise InvalidRequest(
-                f"settle takes up to {self._num_unknown} tokens, as many as are unknown, "
+                f"fill takes up to {self._num_unknown} tokens, as many as are unknown, "
                 f"got {len(data) // TOKEN_BYTES}"
             )
         start = len(self._tokens) - self._num_unknown * TOKEN_BYTES
@@ -122,6 +122,6 @@ class PagedTokens(ABC):
 
     def _refuse_to_extend(self) -> None:
         raise InvalidRequest(
-            f"{self._num_unknown} tokens at the end are unknown: settle them before others follow, "
+            f"{self._num_unknown} tokens at the end are unknown: fill them before others follow, "
             f"or reserve more"
         )

@@ -11,7 +11,7 @@ from radixserve.cache.tokens import as_view
 class Probe(Watcher):
     """How much of one prompt is cached, for a waiting request. Read-only, like `lookup`.
 
-    It watches the node that its match rests on until it is closed; `RadixCache.changed_probes` says
+    Until it is closed it watches the node where its match ends; `RadixCache.changed_watches` says
     which ones have to `refresh`. Between two refreshes it answers from memory.
     """
 

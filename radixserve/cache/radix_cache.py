@@ -15,7 +15,7 @@ from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.cache.audit import check_store, dump_spaces
-from radixserve.cache.interface import CacheProbe, Holder, PageCopy
+from radixserve.cache.interface import CacheSession, PageCopy, PrefixWatch
 from radixserve.cache.lookup import NOTHING, Lookup, explain
 from radixserve.cache.node import Node, Space
 from radixserve.cache.policies import EVICTION_POLICIES, make_order
@@ -28,7 +28,7 @@ from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.errors import OutOfPages
 
-LEASE_S = 300.0  # seconds that an open holder's pages are preferred after their last use
+LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
 
 class RadixCache:
@@ -37,12 +37,12 @@ class RadixCache:
         cache = RadixCache(num_pages=1024, page_size=16)
         seq = cache.acquire(prompt)                  # longest cached prefix, locked
         seq.extend(prompt[seq.cached_len :])         # room for the rest
-        ...                                          # copy seq.copies, compute K/V into seq.pages
+        ...                                          # copy seq.cow_copies, compute into seq.pages
         seq.commit(seq.length)                       # publish it
         seq.release()
 
-    `eviction` is one of EVICTION_POLICIES. Above it stands what is known of holders: see
-    `open_holder`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
+    `eviction` is one of EVICTION_POLICIES. Above it stands what is known of sessions: see
+    `open_session`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
     With `reuse=False` nothing is ever shared or kept between sequences (but forks still share).
     """
 
@@ -74,7 +74,7 @@ class RadixCache:
         return self._store.page_size
 
     @property
-    def reuses(self) -> bool:
+    def sharing_enabled(self) -> bool:
         """Whether sequences share what others computed."""
         return self._reuse
 
@@ -106,12 +106,12 @@ class RadixCache:
             return found
         return found._replace(cached_len=match.length - extra)
 
-    def probe(self, tokens: IntArray, namespace: str = "") -> Probe:
-        """A look-up that stays: see `changed_probes`. It has to be closed."""
+    def watch(self, tokens: IntArray, namespace: str = "") -> Probe:
+        """A look-up that stays: see `changed_watches`. It has to be closed."""
         check_str("namespace", namespace)
         return Probe(self._store.tree, as_token_ids(tokens), namespace, reuse=self._reuse)
 
-    def changed_probes(self) -> list[CacheProbe]:
+    def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open probes whose match may have changed since the last call; returns them.
 
         O(probes that rest on changed nodes), not O(all probes).
@@ -128,7 +128,7 @@ class RadixCache:
         namespace: str = "",
         *,
         allow_full: bool = False,
-        holder: Holder | None = None,
+        session: CacheSession | None = None,
         priority: int = 0,
     ) -> CachedSequence:
         """The longest cached prefix of `tokens`, locked until the sequence is released.
@@ -136,11 +136,11 @@ class RadixCache:
         At least the last token is left to compute unless `allow_full`. The sequence's length is
         `cached_len`; `extend` takes room for the rest. A prefix that ends inside a page takes one
         page for the copy of its head; when there is none, the prefix ends at the page boundary.
-        `holder`: who it belongs to, from `open_holder`. `priority`: what it is worth to the
+        `session`: who it belongs to, from `open_session`. `priority`: what it is worth to the
         "priority" eviction, high ones are kept longer.
         """
         data, store, tree = token_view(tokens), self._store, self._store.tree
-        owner = None if holder is None else check_holder(holder, tree.retention)
+        owner = None if session is None else check_holder(session, tree.retention)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
         space = tree.spaces.get(namespace) if self._reuse else None
@@ -193,14 +193,14 @@ class RadixCache:
             node = node.parent
         return self._store.num_available > kept
 
-    # -- holders ------------------------------------------------------------------------------
+    # -- sessions ------------------------------------------------------------------------------
 
-    def open_holder(self, name: str, *, lease_s: float | None = None) -> RadixHolder:
+    def open_session(self, name: str, *, lease_s: float | None = None) -> RadixHolder:
         """Somebody who will come back until it is closed: a chat, a branch, a tenant.
 
-        Pages that only closed holders reached are dropped first. Those where sequences of an open
+        Pages that only closed sessions reached are dropped first. Those where sequences of an open
         one ended are dropped last for `lease_s` seconds (default: 300; 0: no lease) from the last
-        time. Names need not be unique; they are for `stats`. A holder that is never closed counts
+        time. Names need not be unique; they are for `stats`. A session that is never closed counts
         as open for as long as the cache lives.
         """
         check_str("name", name)
@@ -238,7 +238,7 @@ class RadixCache:
     def stats(self) -> dict[str, Any]:
         """Counters since the start (tokens) and gauges (pages). free + tree + private == total.
 
-        "leases" lists the leases now, first to end first: {"holder", "tokens", "seconds_left"},
+        "leases" lists the leases now, first to end first: {"session", "tokens", "seconds_left"},
         with the tokens from the root to where its sequence ended.
         """
         store, tree = self._store, self._store.tree
@@ -256,7 +256,7 @@ class RadixCache:
             "splits": tree.num_splits,
             "evicted_tokens": tree.num_evicted_tokens,
             **asdict(store.counters),
-            "holders": 0 if retention is None else len(retention.open_holders),
+            "sessions": 0 if retention is None else len(retention.open_holders),
             "leases": [] if retention is None else retention.leases(),
             "pages_leased": 0 if retention is None else retention.num_leased_pages,
             "pages_closed": 0 if retention is None else retention.num_closed_pages,
@@ -271,7 +271,7 @@ class RadixCache:
         """The trees as nested dicts, breadth first up to `max_nodes` nodes; "truncated" tells.
 
         {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
-        "num_tokens", "pages", "refs", "holders", "children"}.
+        "num_tokens", "pages", "refs", "sessions", "children"}.
         """
         return dump_spaces(self._store, check_int("max_nodes", max_nodes, 0))
 

@@ -51,7 +51,7 @@ class RadixTree:
         self.page_size = page_size
         self.spaces: dict[str, Space] = {}
         self.order = order  # of the unlocked nodes
-        self.retention: Retention | None = None  # the same, once there are holders
+        self.retention: Retention | None = None  # the same, once there are sessions
         self.ghosts = GhostList()
         self.watches = Watches()
         self.num_pages = 0  # in nodes, dead ones included
@@ -66,7 +66,7 @@ class RadixTree:
         self._next_serial = 0
 
     def retain(self, retention: Retention) -> None:
-        """From now on there are holders; `retention` takes over the order."""
+        """From now on there are sessions; `retention` takes over the order."""
         self.order = self.retention = retention
 
     # -- finding ------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class RadixTree:
     ) -> Node:
         """A new leaf that owns `tokens` and `pages` from now on; `key` is its first page.
 
-        `is_public`: not of a holder; the caller publishes the path once it is locked.
+        `is_public`: not of a session; the caller publishes the path once it is locked.
         `takes_hold`: one hold on `parent` becomes a hold on the leaf, which keeps `parent` locked;
         else the leaf is unlocked and the caller locks it before anything else.
         """
@@ -211,7 +211,7 @@ class RadixTree:
     def split(self, node: Node, at: int) -> Node:
         """Cut `node` after `at` tokens (whole pages, 0 < at < its length); returns the upper part.
 
-        `node` stays the lower part with its holders and its place in the order. An unlocked
+        `node` stays the lower part with its sessions and its place in the order. An unlocked
         upper part is in no order yet: the caller locks it before anything else.
         """
         parent, cut, pages = node.parent, at * TOKEN_BYTES, at // self.page_size
@@ -278,7 +278,7 @@ class RadixTree:
         return pages
 
     def reclaim(self, leaf: Node) -> array[int]:
-        """The only holder of a leaf takes it out of the tree; its hold is gone with it."""
+        """The only session of a leaf takes it out of the tree; its hold is gone with it."""
         assert leaf.refs == 1
         assert not leaf.children
         parent = leaf.parent

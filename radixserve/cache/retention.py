@@ -1,13 +1,13 @@
-"""Who will come back: holders, their claims on nodes, leases; an order above any policy.
+"""Who will come back: sessions, their claims on nodes, leases; an order above any policy.
 
-A sequence may belong to a holder (a chat, a branch, a tenant). Where its sequences end, an open
-holder is anchored; its claim covers the path up to the root. Nodes fall into classes, and the
+A sequence may belong to a session (a chat, a branch, a tenant). Where its sequences end, an open
+session is anchored; its claim covers the path up to the root. Nodes fall into classes, and the
 classes are monotone along a path (what is claimed, leased or public has all above it so, too):
 
-    closed    only closed holders reached it: dropped first
+    closed    only closed sessions reached it: dropped first
     expired   the policy's turn had come, a lease kept it, and that lease has ended: dropped next
     ordinary  the policy decides
-    leased    claimed by an open holder with a lease: last
+    leased    claimed by an open session with a lease: last
 
 Each anchor has its own lease, from the last time that a sequence ended there. A lease ends after
 its time, and the first begun end while all leased nodes together fill more than a share of the
@@ -32,7 +32,7 @@ Lease = tuple[float, int]  # its end on the cache's clock, and a number that mak
 
 
 class RadixHolder:
-    """A holder's anchors in one `RadixCache`, which made it with `open_holder`."""
+    """A session's anchors in one `RadixCache`, which made it with `open_session`."""
 
     __slots__ = ("_retention", "anchors", "is_open", "lease_s", "name")
 
@@ -48,7 +48,7 @@ class RadixHolder:
         return f"RadixHolder({self.name!r}{state})"
 
     def close(self) -> None:
-        """It will not come back: what only closed holders reach goes first. Twice does nothing.
+        """It will not come back: what only closed sessions reach goes first. Twice does nothing.
 
         O(nodes that nobody else claims).
         """
@@ -60,7 +60,7 @@ class RadixHolder:
 
 
 class Retention(EvictionOrder):
-    """Holders above a policy. Owns every `Claims`; a cache without holders does not have it."""
+    """Sessions above a policy. Owns every `Claims`; a cache without sessions does not have it."""
 
     def __init__(self, policy: EvictionOrder, max_leased: int, clock: Callable[[], float]) -> None:
         self._policy = policy
@@ -72,7 +72,7 @@ class Retention(EvictionOrder):
         self._closed: OrderedDict[Node, None] = OrderedDict()
         self._expired: OrderedDict[Node, None] = OrderedDict()
         self._leased: OrderedDict[Node, None] = OrderedDict()  # whose turn has come in the policy
-        self._leases: SortedDict = SortedDict()  # Lease -> (holder, anchor), first to end first
+        self._leases: SortedDict = SortedDict()  # Lease -> (session, anchor), first to end first
         self._begun: OrderedDict[Lease, None] = OrderedDict()  # the same, first begun first
         self._num_leases = 0  # ever given
         self.open_holders: set[RadixHolder] = set()
@@ -122,42 +122,42 @@ class Retention(EvictionOrder):
     def dropped(self, node: Node, place: Place, num_pages: int) -> None:
         self._policy.dropped(node, place, num_pages)
 
-    # -- holders ------------------------------------------------------------------------------
+    # -- sessions ------------------------------------------------------------------------------
 
     def open(self, name: str, lease_s: float) -> RadixHolder:
-        holder = RadixHolder(self, name, lease_s)
-        self.open_holders.add(holder)
-        return holder
+        session = RadixHolder(self, name, lease_s)
+        self.open_holders.add(session)
+        return session
 
-    def claim(self, holder: RadixHolder, node: Node) -> None:
-        """A sequence of `holder`, anchored in `node`, is about to let go; its path is locked still.
+    def claim(self, session: RadixHolder, node: Node) -> None:
+        """A sequence of `session`, anchored in `node`, is about to be released; its path is locked.
 
-        The holder's anchors above move here, and a lease begins anew. O(depth).
+        The session's anchors above move here, and a lease begins anew. O(depth).
         """
-        if not holder.is_open or node.space.is_dead or node.parent is None:
+        if not session.is_open or node.space.is_dead or node.parent is None:
             return
-        if node in holder.anchors:
-            self._end_lease(holder, node)
+        if node in session.anchors:
+            self._end_lease(session, node)
         else:
-            holder.anchors[node] = None
-            _claims(node).holders.add(holder)
+            session.anchors[node] = None
+            _claims(node).sessions.add(session)
             self._raise(node, 1, 0)
         at = node.parent
         while at.parent is not None:
-            if holder in _claims(at).holders:
-                self._lift(holder, at)
+            if session in _claims(at).sessions:
+                self._lift(session, at)
             at = at.parent
-        if holder.lease_s:
-            self._begin_lease(holder, node)
+        if session.lease_s:
+            self._begin_lease(session, node)
 
-    def close(self, holder: RadixHolder) -> None:
-        holder.is_open = False
-        self.open_holders.discard(holder)
-        for node in list(holder.anchors):
-            self._lift(holder, node)
+    def close(self, session: RadixHolder) -> None:
+        session.is_open = False
+        self.open_holders.discard(session)
+        for node in list(session.anchors):
+            self._lift(session, node)
 
     def publish(self, node: Node) -> None:
-        """A sequence without a holder reached `node`, which is locked. O(nodes not public yet)."""
+        """A sequence without a session reached `node`, which is locked. O(nodes not public yet)."""
         at = node
         while at.parent is not None and at.claims is not None and not at.claims.is_public:
             at.claims.is_public = True
@@ -172,15 +172,15 @@ class Retention(EvictionOrder):
         above.num_leased = int(below.num_leased > 0)
 
     def buried(self, node: Node) -> None:
-        """`node` goes, its pages are out: its holders' anchors move to its parent.
+        """`node` goes, its pages are out: its sessions' anchors move to its parent.
 
-        O(holders anchored in `node`).
+        O(sessions anchored in `node`).
         """
         claims, parent = _claims(node), node.parent
         assert parent is not None
-        for holder in list(claims.holders):
-            assert isinstance(holder, RadixHolder)
-            self._move_up(holder, node, parent)
+        for session in list(claims.sessions):
+            assert isinstance(session, RadixHolder)
+            self._move_up(session, node, parent)
         if claims.num_open:  # children are left: a dead subtree is taken apart from above
             self._lower(parent, 1, int(claims.num_leased > 0))
         self._closed.pop(node, None)
@@ -194,24 +194,24 @@ class Retention(EvictionOrder):
             self.num_leased_pages += pages
 
     def leases(self) -> list[dict[str, Any]]:
-        """The leases now, first to end first: holder, tokens from the root, seconds left."""
+        """The leases now, first to end first: session, tokens from the root, seconds left."""
         self._end_leases()
         now = self._clock()
         return [
-            {"holder": holder.name, "tokens": node.end, "seconds_left": deadline - now}
-            for (deadline, _), (holder, node) in self._leases.items()
+            {"session": session.name, "tokens": node.end, "seconds_left": deadline - now}
+            for (deadline, _), (session, node) in self._leases.items()
         ]
 
     def check(self) -> None:
-        """AssertionError unless holders, anchors and leases agree with each other."""
+        """AssertionError unless sessions, anchors and leases agree with each other."""
         leases = {}
-        for holder in self.open_holders:
-            assert holder.is_open, f"{holder!r} is among the open ones"
-            for node, lease in holder.anchors.items():
-                assert node.parent is not None, f"{holder!r} is anchored in a node that is gone"
-                assert holder in _claims(node).holders, f"{holder!r} is unknown to its anchor"
+        for session in self.open_holders:
+            assert session.is_open, f"{session!r} is among the open ones"
+            for node, lease in session.anchors.items():
+                assert node.parent is not None, f"{session!r} is anchored in a node that is gone"
+                assert session in _claims(node).sessions, f"{session!r} is unknown to its anchor"
                 if lease is not None:
-                    leases[lease] = (holder, node)
+                    leases[lease] = (session, node)
         assert leases == dict(self._leases), "leases and anchors disagree"
         assert set(leases) == set(self._begun), "leases and their order of beginning disagree"
         for node in self._closed:
@@ -227,25 +227,25 @@ class Retention(EvictionOrder):
 
     # -- claims -------------------------------------------------------------------------------
 
-    def _lift(self, holder: RadixHolder, node: Node) -> None:
+    def _lift(self, session: RadixHolder, node: Node) -> None:
         """Take an anchor away, with its lease."""
-        self._end_lease(holder, node)
-        del holder.anchors[node]
-        _claims(node).holders.discard(holder)
+        self._end_lease(session, node)
+        del session.anchors[node]
+        _claims(node).sessions.discard(session)
         self._lower(node, 1, 0)
 
-    def _move_up(self, holder: RadixHolder, node: Node, parent: Node) -> None:
-        if parent.parent is None or holder in _claims(parent).holders:
-            self._lift(holder, node)
+    def _move_up(self, session: RadixHolder, node: Node, parent: Node) -> None:
+        if parent.parent is None or session in _claims(parent).sessions:
+            self._lift(session, node)
             return
-        lease = holder.anchors[node]
-        holder.anchors[parent] = lease
-        _claims(parent).holders.add(holder)
+        lease = session.anchors[node]
+        session.anchors[parent] = lease
+        _claims(parent).sessions.add(session)
         self._raise(parent, 1, int(lease is not None))
         if lease is not None:
-            self._leases[lease] = (holder, parent)
-        del holder.anchors[node]
-        _claims(node).holders.discard(holder)
+            self._leases[lease] = (session, parent)
+        del session.anchors[node]
+        _claims(node).sessions.discard(session)
         self._lower(node, 1, int(lease is not None))
 
     def _raise(self, node: Node, is_open: int, is_leased: int) -> None:
@@ -293,21 +293,21 @@ class Retention(EvictionOrder):
 
     # -- leases -------------------------------------------------------------------------------
 
-    def _begin_lease(self, holder: RadixHolder, node: Node) -> None:
+    def _begin_lease(self, session: RadixHolder, node: Node) -> None:
         if sum(len(at.pages) for at in path(node)) > self._max_leased:
             return  # more than all leases may hold: it would only end the others
         self._num_leases += 1
-        lease = holder.anchors[node] = (self._clock() + holder.lease_s, self._num_leases)
-        self._leases[lease] = (holder, node)
+        lease = session.anchors[node] = (self._clock() + session.lease_s, self._num_leases)
+        self._leases[lease] = (session, node)
         self._begun[lease] = None
         self._raise(node, 0, 1)
         self._end_leases()
 
-    def _end_lease(self, holder: RadixHolder, node: Node) -> None:
-        lease = holder.anchors[node]
+    def _end_lease(self, session: RadixHolder, node: Node) -> None:
+        lease = session.anchors[node]
         if lease is not None:
             del self._leases[lease], self._begun[lease]
-            holder.anchors[node] = None
+            session.anchors[node] = None
             self._lower(node, 0, 1)
 
     def _end_leases(self) -> None:
@@ -328,8 +328,8 @@ def _claims(node: Node) -> Claims:
     return node.claims
 
 
-def check_holder(holder: object, retention: Retention | None) -> RadixHolder:
-    """`holder` if that cache made it; else InvalidRequest."""
-    if not isinstance(holder, RadixHolder) or not holder.belongs_to(retention):
-        raise InvalidRequest("holder must come from this cache's open_holder")
-    return holder
+def check_holder(session: object, retention: Retention | None) -> RadixHolder:
+    """`session` if that cache made it; else InvalidRequest."""
+    if not isinstance(session, RadixHolder) or not session.belongs_to(retention):
+        raise InvalidRequest("session must come from this cache's open_session")
+    return session

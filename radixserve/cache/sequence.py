@@ -1,4 +1,4 @@
-"""`CachedSequence`: one holder of a path in the tree, with its own pages behind it.
+"""`CachedSequence`: one session of a path in the tree, with its own pages behind it.
 
     tokens     [0 .................... published) [ ... committed) [ ... length)
     pages      [ shared with the tree, read-only ][ private to this sequence   )
@@ -33,7 +33,6 @@ class CachedSequence(OpenSequence, PagedTokens):
     __slots__ = (
         "_committed",
         "_has_run",
-        "_holder",
         "_is_author",
         "_is_open",
         "_node",
@@ -41,9 +40,10 @@ class CachedSequence(OpenSequence, PagedTokens):
         "_priority",
         "_published",
         "_reused",
+        "_session",
         "_store",
         "cached_len",
-        "copies",
+        "cow_copies",
     )
 
     def __init__(
@@ -54,7 +54,7 @@ class CachedSequence(OpenSequence, PagedTokens):
         shared: array[int],
         copy: PageCopy | None,
         reused: int,
-        holder: RadixHolder | None,
+        session: RadixHolder | None,
         priority: int,
     ) -> None:
         """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence; it owns
@@ -66,15 +66,15 @@ class CachedSequence(OpenSequence, PagedTokens):
         self._num_shared = len(shared)  # leading pages that belong to the tree
         self._published = self._committed = self.cached_len = len(tokens) // TOKEN_BYTES
         self._reused = reused
-        self._holder = holder
+        self._session = session
         self._priority = priority
         self._is_author = False  # has it published what was not there?
         self._is_open = True
         self._has_run = False  # has it taken pages a few at a time?
-        self.copies: list[PageCopy] = []  # (source page, destination page, tokens of its head)
+        self.cow_copies: list[PageCopy] = []  # (source page, destination page, tokens of its head)
         if copy is not None:
             self._pages.append(copy[1])
-            self.copies.append(copy)
+            self.cow_copies.append(copy)
         store.live.add(self)
 
     def __repr__(self) -> str:
@@ -151,15 +151,15 @@ class CachedSequence(OpenSequence, PagedTokens):
                 f"commit takes a length between {self._committed} (committed already) and "
                 f"{known}, got {length}"
             )
-        if self.copies:
-            self.copies.clear()
+        if self.cow_copies:
+            self.cow_copies.clear()
         self._store.counters.committed_tokens += length - self._committed
         self._committed = length
         if length > self._published:
             self._publish()
 
     def fork(self) -> CachedSequence:
-        """A second holder of everything committed. Copies at most one page head.
+        """A second session of everything committed. Copies at most one page head.
 
         Raises OutOfPages when that page cannot be had.
         """
@@ -172,8 +172,8 @@ class CachedSequence(OpenSequence, PagedTokens):
         copy = (self._tree_page(whole), page, extra) if extra else None
         store.tree.lock(self._node)
         tokens, shared = self._tokens[: self._committed * TOKEN_BYTES], self._pages[:whole]
-        node, holder = self._node, self._holder
-        twin = CachedSequence(store, node, tokens, shared, copy, 0, holder, self._priority)
+        node, session = self._node, self._session
+        twin = CachedSequence(store, node, tokens, shared, copy, 0, session, self._priority)
         twin._published = self._published
         return twin
 
@@ -194,8 +194,8 @@ class CachedSequence(OpenSequence, PagedTokens):
         self._cut_pages(whole + (1 if extra else 0), copy)
         if extra:  # a copy that is still to be made must not reach behind the cut
             last = self._pages[whole]
-            self.copies[:] = [
-                (src, dst, min(n, extra) if dst == last else n) for src, dst, n in self.copies
+            self.cow_copies[:] = [
+                (src, dst, min(n, extra) if dst == last else n) for src, dst, n in self.cow_copies
             ]
         self._num_unknown = max(0, length - (self.length - self._num_unknown))
         self._tokens = self._tokens[: length * TOKEN_BYTES]
@@ -203,10 +203,10 @@ class CachedSequence(OpenSequence, PagedTokens):
         self._published = min(self._published, length)
         self.cached_len = min(self.cached_len, length)
         self._reused = min(self._reused, length)
-        if not self.copies:  # a pending copy's source is protected by the old anchor
+        if not self.cow_copies:  # a pending copy's source is protected by the old anchor
             self._move_to(self._holder_of(self._published))
         if copy is not None:
-            self.copies.append(copy)
+            self.cow_copies.append(copy)
 
     def release(self) -> None:
         """Let go: committed pages stay cached, the rest is freed. A second call does nothing."""
@@ -225,8 +225,8 @@ class CachedSequence(OpenSequence, PagedTokens):
             reused = self._reused - self._reused % store.page_size
             tree.order.used(node, Use(reused, self._is_author, self._priority))
         if tree.retention is not None:
-            if self._holder is not None:
-                tree.retention.claim(self._holder, node)
+            if self._session is not None:
+                tree.retention.claim(self._session, node)
             else:
                 tree.retention.publish(node)
         store.unlock(node)
@@ -311,10 +311,10 @@ class CachedSequence(OpenSequence, PagedTokens):
 
     def _may_grow(self, leaf: Node) -> bool:
         """Whether what we append to `leaf` is reached by the same ones as the leaf."""
-        claims, is_public = leaf.claims, self._holder is None
+        claims, is_public = leaf.claims, self._session is None
         if claims is None:
             return is_public
-        return claims.is_public == is_public and not claims.holders
+        return claims.is_public == is_public and not claims.sessions
 
     def _add_child(self, node: Node, pos: int, key: bytes) -> None:
         """No child of `node`, which ends at `pos`, begins with the page `key`."""
@@ -368,7 +368,7 @@ class CachedSequence(OpenSequence, PagedTokens):
         our path."""
         size, committed, tree = self._store.page_size, self._committed, self._store.tree
         last = -(-committed // size)
-        is_anchor, is_public = parent is self._node, self._holder is None
+        is_anchor, is_public = parent is self._node, self._session is None
         leaf = tree.attach(
             parent,
             pos,
@@ -440,7 +440,7 @@ class CachedSequence(OpenSequence, PagedTokens):
         self._pages_change(keep)
         dropped = self._pages[max(keep, self._num_shared) :]
         self._store.free(dropped)
-        self.copies[:] = [c for c in self.copies if c[1] not in dropped]
+        self.cow_copies[:] = [c for c in self.cow_copies if c[1] not in dropped]
         self._pages = self._pages[:keep]
         self._num_shared = min(self._num_shared, keep)
         if copy is not None:
@@ -453,7 +453,7 @@ class CachedSequence(OpenSequence, PagedTokens):
             return  # our own leaf: nothing lies behind
         keep = self._published
         end = -(-keep // size) * size
-        if end > keep and not self.copies:
+        if end > keep and not self.cow_copies:
             keep = end = keep - keep % size  # we have that page's head in a page of our own
         node = self._holder_of(keep)
         if node.end > end:
@@ -471,10 +471,12 @@ class CachedSequence(OpenSequence, PagedTokens):
         end = -(-self._published // size) * size
         if node.end <= end or end <= node.start or node.space.is_dead:
             return
-        if self._holder is None:
+        if self._session is None:
             is_ours = claims is None or claims.is_public
         else:
-            is_ours = not self._holder.is_open or self._holder in (claims.holders if claims else ())
+            is_ours = not self._session.is_open or self._session in (
+                claims.sessions if claims else ()
+            )
         if not is_ours:
             self._move_to(self._store.tree.split(node, end - node.start))
 

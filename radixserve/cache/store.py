@@ -1,4 +1,4 @@
-"""What all sequences of one cache share: the pool, the tree, the list of holders, the counters."""
+"""What all sequences of one cache share: the pool, the tree, the list of sessions, the counters."""
 
 from __future__ import annotations
 

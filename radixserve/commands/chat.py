@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixserve.api.tree_view import draw_tree, escape, shorten
 from radixserve.commands.flags import (
     add_engine_flags,
     add_sampling_flags,
@@ -19,12 +20,11 @@ from radixserve.commands.flags import (
 from radixserve.commands.terminal import format_seconds, make_console
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
-from radixserve.tree_view import draw_tree, escape, shorten
 
 if TYPE_CHECKING:
-    from radixserve.chat import ChatSession
+    from radixserve.api.chat import ChatSession
+    from radixserve.api.runtime import Runtime
     from radixserve.output import Completion
-    from radixserve.runtime import Runtime
 
 _EPILOG = """\
 in the conversation:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest("--load brings its own system message and template")
     params, settings = SamplingParams(**given_sampling(args)), given_engine(args)
     template = None if args.template is None else _read_template(args.template)
-    from radixserve.runtime import Runtime
+    from radixserve.api.runtime import Runtime
 
     with Runtime(args.model, **settings) as runtime:
         if args.load is None:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
+from radixserve.api.tree_view import Decode, describe_tree
 from radixserve.commands.demo_script import (
     Answer,
     Listener,
@@ -27,11 +28,10 @@ from radixserve.commands.flags import (
 )
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
-from radixserve.tree_view import Decode, describe_tree
 
 if TYPE_CHECKING:
-    from radixserve.runtime import Runtime
-    from radixserve.tokenizer import Tokenizer
+    from radixserve.api.runtime import Runtime
+    from radixserve.text.tokenizer import Tokenizer
 
 _DEFAULTS = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
 _EXAMPLES = """\
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_nodes < 1:
         raise InvalidRequest(f"--max-nodes must be >= 1, got {args.max_nodes}")
     settings, params = given_engine(args), SamplingParams(**given_sampling(args))
+    from radixserve.api.runtime import Runtime
     from radixserve.commands.demo_report import TextReport
-    from radixserve.runtime import Runtime
 
     report = Listener() if args.json else TextReport()
     with Runtime(args.model, cache="radix", **settings) as runtime:

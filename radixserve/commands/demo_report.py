@@ -8,13 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from radixserve._version import __version__
+from radixserve.api.tree_view import Decode, draw_tree, escape
 from radixserve.commands.demo_script import Answer, Listener, Performance, count_same, totals
 from radixserve.commands.demo_text import CONVERSATIONS, SYSTEM_PROMPT
 from radixserve.commands.terminal import format_seconds, make_console
-from radixserve.tree_view import Decode, draw_tree, escape
 
 if TYPE_CHECKING:
-    from radixserve.runtime import Runtime
+    from radixserve.api.runtime import Runtime
 
 _STYLES = {"HIT": "bold green", "PARTIAL": "bold yellow", "MISS": "bold red"}
 

@@ -14,8 +14,8 @@ from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
+    from radixserve.api.runtime import Runtime
     from radixserve.output import Completion
-    from radixserve.runtime import Runtime
 
 Messages = list[dict[str, str]]
 _NUM_HELD = 2  # requests that run while the tree is looked at

@@ -26,8 +26,8 @@ from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
+    from radixserve.api.runtime import Runtime
     from radixserve.output import Completion
-    from radixserve.runtime import Runtime
 
 _EPILOG = """\
 JSON lines: each line in is {"prompt": "text" or [token ids]} or {"messages": [{"role", "content"}]}
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     jobs = read_jobs(data, sampling, lambda text: _as_prompt(text, args))
     prompts = _prompts(args)
     with _open_output(args.output) as out:
-        from radixserve.runtime import Runtime
+        from radixserve.api.runtime import Runtime
 
         with Runtime(model, **settings) as runtime:
             if args.random_prompt is not None:

@@ -170,7 +170,7 @@ def _why(name: str) -> str:
 
 
 def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    from radixserve.runtime import Runtime
+    from radixserve.api.runtime import Runtime
 
     with Runtime(name, **settings) as runtime:
         memory = runtime.memory

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from radixserve.api.samples import check_single
 from radixserve.errors import InvalidRequest, RadixServeError
 from radixserve.request import SamplingParams
-from radixserve.samples import check_single
 
 if TYPE_CHECKING:
+    from radixserve.api.runtime import Runtime
     from radixserve.output import Completion
-    from radixserve.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ async def answer_jobs(runtime: Runtime, jobs: Sequence[Job], out: TextIO) -> lis
 
     Returns the completions: fewer than jobs when some failed.
     """
-    from radixserve.progress import BatchProgress
+    from radixserve.api.progress import BatchProgress
 
     tasks = [asyncio.create_task(_answer(runtime, job)) for job in jobs]
     done: list[Completion] = []

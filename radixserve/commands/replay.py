@@ -33,7 +33,7 @@ time of a step is modelled.
 
 examples:
   radixserve replay requests.jsonl
-  radixserve replay requests.jsonl --cache-tokens 1M,4M,16M --policy lru,arc --holders
+  radixserve replay requests.jsonl --cache-tokens 1M,4M,16M --policy lru,arc --sessions
   radixserve replay requests.jsonl --index radix,hash --page-size 1,16 --json
   radixserve replay requests.jsonl --order lpm,fcfs --cache-tokens 500k --plot hits.png
 """
@@ -91,7 +91,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="radix, or hash: whole blocks found by their hash (default: radix)",
     )
     group.add_argument(
-        "--holders",
+        "--sessions",
         action="store_true",
         help="replay each once more with the hint which sessions are still open",
     )
@@ -117,8 +117,8 @@ def _add_order_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduler, with a modelled time of a step")
     group.add_argument("--order", metavar="NAMES", help="orders of admission: lpm,fcfs,dfs-weight")
     for flag, default, what in (
-        ("--chunk-size", 2048, "prefill tokens a step"),
-        ("--max-running", 64, "requests that run at the same time"),
+        ("--chunked-prefill-size", 2048, "prefill tokens a step"),
+        ("--max-running-requests", 64, "requests that run at the same time"),
         ("--max-overtake", 64, "no request is overtaken by more than this many"),
     ):
         text = f"{what} (default: {default})"
@@ -178,12 +178,12 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
     cross([max(pages)], policies, pages, indexes, use_holders=False)  # the names are checked
     make = partial(cross, policies=policies, page_sizes=pages, indexes=indexes)
     if sizes is not None:
-        given = make(sizes, use_holders=args.holders)
+        given = make(sizes, use_holders=args.sessions)
         return lambda _trace, _paths: given
 
     def suitable(trace: Trace, paths: PathTable) -> Sequence[CacheSpec]:
         fitting = sorted({max([size, *pages]) for size in default_sizes(paths, trace)})
-        return make(fitting, use_holders=args.holders)
+        return make(fitting, use_holders=args.sessions)
 
     return suitable
 
@@ -205,8 +205,8 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
     )
     make = partial(
         Serving,
-        chunk_size=check_int("--chunk-size", args.chunk_size, 1),
-        max_running=check_int("--max-running", args.max_running, 1),
+        chunked_prefill_size=check_int("--chunked-prefill-size", args.chunked_prefill_size, 1),
+        max_running_requests=check_int("--max-running-requests", args.max_running_requests, 1),
         max_overtake=check_int("--max-overtake", args.max_overtake, 0),
         time_scale=check_float("--time-scale", args.time_scale, 0.0, 1e6),
         step=step,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, IndexArray
+from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.cpu import CpuBackend
 from radixserve.models.base import ModelInfo
 from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBias, read_decoder
 from radixserve.models.source import ModelSource
-from radixserve_kernels.cpu_decoder import FusedDecoder, Hurry, StepRows, StepsDone
+from radixserve_kernels.cpu_decoder import FusedDecoder
 from radixserve_kernels.cpu_weights import PackedWeight, interleave
 from radixserve_kernels.decoder_layer import DecoderLayer
 
@@ -41,19 +41,6 @@ class CpuDecoder:
             plan=backend.planned,
             kv=backend.kv,
         )
-
-    def decode_steps(
-        self,
-        rows: StepRows,
-        num_steps: int,
-        end_ids: IndexArray,
-        hurry: Hurry,
-        backend: CpuBackend,
-    ) -> StepsDone:
-        """Several steps of the same rows, see `FusedDecoder.decode_steps`."""
-        rotations = self._rotary.up_to(int(rows.start.max()) + num_steps)
-        given = rows, num_steps, end_ids, hurry, rotations, backend.merge_tokens, backend.kv
-        return self._decoder.decode_steps(*given)
 
 
 def load_cpu_decoder(source: ModelSource, dtype: torch.dtype) -> CpuDecoder:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from radixserve.arrays import IntArray
 from radixserve.checks import check_float
-from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class StepModel:
         for name in ("fixed_s", "prefill_token_s", "decode_row_s", "kv_token_s"):
             check_float(name, getattr(self, name), 0.0, 1e6)
 
-    def seconds(self, schedule: Schedule) -> float:
+    def seconds(self, schedule: SchedulerOutput) -> float:
         num_read = sum(row.end for row in schedule.rows)
         return (
             self.fixed_s
@@ -38,7 +38,7 @@ class StepModel:
 
 
 class RecordedDevice:
-    """Answers a `Schedule` with the outputs that the trace has recorded, in no time at all."""
+    """Answers a `SchedulerOutput` with the outputs that the trace has recorded, in no time."""
 
     def __init__(self) -> None:
         self._outputs: dict[str, IntArray] = {}
@@ -51,11 +51,11 @@ class RecordedDevice:
         """The request has ended."""
         del self._outputs[request_id]
 
-    def execute(self, schedule: Schedule) -> StepOutput:
-        return StepOutput(tuple(self._draw(row) for row in schedule.rows), {})
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        return ModelRunnerOutput(tuple(self._draw(row) for row in schedule.rows), {})
 
-    def _draw(self, row: Row) -> RowOutput | None:
+    def _draw(self, row: ScheduledRequest) -> SampleOutput | None:
         if row.sample is None:
             return None
         output, index = self._outputs[row.request_id], row.end - row.sample.num_prompt
-        return RowOutput(int(output[index]) if index < len(output) else 0, None, ())
+        return SampleOutput(int(output[index]) if index < len(output) else 0, None, ())

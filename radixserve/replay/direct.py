@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixserve.cache import Holder, OutOfPages, PrefixCache
+from radixserve.cache import CacheSession, OutOfPages, PrefixCache
 from radixserve.replay.caches import CacheSpec, TraceClock
 from radixserve.replay.trace import Bools, Ints, Trace, TraceRequest
 
@@ -79,12 +79,12 @@ def replay_direct(
     )
 
 
-def _serve(cache: PrefixCache, request: TraceRequest, holder: Holder | None) -> int | None:
+def _serve(cache: PrefixCache, request: TraceRequest, holder: CacheSession | None) -> int | None:
     """Tokens reused; None when the request does not fit."""
     prompt, kept = request.prompt, request.kept
     if len(kept) > cache.num_pages * cache.page_size:
         return None
-    sequence = cache.acquire(prompt, request.namespace, holder=holder)
+    sequence = cache.acquire(prompt, request.namespace, session=holder)
     try:
         cached = sequence.cached_len
         sequence.extend(prompt[cached:])
@@ -106,14 +106,14 @@ class _Sessions:
         self._cache = cache
         self._lease_s = lease_s
         self._last = trace.last_of_session()
-        self._open: dict[str, Holder] = {}
+        self._open: dict[str, CacheSession] = {}
 
-    def holder_of(self, request: TraceRequest) -> Holder | None:
+    def holder_of(self, request: TraceRequest) -> CacheSession | None:
         name = request.session
         if name is None:
             return None
         if name not in self._open:
-            self._open[name] = self._cache.open_holder(name, lease_s=self._lease_s)
+            self._open[name] = self._cache.open_session(name, lease_s=self._lease_s)
         return self._open[name]
 
     def note_end(self, request: TraceRequest) -> None:

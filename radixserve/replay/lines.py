@@ -12,9 +12,9 @@ from itertools import chain
 from typing import IO, Any, NamedTuple, cast
 
 from radixserve.checks import shown
+from radixserve.engine.trace_recorder import LOG_KIND
 from radixserve.errors import InvalidRequest
 
-LOG_KIND = "radixserve-log"  # of the files that `TraceRecorder` writes
 _log = logging.getLogger("radixserve")
 
 

@@ -22,7 +22,7 @@ from radixserve.replay.paths import PathTable
 from radixserve.replay.serving import ScheduledResult, Serving
 from radixserve.replay.trace import Ints, Trace
 from radixserve.request import Request, SamplingParams
-from radixserve.schedule import Schedule
+from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler import Scheduler
 
 
@@ -63,8 +63,8 @@ class _Run:
         self._scheduler = Scheduler(
             self._cache,
             policy=serving.order,
-            chunk_size=serving.chunk_size,
-            max_running=serving.max_running,
+            chunked_prefill_size=serving.chunked_prefill_size,
+            max_running_requests=serving.max_running_requests,
             max_overtake=serving.max_overtake,
             clock=self._clock,
         )
@@ -146,7 +146,7 @@ class _Run:
         one = trace.request(index)
         holder = one.session if self._spec.use_holders else None
         if holder is not None:
-            self._scheduler.open_holder(holder, self._lease_s)
+            self._scheduler.open_session(holder, self._lease_s)
         self._device.expect(name, one.output)
         self._scheduler.add(
             Request(
@@ -156,11 +156,11 @@ class _Run:
                 seed=0,
                 end_ids=frozenset(),
                 max_len=max_len,
-                holder=holder or "",
+                session=holder or "",
             )
         )
 
-    def _note_rows(self, schedule: Schedule) -> None:
+    def _note_rows(self, schedule: SchedulerOutput) -> None:
         for row in schedule.rows:
             index = int(row.request_id)
             if not self._is_admitted[index]:
@@ -187,7 +187,7 @@ class _Run:
         if session is not None:
             self._left[session] -= 1
             if not self._left[session]:
-                self._scheduler.close_holder(session)
+                self._scheduler.close_session(session)
 
 
 def predecessors(trace: Trace, paths: PathTable) -> Ints:

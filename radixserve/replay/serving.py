@@ -20,16 +20,16 @@ class Serving:
     """How requests are served: the scheduler's settings and the model of a step."""
 
     order: str = "lpm"
-    chunk_size: int = 2048
-    max_running: int = 64
+    chunked_prefill_size: int = 2048
+    max_running_requests: int = 64
     max_overtake: int = 64
     time_scale: float = 1.0  # arrivals are this many times as far apart as recorded
     step: StepModel = field(default_factory=StepModel)
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, ORDERS)
-        check_int("chunk_size", self.chunk_size, 1)
-        check_int("max_running", self.max_running, 1)
+        check_int("chunked_prefill_size", self.chunked_prefill_size, 1)
+        check_int("max_running_requests", self.max_running_requests, 1)
         check_int("max_overtake", self.max_overtake, 0)
         check_float("time_scale", self.time_scale, 0.0, 1e6)
 

@@ -40,7 +40,7 @@ def fitting_pages(use: MemoryUse, share: float, page_bytes: int, page_size: int)
         raise InvalidRequest(
             f"gpu_memory_utilization={share:g} of {_gib(use.total)} leaves no room for a KV pool: "
             f"weights, activations and others on the card take {_gib(use.needed)}; "
-            "allow more, or set a smaller chunk_size or max_running"
+            "allow more, or set a smaller chunked_prefill_size or max_running_requests"
         )
     return min(room // page_bytes, max(1, MOST_TOKENS // page_size))
 

@@ -17,10 +17,10 @@ from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.readback import Parcel, Readback
 from radixserve.runner.sample_plan import SamplePlan
 from radixserve.runner.sampler import sample, score, with_scores
-from radixserve.schedule import RowOutput
+from radixserve.schedule import SampleOutput
 from radixserve_kernels import gpu_ops
 
-_BROKEN = RowOutput(-1, None, (), "no token can be drawn: the best logit is not finite")
+_BROKEN = SampleOutput(-1, None, (), "no token can be drawn: the best logit is not finite")
 _Top = tuple[tuple[int, float], ...]
 
 
@@ -74,13 +74,13 @@ class DeviceSampler:
         self._ranks.broadcast(tokens)
         return tokens
 
-    def collect(self, drawing: Drawing) -> tuple[RowOutput | None, ...]:
+    def collect(self, drawing: Drawing) -> tuple[SampleOutput | None, ...]:
         """Wait for the tokens; one entry for each output of the schedule."""
         plan, parcel = drawing.plan, drawing.parcel
         parcel.mark.wait()
         drawn = _read(plan, parcel)
         self._readback.release(parcel)
-        outputs: list[RowOutput | None] = list(drawn)
+        outputs: list[SampleOutput | None] = list(drawn)
         if plan.has_gaps:
             outputs = [None] * plan.num_outputs
             for at, output in zip(plan.outputs.tolist(), drawn, strict=True):
@@ -117,18 +117,18 @@ def _logprobs(
     draws = there["logprob_draws"]
     logprobs = logits.index_select(0, draws).log_softmax(-1)
     own = logprobs.gather(1, token_ids.index_select(0, draws)[:, None])[:, 0]
-    most = int(plan.num_top.max())
+    most = int(plan.num_top_logprobs.max())
     return [own, *logprobs.topk(most, -1)] if most else [own]
 
 
-def _read(plan: SamplePlan, parcel: Parcel) -> list[RowOutput]:
+def _read(plan: SamplePlan, parcel: Parcel) -> list[SampleOutput]:
     """The device draws, in their order."""
     told, *logprobs = parcel.arrays
-    outputs = [RowOutput(token_id, None, ()) for token_id in told.tolist()]
+    outputs = [SampleOutput(token_id, None, ()) for token_id in told.tolist()]
     if logprobs:
-        tops: list[_Top] = [()] * len(plan.num_top)
+        tops: list[_Top] = [()] * len(plan.num_top_logprobs)
         if len(logprobs) > 1:
-            counts, values, ids = (one.tolist() for one in (plan.num_top, *logprobs[1:]))
+            counts, values, ids = (one.tolist() for one in (plan.num_top_logprobs, *logprobs[1:]))
             tops = [
                 tuple(itertools.islice(zip(*pair, strict=True), count))
                 for count, *pair in zip(counts, ids, values, strict=True)
@@ -141,7 +141,7 @@ def _read(plan: SamplePlan, parcel: Parcel) -> list[RowOutput]:
     return outputs
 
 
-def _finish_on_host(plan: SamplePlan, logits: Tensor, outputs: list[RowOutput | None]) -> None:
+def _finish_on_host(plan: SamplePlan, logits: Tensor, outputs: list[SampleOutput | None]) -> None:
     """Draw what depends on a history, and score; a row may be drawn from and scored."""
     if plan.hosted:
         places = torch.tensor([one.logit for one in plan.hosted], device=logits.device)
@@ -149,7 +149,7 @@ def _finish_on_host(plan: SamplePlan, logits: Tensor, outputs: list[RowOutput | 
         for one, output in zip(plan.hosted, drawn, strict=True):
             outputs[one.output] = output
     for scoring in plan.scored:
-        rows = logits[scoring.logit : scoring.logit + len(scoring.targets)]
+        rows = logits[scoring.logit : scoring.logit + len(scoring.logprob_targets)]
         outputs[scoring.output] = with_scores(
-            outputs[scoring.output], score(rows, scoring.targets, scoring.num_top)
+            outputs[scoring.output], score(rows, scoring.logprob_targets, scoring.num_top_logprobs)
         )

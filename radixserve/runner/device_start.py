@@ -61,9 +61,9 @@ def start_on_device(
     longest = min(config.max_seq_len or info.max_positions, info.max_positions)
     line_pages = min(-(-longest // size), num_pages or most_pages(queue.device, info, size))
     longest = min(longest, line_pages * size)
-    sizes = ladder(config.max_running) if config.cuda_graphs and can_record(model) else ()
+    sizes = ladder(config.max_running_requests) if config.cuda_graphs and can_record(model) else ()
     with queue.active():
-        table = PageTable(config.max_running, line_pages, queue.device)
+        table = PageTable(config.max_running_requests, line_pages, queue.device)
         sender = BatchSender(queue, table, size, max(sizes, default=0))
         steps = DeviceSteps(model, queue, sender, table, ranks)
 
@@ -78,7 +78,9 @@ def start_on_device(
         if ranks is not None:
             num_pages = ranks.agree(num_pages)
         pool = KVPool(info, num_pages, size, queue.device)
-        backend = make_backend(backend_name, pool.kv, info.num_heads, shares=config.tree_attention)
+        backend = make_backend(
+            backend_name, pool.kv, info.num_heads, shares=config.cascade_attention
+        )
         steps.use(pool, backend)
         if sizes and hasattr(backend, "for_graph"):
             logger.info("recording decode steps of %s rows", _shown(sizes))
@@ -88,7 +90,7 @@ def start_on_device(
                 backend,
                 sizes,
                 lambda rows: min(rows * line_pages, max(4 * pool.num_pages, GRAPH_PAGES) + rows),
-                shares=config.tree_attention,
+                shares=config.cascade_attention,
             )
             spent = time.perf_counter() - began
             logger.info("decode steps recorded in %.1f s", spent)
@@ -124,11 +126,13 @@ def _try_out(
     logger.info("warming up on %s: kernels are compiled when they first run", queue.device)
     began, info, size = time.perf_counter(), steps.info, config.page_size
     forget_peak(queue.device)
-    count = num_trial_pages(config.chunk_size, config.max_running, size)
+    count = num_trial_pages(config.chunked_prefill_size, config.max_running_requests, size)
     pool = KVPool(info, count, size, queue.device)
     backend = _first_ready(backend_names, pool, info, config)
     steps.use(pool, backend)
-    for schedule in trial_schedules(config.chunk_size, config.max_running, longest, size):
+    for schedule in trial_schedules(
+        config.chunked_prefill_size, config.max_running_requests, longest, size
+    ):
         steps.collect(steps.launch(schedule))
     steps.let_go()
     logger.info("warmed up in %.1f s", time.perf_counter() - began)
@@ -140,7 +144,7 @@ def _first_ready(
 ) -> AttentionBackend:
     """The first of the backends whose kernels can be had; ModelNotSupported if none's can."""
     for name in names:
-        backend: Any = make_backend(name, pool.kv, info.num_heads, shares=config.tree_attention)
+        backend: Any = make_backend(name, pool.kv, info.num_heads, shares=config.cascade_attention)
         if not hasattr(backend, "prepare"):
             return cast(AttentionBackend, backend)
         try:

@@ -24,7 +24,7 @@ from radixserve.runner.kv_pool import KVPool
 from radixserve.runner.page_table import PageTable
 from radixserve.runner.sample_plan import SamplePlan, plan_samples
 from radixserve.runner.step_layout import lay_out, pad
-from radixserve.schedule import Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 from radixserve_kernels import gpu_ops
 
 
@@ -72,7 +72,7 @@ class DeviceSteps:
         self._over = None
 
     @torch.inference_mode()
-    def launch(self, schedule: Schedule) -> PendingStep:
+    def launch(self, schedule: SchedulerOutput) -> PendingStep:
         """Queue a step: page heads are copied, all rows go through the model, tokens are drawn.
 
         A row's `source` means an output of the schedule launched before. Raises ValueError on a row
@@ -90,10 +90,10 @@ class DeviceSteps:
                 raise
 
     @torch.inference_mode()
-    def collect(self, pending: PendingStep) -> StepOutput:
+    def collect(self, pending: PendingStep) -> ModelRunnerOutput:
         """Wait for a launched step and read what it drew."""
         if pending.drawing is None:
-            return StepOutput((None,) * pending.num_outputs, pending.seconds)
+            return ModelRunnerOutput((None,) * pending.num_outputs, pending.seconds)
         began = time.perf_counter()
         with self._queue.active():
             pending.drawing.parcel.mark.wait()
@@ -101,9 +101,9 @@ class DeviceSteps:
             outputs = self._sampler.collect(pending.drawing)
         pending.seconds["forward"] += arrived - began
         pending.seconds["sample"] += time.perf_counter() - arrived
-        return StepOutput(outputs, pending.seconds)
+        return ModelRunnerOutput(outputs, pending.seconds)
 
-    def _launch(self, schedule: Schedule, began: float) -> PendingStep:
+    def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
         assert self._over is not None
         rows, (pool, backend) = schedule.rows, self._over
         layout = lay_out(rows, pool.page_size)
@@ -113,8 +113,8 @@ class DeviceSteps:
         assert self._is_known[layout.late[1]].all(), "a token was drawn on the host"
         plan = plan_samples(schedule, layout, self._model.info.vocab_size) if self._draws else None
         extra = {} if plan is None else dict(plan.arrays)
-        if len(schedule.copies):
-            extra["copies"] = np.ascontiguousarray(schedule.copies, np.int32)
+        if len(schedule.cow_copies):
+            extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
         batch, there = self._sender.send(layout, extra, self._tokens, is_fixed=graph is not None)
         if "copies" in there:
             gpu_ops.copy_heads(pool.kv, there["copies"])
@@ -136,7 +136,7 @@ class DeviceSteps:
 
     def _sample(
         self,
-        schedule: Schedule,
+        schedule: SchedulerOutput,
         plan: SamplePlan | None,
         logits: Tensor,
         there: dict[str, Tensor],
@@ -154,8 +154,8 @@ class DeviceSteps:
         self._is_known[plan.outputs] = True
         return PendingStep(drawing, plan.num_outputs)
 
-    def _copy_heads(self, schedule: Schedule) -> None:
+    def _copy_heads(self, schedule: SchedulerOutput) -> None:
         assert self._over is not None
-        if len(schedule.copies):
-            copies = torch.from_numpy(np.ascontiguousarray(schedule.copies, np.int32))
+        if len(schedule.cow_copies):
+            copies = torch.from_numpy(np.ascontiguousarray(schedule.cow_copies, np.int32))
             gpu_ops.copy_heads(self._over[0].kv, copies.to(self._queue.device))

@@ -1,4 +1,4 @@
-"""From a `Schedule`'s rows to the `ForwardBatch` that the model and the attention read.
+"""From a `SchedulerOutput`'s rows to the `ForwardBatch` that the model and the attention read.
 
 Built once a step. Nothing of a row is kept.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 
 __all__ = [
     "ForwardBatch",
@@ -23,9 +23,11 @@ __all__ = [
 ]
 
 
-def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.device) -> ForwardBatch:
+def build_forward_batch(
+    rows: Sequence[ScheduledRequest], page_size: int, device: torch.device
+) -> ForwardBatch:
     """Lay the rows (at least one) end to end. Raises ValueError if one's pages do not fit it."""
-    if all(len(row.token_ids) == 1 and row.targets is None for row in rows):
+    if all(len(row.token_ids) == 1 and row.logprob_targets is None for row in rows):
         return _single_tokens(rows, page_size, device)
     start, num_new, num_pages = np.array(
         [(row.start, len(row.token_ids), len(row.page_ids)) for row in rows], np.int64
@@ -56,7 +58,9 @@ def build_forward_batch(rows: Sequence[Row], page_size: int, device: torch.devic
     )
 
 
-def _single_tokens(rows: Sequence[Row], page_size: int, device: torch.device) -> ForwardBatch:
+def _single_tokens(
+    rows: Sequence[ScheduledRequest], page_size: int, device: torch.device
+) -> ForwardBatch:
     """A batch of rows of one token, as nearly every step has it, with few calls of numpy and torch:
     behind a forward pass their code has to come from memory again, each for itself, and costs more
     than a loop over the rows."""
@@ -99,11 +103,12 @@ def _tensors(arrays: Sequence[IndexArray], device: torch.device) -> list[torch.T
     return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
 
-def num_logits(rows: Sequence[Row]) -> IndexArray:
+def num_logits(rows: Sequence[ScheduledRequest]) -> IndexArray:
     """[R] behind how many of each row's last tokens something is drawn or scored."""
     return np.array(
         [
-            (row.sample is not None) + (0 if row.targets is None else len(row.targets))
+            (row.sample is not None)
+            + (0 if row.logprob_targets is None else len(row.logprob_targets))
             for row in rows
         ],
         np.int64,
@@ -122,7 +127,7 @@ def logits_places(counts: IndexArray, qo_indptr: IndexArray) -> IndexArray:
 
 
 def check_pages(
-    rows: Sequence[Row], seq_lens: IndexArray, num_pages: IndexArray, page_size: int
+    rows: Sequence[ScheduledRequest], seq_lens: IndexArray, num_pages: IndexArray, page_size: int
 ) -> None:
     """Raise ValueError, naming the request, unless each row has the pages of its tokens."""
     unfit = num_pages != -(-seq_lens // page_size)

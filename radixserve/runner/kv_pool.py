@@ -55,7 +55,7 @@ class KVPool:
 def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
     """Pages of the pool: as many as asked for, as fit the bytes asked for, or a default.
 
-    The default is what `max_running` sequences of full length need, but at most a share of the
+    The default is what `max_running_requests` sequences of full length need, at most a share of the
     memory that is free now. Raises InvalidRequest if not one page fits.
     """
     if config.num_pages is not None:
@@ -70,7 +70,7 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
             )
         return min(allowed // page_bytes, 2**31 - 1)
     longest = min(config.max_seq_len or info.max_positions, info.max_positions)
-    wanted = config.max_running * -(-longest // config.page_size)
+    wanted = config.max_running_requests * -(-longest // config.page_size)
     fitting = free_memory() // FREE_SHARE // page_bytes
     if fitting < 1:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The computing wing's front: a `Schedule` in, a `StepOutput` out.
+"""The computing wing's front: a `SchedulerOutput` in, a `ModelRunnerOutput` out.
 
 Owns the model, the KV pool, the attention backend and nothing about requests: rows are read during
 `execute` and forgotten. On the CPU a step is done here; on a device it is device_steps.py's.
@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.choice import make_backend
-from radixserve.attention.cpu import CpuBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.models.cpu_decoder import CpuDecoder
 from radixserve.models.parallel import Ranks
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
-from radixserve.runner.decode_steps import decode_steps
 from radixserve.runner.device import check_dtype, choose_device, describe_device
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.device_start import start_on_device
@@ -32,8 +29,7 @@ from radixserve.runner.forward_batch import build_forward_batch, num_logits
 from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
-from radixserve.schedule import RowOutput, Schedule, StepOutput
-from radixserve_kernels.cpu_decoder import Hurry
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 
 logger = logging.getLogger("radixserve")
 
@@ -100,7 +96,6 @@ class ModelRunner:
             raise InvalidRequest(f"max_seq_len must be at most the model's {longest} positions")
         self.kv_bytes_per_token = self.info.kv_bytes_per_token
         self._draws = ranks is None or ranks.rank == 0
-        self.hurry = Hurry()  # ends a schedule of several steps early
         self._steps: DeviceSteps | None = None
         if on_device or device.type != "cpu":
             started = start_on_device(self._model, backend, config, DeviceQueue(device), ranks)
@@ -111,7 +106,7 @@ class ModelRunner:
             num_pages = num_pages if ranks is None else ranks.agree(num_pages)
             self._pool = KVPool(self.info, num_pages, config.page_size, device)
             self._backend = make_backend(
-                backend, self._pool.kv, self.info.num_heads, shares=config.tree_attention
+                backend, self._pool.kv, self.info.num_heads, shares=config.cascade_attention
             )
         self.num_pages = self._pool.num_pages
         self.backend_name = self._backend.name
@@ -135,15 +130,14 @@ class ModelRunner:
             logger.info('the checkpoint is in float32; dtype="bfloat16" is far faster on a GPU')
 
     @property
+    def overlap_depth(self) -> int:
+        """Steps that may be in flight when the next one is launched: 0 or 1."""
+        return int(self.can_overlap)
+
+    @property
     def can_overlap(self) -> bool:
         """Whether a step can be launched before the one before it is collected."""
         return self._steps is not None
-
-    @property
-    def can_repeat(self) -> bool:
-        """Whether a schedule may ask for several decode steps."""
-        is_compiled = isinstance(self._model, CpuDecoder) and isinstance(self._backend, CpuBackend)
-        return is_compiled and self._steps is None
 
     def close(self) -> None:
         """Nothing to end."""
@@ -156,7 +150,7 @@ class ModelRunner:
             kv_bytes_per_token=self.kv_bytes_per_token,
         )
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Copy page heads, run every row through the model in one forward, draw the tokens.
 
         Raises ValueError on a row whose pages do not fit it; nothing was written then, apart from
@@ -166,31 +160,25 @@ class ModelRunner:
             return self._steps.collect(self._steps.launch(schedule))
         return self._execute(schedule)
 
-    def launch(self, schedule: Schedule) -> PendingStep | StepOutput:
+    def launch(self, schedule: SchedulerOutput) -> PendingStep | ModelRunnerOutput:
         """Begin `execute`; what is returned is for `collect`. Without `can_overlap` it waits."""
         return self._execute(schedule) if self._steps is None else self._steps.launch(schedule)
 
-    def collect(self, pending: PendingStep | StepOutput) -> StepOutput:
+    def collect(self, pending: PendingStep | ModelRunnerOutput) -> ModelRunnerOutput:
         """The result of a launched step, in the order of the launches."""
-        if isinstance(pending, StepOutput):
+        if isinstance(pending, ModelRunnerOutput):
             return pending
         assert self._steps is not None
         return self._steps.collect(pending)
 
     @torch.inference_mode()
-    def _execute(self, schedule: Schedule) -> StepOutput:
+    def _execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """`execute` on the CPU, at once."""
         began = time.perf_counter()
-        self._pool.copy_heads(schedule.copies)
+        self._pool.copy_heads(schedule.cow_copies)
         rows = schedule.rows
         if not rows:
-            return StepOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
-        if schedule.num_steps > 1:
-            assert isinstance(self._model, CpuDecoder), "one step at a time"
-            assert isinstance(self._backend, CpuBackend)
-            return decode_steps(
-                schedule, self._model, self._backend, self._pool.page_size, self.hurry
-            )
+            return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
         batch = build_forward_batch(rows, self._pool.page_size, self._device)
         self._backend.plan(batch)
         prepared = time.perf_counter()
@@ -202,10 +190,10 @@ class ModelRunner:
             "forward": computed - prepared,
             "sample": time.perf_counter() - computed,
         }
-        return StepOutput(outputs, seconds)
+        return ModelRunnerOutput(outputs, seconds)
 
 
-def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
+def _draw(logits: Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
     """A token or scores for each row that asks for them, and a token for each twin."""
     rows, twins = schedule.rows, schedule.twins
     specs = [row.sample for row in rows if row.sample is not None]
@@ -221,11 +209,15 @@ def _draw(logits: Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
     sources += [int(ends[twin.row]) - 1 for twin in twins]
     specs += [twin.sample for twin in twins]
     drawn = iter(sample(logits[sources], specs))
-    answers: list[RowOutput | None] = []
+    answers: list[SampleOutput | None] = []
     for row, begin in zip(rows, (ends - counts).tolist(), strict=True):
         output = None if row.sample is None else next(drawn)
-        if row.targets is not None:
-            scored = score(logits[begin : begin + len(row.targets)], row.targets, row.num_top)
+        if row.logprob_targets is not None:
+            scored = score(
+                logits[begin : begin + len(row.logprob_targets)],
+                row.logprob_targets,
+                row.num_top_logprobs,
+            )
             output = with_scores(output, scored)
         answers.append(output)
     return (*answers, *drawn)

@@ -16,7 +16,7 @@ from torch import Tensor
 from radixserve.attention.base import IndexArray
 from radixserve.runner.forward_batch import indptr
 from radixserve.runner.step_layout import StepLayout
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,10 @@ class PageTable:
     def update(self, layout: StepLayout) -> TableUpdate:
         """Give each row a line and find what has to be written before the step.
 
-        That is what `Row.first_new_page` says, or everything where the request had no line. Of rows
-        that are not written after all, `forget` has to be told. O(rows + pages that changed).
-        Raises ValueError, and changes nothing, if a row has more pages than a line has room for.
+        That is what `ScheduledRequest.first_new_page` says, or everything where the request had no
+        line. Of rows that are not written after all, `forget` has to be told.
+        O(rows + pages that changed). Raises ValueError, and changes nothing, if a row has more
+        pages than a line has room for.
         """
         num_rows, num_pages, tables = layout.num_rows, layout.num_pages, layout.host.tables
         assert tables is not None
@@ -78,7 +79,7 @@ class PageTable:
             cells = np.arange(len(pages)) + np.repeat(shift, np.diff(bounds))
         return TableUpdate(line_of, begin + num_pages - 1, layout.last_pages, cells, pages)
 
-    def forget(self, rows: Sequence[Row]) -> None:
+    def forget(self, rows: Sequence[ScheduledRequest]) -> None:
         """What the table says of these requests is not to be relied on."""
         for row in rows:
             line = self._lines.pop(row.request_id, None)

@@ -1,4 +1,4 @@
-"""How a `Schedule` travels to ranks 1, 2 ...: what they compute, and of pages only the new ones.
+"""How a `SchedulerOutput` travels to ranks 1, 2 ...: their work, and only the pages that are new.
 
 They draw no tokens: what decides a draw, which may be as long as its sequence, stays here.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
-from radixserve.schedule import Row, SampleSpec, Schedule
+from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput
 
 T = TypeVar("T")
 _DRAWS = SampleSpec(SamplingParams(), 0, 0, np.empty(0, np.int32), ())  # behind this row, elsewhere
@@ -25,7 +25,7 @@ class WireWriter:
     def __init__(self) -> None:
         self._num_pages: dict[str, int] = {}  # of the requests in the schedule before
 
-    def pack(self, schedule: Schedule) -> bytes:
+    def pack(self, schedule: SchedulerOutput) -> bytes:
         rows = schedule.rows
         known = [
             min(row.first_new_page, self._num_pages.get(row.request_id, 0)) for row in rows
@@ -34,15 +34,19 @@ class WireWriter:
         numbers = [
             (
                 *(len(row.token_ids), row.start, first, len(row.page_ids) - first),
-                *(row.sample is not None, row.source, row.first_new_page),
+                *(row.sample is not None, row.future_index, row.first_new_page),
             )
             for row, first in zip(rows, known, strict=True)
         ]
-        targets = {at: row.targets for at, row in enumerate(rows) if row.targets is not None}
+        targets = {
+            at: row.logprob_targets
+            for at, row in enumerate(rows)
+            if row.logprob_targets is not None
+        }
         pages = [row.page_ids[first:] for row, first in zip(rows, known, strict=True)]
         return pickle.dumps(
             (
-                *(schedule.step, schedule.copies),
+                *(schedule.step, schedule.cow_copies),
                 *(schedule.num_prefill_tokens, schedule.num_decode_tokens),
                 *([row.request_id for row in rows], np.array(numbers, np.int64).reshape(-1, 7)),
                 *(_joined([row.token_ids for row in rows]), _joined(pages), targets),
@@ -57,34 +61,34 @@ class WireReader:
     def __init__(self) -> None:
         self._pages: dict[str, IntArray] = {}
 
-    def unpack(self, message: bytes) -> Schedule:
+    def unpack(self, message: bytes) -> SchedulerOutput:
         step, copies, num_prefill, num_decode, ids, numbers, tokens, pages, targets = pickle.loads(
             message
         )
         rows, token_at, page_at = [], 0, 0
         for at, (request_id, fields) in enumerate(zip(ids, numbers.tolist(), strict=True)):
-            num_tokens, start, known, num_pages, draws, source, first_new = fields
+            num_tokens, start, known, num_pages, draws, future_index, first_new = fields
             page_ids = pages[page_at : page_at + num_pages]
             if known:
                 page_ids = np.concatenate((self._pages[request_id][:known], page_ids))
             rows.append(
-                Row(
+                ScheduledRequest(
                     request_id=request_id,
                     token_ids=tokens[token_at : token_at + num_tokens],
                     start=start,
                     page_ids=page_ids,
                     sample=_DRAWS if draws else None,
-                    targets=targets.get(at),
-                    source=source,
+                    logprob_targets=targets.get(at),
+                    future_index=future_index,
                     first_new_page=first_new,
                 )
             )
             token_at, page_at = token_at + num_tokens, page_at + num_pages
         self._pages = _remembered(rows, [row.page_ids for row in rows])
-        return Schedule(step, tuple(rows), copies, num_prefill, num_decode)
+        return SchedulerOutput(step, tuple(rows), copies, num_prefill, num_decode)
 
 
-def _remembered(rows: Sequence[Row], values: Sequence[T]) -> dict[str, T]:
+def _remembered(rows: Sequence[ScheduledRequest], values: Sequence[T]) -> dict[str, T]:
     """By request, but for those that have several rows: which one is meant would not be known."""
     pairs = [(row.request_id, value) for row, value in zip(rows, values, strict=True)]
     found = dict(pairs)

@@ -29,7 +29,7 @@ from radixserve.runner.process_ranks import ProcessRanks, open_store
 from radixserve.runner.rank_crew import RankCrew
 from radixserve.runner.rank_process import RankJob
 from radixserve.runner.rank_wire import WireWriter
-from radixserve.schedule import Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 
 def make_runner(model_path: str, config: EngineConfig) -> ModelRunner | ParallelRunner:
@@ -85,23 +85,28 @@ class ParallelRunner:
         return self._runner.memory_plan()
 
     @property
+    def overlap_depth(self) -> int:
+        """Steps that may be in flight when the next one is launched: 0 or 1."""
+        return int(self.can_overlap)
+
+    @property
     def can_overlap(self) -> bool:
         """See `ModelRunner`, as for the steps."""
         return self._runner.can_overlap
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Raises EngineDead, now and ever after, when a rank is lost or the step failed in one."""
         with self._together():
             self._crew.feed(self._writer.pack(schedule))
             return self._runner.execute(schedule)
 
-    def launch(self, schedule: Schedule) -> PendingStep | StepOutput:
+    def launch(self, schedule: SchedulerOutput) -> PendingStep | ModelRunnerOutput:
         """Raises what `execute` raises."""
         with self._together():
             self._crew.feed(self._writer.pack(schedule))
             return self._runner.launch(schedule)
 
-    def collect(self, pending: PendingStep | StepOutput) -> StepOutput:
+    def collect(self, pending: PendingStep | ModelRunnerOutput) -> ModelRunnerOutput:
         """Raises what `execute` raises."""
         with self._together():
             return self._runner.collect(pending)

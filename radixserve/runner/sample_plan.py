@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray
-from radixserve.runner.sampler import is_plain, uniform_numbers
+from radixserve.runner.sampler import is_greedy_only, uniform_numbers
 from radixserve.runner.step_layout import StepLayout
-from radixserve.schedule import SampleSpec, Schedule
+from radixserve.schedule import SampleSpec, SchedulerOutput
 
 
 class Draw(NamedTuple):
     """A token to be drawn."""
 
-    output: int  # its place in StepOutput.outputs
+    output: int  # its place in ModelRunnerOutput.outputs
     logit: int  # the row of the logits
     spec: SampleSpec
 
@@ -33,8 +33,8 @@ class Scoring(NamedTuple):
 
     output: int
     logit: int  # the first of them
-    targets: IntArray
-    num_top: int
+    logprob_targets: IntArray
+    num_top_logprobs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class SamplePlan:
     is_whole: bool  # whether draw i is drawn from row i of the logits
     is_greedy: bool  # no draw needs a random number
     wants_logprobs: IndexArray  # [m] draws that do
-    num_top: IndexArray  # [m] how many of the best tokens each wants
+    num_top_logprobs: IndexArray  # [m] how many of the best tokens each wants
     hosted: tuple[Draw, ...]
     scored: tuple[Scoring, ...]
     arrays: dict[str, NDArray[Any]]  # to be sent along; the names are DeviceSampler's
 
 
-def plan_samples(schedule: Schedule, layout: StepLayout, vocab_size: int) -> SamplePlan:
+def plan_samples(schedule: SchedulerOutput, layout: StepLayout, vocab_size: int) -> SamplePlan:
     """Sort the rows and twins of a schedule. O(rows) of Python."""
     rows, twins = schedule.rows, schedule.twins
     last = (layout.first_logit + layout.num_logits - 1)[: len(rows)].tolist()
@@ -66,15 +66,15 @@ def plan_samples(schedule: Schedule, layout: StepLayout, vocab_size: int) -> Sam
         for at, (place, spec) in enumerate(zip(logits, specs, strict=True))
         if spec is not None
     ]
-    is_simple = all(is_plain(spec) for _, _, spec in draws)
+    is_simple = all(is_greedy_only(spec) for _, _, spec in draws)
     hosted: tuple[Draw, ...] = ()
     if not is_simple:
         hosted = tuple(Draw(*one) for one in draws if needs_host(one[2]))
         draws = [one for one in draws if not needs_host(one[2])] if hosted else draws
     scored = tuple(
-        Scoring(at, int(layout.first_logit[at]), row.targets, row.num_top)
+        Scoring(at, int(layout.first_logit[at]), row.logprob_targets, row.num_top_logprobs)
         for at, row in enumerate(rows)
-        if row.targets is not None
+        if row.logprob_targets is not None
     )
     plan = _arrange(len(rows), len(specs), draws, hosted, scored)
     return plan if is_simple else _with_parameters(plan, [one[2] for one in draws], vocab_size)
@@ -112,7 +112,7 @@ def _arrange(
         is_whole=is_whole,
         is_greedy=True,
         wants_logprobs=none,
-        num_top=none,
+        num_top_logprobs=none,
         hosted=hosted,
         scored=scored,
         arrays=arrays,
@@ -135,7 +135,7 @@ def _with_parameters(plan: SamplePlan, specs: Sequence[SampleSpec], vocab_size: 
         plan,
         is_greedy=is_greedy,
         wants_logprobs=wants_logprobs,
-        num_top=np.minimum(num_top, vocab_size),
+        num_top_logprobs=np.minimum(num_top, vocab_size),
         arrays=arrays,
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
-from radixserve.schedule import Candidates, RowOutput, SampleSpec
+from radixserve.schedule import Candidates, SampleOutput, SampleSpec
 from radixserve_kernels import cpu_ops
 from radixserve_kernels.cpu_library import is_loaded
 
@@ -26,7 +26,7 @@ BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
 BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
     """Draw one token a row, or list the best ones where they are asked for (of a beam).
 
     logits [S, V] float32, row r for specs[r]; left unchanged. Order: penalties, banned tokens,
@@ -35,7 +35,7 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     """
     if not specs:
         return []
-    if logits.is_cpu and all(is_plain(spec) for spec in specs):
+    if logits.is_cpu and all(is_greedy_only(spec) for spec in specs):
         return _best_tokens(logits)
     if any(spec.num_candidates for spec in specs):
         return _sample_with_beams(logits, specs)
@@ -56,8 +56,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
     return outputs
 
 
-def score(logits: Tensor, targets: IntArray, num_top: int = 0) -> RowOutput:
-    """The log-probability of each target, and of the num_top best tokens in its place.
+def score(logits: Tensor, targets: IntArray, num_top_logprobs: int = 0) -> SampleOutput:
+    """The log-probability of each target, and of the num_top_logprobs best tokens in its place.
 
     logits [k, V] float32, targets [k] token ids.
     """
@@ -65,29 +65,31 @@ def score(logits: Tensor, targets: IntArray, num_top: int = 0) -> RowOutput:
     logprobs = logits.log_softmax(-1)
     scores = logprobs.gather(1, index[:, None])[:, 0].tolist()
     if any(math.isnan(one) for one in scores):
-        return RowOutput(
+        return SampleOutput(
             -1, None, (), "no token can be scored: there are logits that are no numbers"
         )
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    if num_top:
-        values, ids = (one.tolist() for one in logprobs.topk(min(num_top, logits.shape[1]), -1))
+    if num_top_logprobs:
+        values, ids = (
+            one.tolist() for one in logprobs.topk(min(num_top_logprobs, logits.shape[1]), -1)
+        )
         top = tuple(tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
-    return RowOutput(-1, None, (), None, tuple(scores), top)
+    return SampleOutput(-1, None, (), None, tuple(scores), top)
 
 
-def with_scores(output: RowOutput | None, scored: RowOutput) -> RowOutput:
+def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutput:
     """What is told of a row that was drawn from (or not, None) and scored."""
     if output is None or scored.error is not None:
         return scored
     return output._replace(scores=scored.scores, top_scores=scored.top_scores)
 
 
-def is_plain(spec: SampleSpec) -> bool:
+def is_greedy_only(spec: SampleSpec) -> bool:
     """Whether the row's best logit decides, and nothing else is asked for."""
-    return spec.params.is_plain and not spec.banned_ids and not spec.num_candidates
+    return spec.params.is_greedy_only and not spec.banned_ids and not spec.num_candidates
 
 
-def _best_tokens(logits: Tensor) -> list[RowOutput]:
+def _best_tokens(logits: Tensor) -> list[SampleOutput]:
     """`sample` for plain rows, in one pass: what it calls lies cold after a forward pass."""
     if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
         token_ids, num_broken = cpu_ops.argmax(logits)
@@ -96,7 +98,7 @@ def _best_tokens(logits: Tensor) -> list[RowOutput]:
         places = rows.argmax(-1)  # the first NaN where there is one; far faster than torch's
         num_broken = int((~np.isfinite(rows[np.arange(len(rows)), places])).sum())
         token_ids = places.tolist()
-    outputs = [RowOutput(token_id, None, ()) for token_id in token_ids]
+    outputs = [SampleOutput(token_id, None, ()) for token_id in token_ids]
     if num_broken:
         for row, token_id in enumerate(token_ids):
             best = float(logits[row, token_id])
@@ -105,13 +107,13 @@ def _best_tokens(logits: Tensor) -> list[RowOutput]:
     return outputs
 
 
-def _sample_with_beams(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+def _sample_with_beams(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
     """`sample` where some of the rows are beams: those in one pass, the others in another one."""
     beams = [row for row, spec in enumerate(specs) if spec.num_candidates]
     others = [row for row, spec in enumerate(specs) if not spec.num_candidates]
     if not others:
         return best_candidates(logits, specs)
-    outputs = [RowOutput(-1, None, ())] * len(specs)
+    outputs = [SampleOutput(-1, None, ())] * len(specs)
     for rows, draw in ((beams, best_candidates), (others, sample)):
         index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
         drawn = draw(logits.index_select(0, index), [specs[row] for row in rows])
@@ -120,7 +122,7 @@ def _sample_with_beams(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowO
     return outputs
 
 
-def best_candidates(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+def best_candidates(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
     """The best tokens of each row by their log-probability after penalties and bans.
 
     logits [S, V] float32, left unchanged. Penalties change log-probabilities here, not logits, and
@@ -144,7 +146,7 @@ def best_candidates(logits: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutp
             outputs.append(_broken(best))
             continue
         found = Candidates(*(one[row, : spec.num_candidates] for one in lists))
-        outputs.append(RowOutput(-1, None, top.get(row, ()), candidates=found))
+        outputs.append(SampleOutput(-1, None, top.get(row, ()), candidates=found))
     return outputs
 
 
@@ -188,8 +190,8 @@ def _top_logprobs(
     }
 
 
-def _broken(logit: float) -> RowOutput:
-    return RowOutput(-1, None, (), f"no token can be drawn: the best logit is {logit}")
+def _broken(logit: float) -> SampleOutput:
+    return SampleOutput(-1, None, (), f"no token can be drawn: the best logit is {logit}")
 
 
 def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
@@ -357,9 +359,9 @@ def _column(
     return torch.tensor([get(p) for p in params], dtype=like.dtype, device=like.device)
 
 
-def _outputs(logits: Tensor, token_ids: Tensor, specs: Sequence[SampleSpec]) -> list[RowOutput]:
+def _outputs(logits: Tensor, token_ids: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
     chosen: list[int] = token_ids.tolist()
-    outputs = [RowOutput(token_id, None, ()) for token_id in chosen]
+    outputs = [SampleOutput(token_id, None, ()) for token_id in chosen]
     rows = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     if not rows:
         return outputs
@@ -370,5 +372,5 @@ def _outputs(logits: Tensor, token_ids: Tensor, specs: Sequence[SampleSpec]) -> 
     values, ids = (best.tolist() for best in logprobs.topk(max(wanted), -1))
     for i, row in enumerate(rows):
         best = tuple(zip(ids[i][: wanted[i]], values[i][: wanted[i]], strict=True))
-        outputs[row] = RowOutput(chosen[row], own[i], best)
+        outputs[row] = SampleOutput(chosen[row], own[i], best)
     return outputs

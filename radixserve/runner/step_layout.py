@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from radixserve.attention.base import HostIndex, IndexArray
 from radixserve.runner.forward_batch import check_pages, indptr, logits_places, num_logits
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 
 
 class LazyHostIndex(HostIndex):
@@ -76,7 +76,7 @@ class StepLayout:
     first_logit: IndexArray  # [R] which of the S are the row's: num_logits of them from here on
     num_pages: IndexArray  # [R]
     last_pages: IndexArray  # [R] the last page of each row
-    first_new_page: IndexArray  # [rows without padding] see `Row`
+    first_new_page: IndexArray  # [rows without padding] see `ScheduledRequest`
     late: IndexArray  # [2, n] places in input_ids, and the outputs of the step before that go there
     host: LazyHostIndex
 
@@ -106,9 +106,11 @@ class StepLayout:
         return int(self.host.kv_indptr[-1])
 
 
-def lay_out(rows: Sequence[Row], page_size: int) -> StepLayout:
+def lay_out(rows: Sequence[ScheduledRequest], page_size: int) -> StepLayout:
     """Rows (at least one) as they are. Raises ValueError if one's pages do not fit it."""
-    columns = dict(zip(Row._fields, zip(*rows, strict=True), strict=True))  # one pass, in C
+    columns = dict(
+        zip(ScheduledRequest._fields, zip(*rows, strict=True), strict=True)
+    )  # one pass, in C
     tokens, tables = columns["token_ids"], columns["page_ids"]
     start = np.array(columns["start"], np.int64)
     num_new, num_pages = _lengths(tokens), _lengths(tables)
@@ -125,9 +127,9 @@ def lay_out(rows: Sequence[Row], page_size: int) -> StepLayout:
     if page_size > 1:
         slots += positions % page_size
     counts = np.array([spec is not None for spec in columns["sample"]], np.int64)
-    if any(targets is not None for targets in columns["targets"]):
+    if any(targets is not None for targets in columns["logprob_targets"]):
         counts = num_logits(rows)
-    late = _late_tokens(np.array(columns["source"], np.int64), qo_indptr)
+    late = _late_tokens(np.array(columns["future_index"], np.int64), qo_indptr)
     input_ids[late[0]] = 0
     return StepLayout(
         names=columns["request_id"],

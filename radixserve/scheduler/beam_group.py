@@ -14,7 +14,7 @@ import numpy as np
 from radixserve.int_buffer import IntBuffer
 from radixserve.output import Beam
 from radixserve.request import Request
-from radixserve.schedule import RowOutput
+from radixserve.schedule import SampleOutput
 from radixserve.scheduler.beam_step import Continuation, FloatArray, best_continuations
 
 
@@ -63,7 +63,7 @@ class BeamGroup:
     def width(self) -> int:
         return self._beams.width
 
-    def advance(self, tokens: Sequence[IntBuffer], draws: Sequence[RowOutput]) -> list[Child]:
+    def advance(self, tokens: Sequence[IntBuffer], draws: Sequence[SampleOutput]) -> list[Child]:
         """The next beams, best first; none when the search is over.
 
         tokens: prompt and output of each beam; draws: what was drawn behind it. Both in the order
@@ -114,7 +114,7 @@ class BeamGroup:
         before: IntBuffer,
         one: Continuation,
         reason: str,
-        draws: Sequence[RowOutput],
+        draws: Sequence[SampleOutput],
         num_output: int,
     ) -> None:
         score, answers = self._score(one.total, num_output), self._answers
@@ -140,7 +140,7 @@ class BeamGroup:
     def _score(self, total: float, num_output: int) -> float:
         return total / float(num_output**self._beams.length_penalty)
 
-    def _note(self, one: Continuation, draws: Sequence[RowOutput]) -> Drawn:
+    def _note(self, one: Continuation, draws: Sequence[SampleOutput]) -> Drawn:
         draw = draws[one.parent]
         assert draw.candidates is not None
         logprob = float(draw.candidates.logprobs[one.rank])

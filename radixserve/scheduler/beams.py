@@ -17,9 +17,9 @@ from radixserve.cache import CacheSequence
 from radixserve.errors import OutOfPages
 from radixserve.int_buffer import IntBuffer
 from radixserve.scheduler.beam_group import BeamGroup, Child
-from radixserve.scheduler.job import Job
+from radixserve.scheduler.job import RequestState
 from radixserve.scheduler.leaders import free_followers
-from radixserve.scheduler.waiting import WaitingRoom
+from radixserve.scheduler.waiting import WaitingQueue
 
 
 class Beams:
@@ -27,11 +27,11 @@ class Beams:
 
     def __init__(
         self,
-        jobs: dict[str, Job],
-        running: dict[int, Job],
-        waiting: WaitingRoom,
-        requeue: Callable[[Job], None],
-        num_startable: Callable[[Job, int], int],
+        jobs: dict[str, RequestState],
+        running: dict[int, RequestState],
+        waiting: WaitingQueue,
+        requeue: Callable[[RequestState], None],
+        num_startable: Callable[[RequestState, int], int],
     ) -> None:
         """requeue(job): it waits for room. num_startable(job, n): how many of n more jobs like
         `job` may run at once."""
@@ -40,15 +40,15 @@ class Beams:
         self._waiting = waiting
         self._requeue = requeue
         self._num_startable = num_startable
-        self.parked: dict[int, Job] = {}  # by arrival, those that have pages
+        self.parked: dict[int, RequestState] = {}  # by arrival, those that have pages
 
-    def begin(self, head: Job) -> None:
+    def begin(self, head: RequestState) -> None:
         """`head` is the first beam of a search: it computes the prompt. The arrivals of as many
         more as the search is wide are its own."""
         head.search = BeamGroup(head.request)
         head.head, head.beams = head, [head]
 
-    def choose(self, head: Job) -> list[Child] | None:
+    def choose(self, head: RequestState) -> list[Child] | None:
         """Beams of the search have drawn: its next beams when all have (an empty list: it is
         over), else None. O(width * candidates)."""
         beams, search = head.beams, head.search
@@ -59,19 +59,19 @@ class Beams:
             return None
         return search.advance([job.tokens for job in beams], draws)
 
-    def _park(self, beams: list[Job]) -> None:
+    def _park(self, beams: list[RequestState]) -> None:
         for job in beams:
             if job.drawn is not None and job.arrival in self._running:
                 self.parked[job.arrival] = self._running.pop(job.arrival)
 
-    def unpark(self, job: Job) -> None:
+    def unpark(self, job: RequestState) -> None:
         """Take its pages. What it drew is kept: it waits for nothing but its search."""
         assert job.sequence is not None
         job.sequence.release()
         job.sequence = None
         del self.parked[job.arrival]
 
-    def victim(self, job: Job) -> Job | None:
+    def victim(self, job: RequestState) -> RequestState | None:
         """The parked one that `job` may take pages from: the lowest in rank of those below it and
         those of its own search."""
         head = job.head
@@ -84,7 +84,7 @@ class Beams:
 
     # -- from beams to their children ---------------------------------------------------------
 
-    def replace(self, head: Job, children: list[Child]) -> None:
+    def replace(self, head: RequestState, children: list[Child]) -> None:
         """A beam's first child keeps its job and its pages, further ones share these by a fork.
 
         As many run as did, and more where there is room; the others wait like preempted ones.
@@ -108,15 +108,15 @@ class Beams:
 
     def _continue(
         self,
-        head: Job,
-        parents: list[Job],
+        head: RequestState,
+        parents: list[RequestState],
         children: list[Child],
-        spare: list[Job],
+        spare: list[RequestState],
         room: int,
-    ) -> list[Job]:
+    ) -> list[RequestState]:
         """The jobs of the children; `spare` ones are used up from its end."""
         length = len(parents[0].tokens)
-        beams: list[Job] = []
+        beams: list[RequestState] = []
         seen: set[int] = set()
         for child in children:
             parent = parents[child.parent]
@@ -140,7 +140,7 @@ class Beams:
                 self._running[job.arrival] = job
         return beams
 
-    def _resume(self, job: Job, room: int) -> int:
+    def _resume(self, job: RequestState, room: int) -> int:
         """It was parked: let it go on with its pages while there is room; returns what is left."""
         if job.sequence is None:
             return room
@@ -150,7 +150,7 @@ class Beams:
         del self.parked[job.arrival]
         return room - 1
 
-    def _stop(self, job: Job) -> None:
+    def _stop(self, job: RequestState) -> None:
         """The beam has no child: what it computed stays in the tree."""
         job.drawn = None
         if job.sequence is None:
@@ -162,7 +162,7 @@ class Beams:
         if job.followers:
             self._waiting.note_freed(free_followers(job))
 
-    def _new_beam(self, head: Job, others: list[Job]) -> Job:
+    def _new_beam(self, head: RequestState, others: list[RequestState]) -> RequestState:
         taken = {job.arrival for job in others}
         assert head.search is not None
         arrivals = range(head.arrival + 1, head.arrival + head.search.width)
@@ -171,14 +171,14 @@ class Beams:
         while request_id in self._jobs:  # a name that somebody else has chosen
             request_id += "#"
         request = replace(head.request, request_id=request_id)
-        job = Job(request, arrival, head.probe, head.queued_at, head.holder)
+        job = RequestState(request, arrival, head.probe, head.queued_at, head.session)
         job.become_beam(head)
         self._jobs[request_id] = job
         return job
 
 
-def _fork(parent: Job) -> CacheSequence | None:
-    """Another holder of what `parent` computed; None when there is no page for it."""
+def _fork(parent: RequestState) -> CacheSequence | None:
+    """Another session of what `parent` computed; None when there is no page for it."""
     if parent.sequence is None:
         return None
     try:

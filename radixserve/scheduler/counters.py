@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerStats:
     """Since the start; tokens of prompts unless the name says otherwise."""
 
     steps: int = 0

@@ -1,36 +1,36 @@
-"""`Flight`: a step that was handed out and not yet answered, and what may be planned behind it."""
+"""`InFlightStep`: a launched step that was not collected, and the step planned after it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from radixserve.cache import PrefixCache
-from radixserve.schedule import Schedule
-from radixserve.scheduler.job import Job
-from radixserve.scheduler.plan import StepPlan
+from radixserve.schedule import SchedulerOutput
+from radixserve.scheduler.job import RequestState
+from radixserve.scheduler.plan import BatchBuilder
 
 
-class Flight:
+class InFlightStep:
     """Whose rows a step has, by identity: while it is computed a request may end, and another one
     come by the same id."""
 
     __slots__ = ("rows", "schedule", "twins")
 
-    def __init__(self, schedule: Schedule, plan: StepPlan) -> None:
+    def __init__(self, schedule: SchedulerOutput, plan: BatchBuilder) -> None:
         self.schedule = schedule
         self.rows = plan.jobs  # the job of each row, and the sequence it had then
         self.twins = plan.twin_jobs  # the job of each twin, and its first one
 
-    def living_rows(self) -> Iterator[Job]:
+    def living_rows(self) -> Iterator[RequestState]:
         """The jobs that still wait for their row; one that ends meanwhile may end others."""
         return (job for job, sequence in self.rows if job.sequence is sequence)
 
-    def living_twins(self) -> list[Job]:
+    def living_twins(self) -> list[RequestState]:
         """A twin whose first one has ended meanwhile is a request of its own."""
         waiting = {first: set(first.twins) for _, first in self.twins}
         return [job for job, first in self.twins if job in waiting[first]]
 
-    def sources(self) -> dict[Job, int] | None:
+    def future_indices(self) -> dict[RequestState, int] | None:
         """Which output of this step is the next token of which job.
 
         None where the next step cannot be planned before this one's answer: a penalty counts the
@@ -45,7 +45,7 @@ class Flight:
             job, sequence = self.rows[at]
             if job.sequence is not sequence:
                 continue
-            if row.targets is not None:
+            if row.logprob_targets is not None:
                 return None
             spec = row.sample
             if spec is not None:
@@ -55,16 +55,18 @@ class Flight:
         return found
 
 
-def plan_behind(flight: Flight, plan: StepPlan, running: Iterable[Job], cache: PrefixCache) -> bool:
+def plan_behind(
+    flight: InFlightStep, plan: BatchBuilder, running: Iterable[RequestState], cache: PrefixCache
+) -> bool:
     """Rows of the running jobs, as if `flight` had been answered and nobody ended by it but those
     that reach their length: decodes first, then prefill chunks, each in order of rank.
 
-    False, and nothing is planned, where the answer must come first: see `Flight.sources`; or not
-    all have room. Then pages would have to be taken from somebody, but who goes on and what is free
-    shows only in the answer.
+    False, and nothing is planned, where the answer must come first: see
+    `InFlightStep.future_indices`; or not all have room. Then pages would have to
+    be taken from a request, but which go on and what is free shows only in the answer.
     """
-    sources = flight.sources()
-    if sources is None:
+    future_indices = flight.future_indices()
+    if future_indices is None:
         return False
     wanted, num_pages, budget = [], 0, plan.budget
     for is_prefill, _, job, left in _in_order(running, plan):
@@ -83,14 +85,16 @@ def plan_behind(flight: Flight, plan: StepPlan, running: Iterable[Job], cache: P
             at = sequence.length
             sequence.extend(job.tokens.view(at, at + count))
         else:
-            sequence.reserve(1)
-        plan.add(job, count, is_decode=not is_prefill, source=-1 if left else sources[job])
+            sequence.append_placeholders(1)
+        plan.add(
+            job, count, is_decode=not is_prefill, future_index=-1 if left else future_indices[job]
+        )
     return True
 
 
 def _in_order(
-    running: Iterable[Job], plan: StepPlan
-) -> list[tuple[bool, tuple[int, int], Job, int]]:
+    running: Iterable[RequestState], plan: BatchBuilder
+) -> list[tuple[bool, tuple[int, int], RequestState, int]]:
     """(does it prefill, rank, job, tokens that no step computes yet) of those that go on; with none
     of these left the step in flight draws the next one."""
     order = []

@@ -1,17 +1,17 @@
-"""`Job`: the scheduler's own record of a request, from arrival to end."""
+"""`RequestState`: the scheduler's own record of a request, from arrival to end."""
 
 from __future__ import annotations
 
 from radixserve.arrays import IntArray
-from radixserve.cache import CacheProbe, CacheSequence, Holder, Lookup
+from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixWatch
 from radixserve.int_buffer import IntBuffer
 from radixserve.output import Metrics, PromptScore, Usage
 from radixserve.request import Request
-from radixserve.schedule import RowOutput, SampleSpec
+from radixserve.schedule import SampleOutput, SampleSpec
 from radixserve.scheduler.beam_group import BeamGroup
 
 
-class Job:
+class RequestState:
     """Waiting while `sequence` is None, running otherwise. A twin waits beside the first one of its
     prompt, in no queue, until that one has computed it: it counts as admitted with that one."""
 
@@ -19,31 +19,31 @@ class Job:
         "admitted_at",
         "arrival",
         "beams",
+        "bypass_baseline",
         "cached_on_arrival",
         "drawn",
         "first_token_at",
         "followers",
         "follows",
         "follows_until",
+        "greedy_only_spec",
         "head",
-        "holder",
         "lookup",
-        "noted_need",
         "num_prompt",
         "num_prompt_done",
         "num_reused",
         "num_scored",
         "order_key",
         "overtaken",
-        "passed_on_entry",
-        "plain_spec",
         "probe",
         "prompt_scores",
         "queued_at",
+        "queued_page_need",
         "rank",
         "request",
         "search",
         "sequence",
+        "session",
         "tokens",
         "twin_of",
         "twins",
@@ -53,9 +53,9 @@ class Job:
         self,
         request: Request,
         arrival: int,
-        probe: CacheProbe,
+        probe: PrefixWatch,
         now: float,
-        holder: Holder | None = None,
+        session: CacheSession | None = None,
     ) -> None:
         self.request = request
         self.arrival = arrival  # 0, 1, 2 ...
@@ -64,27 +64,27 @@ class Job:
         self.num_prompt = len(request.token_ids)
         self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
         self.probe = probe  # of `tokens`, while waiting
-        self.holder = holder  # who its sequences belong to, as long as that is open
+        self.session = session  # who its sequences belong to, as long as that is open
         self.sequence: CacheSequence | None = None
-        self.follows: Job | None = None  # the running job whose tokens this one waits for
+        self.follows: RequestState | None = None  # the running job whose tokens this one waits for
         self.follows_until = 0  # how many of them
-        self.followers: list[Job] = []  # the other way round, while this one runs
-        self.twin_of: Job | None = None
-        self.twins: list[Job] = []  # the other way round
-        self.head: Job | None = None  # of a beam: the job of the search as a whole
+        self.followers: list[RequestState] = []  # the other way round, while this one runs
+        self.twin_of: RequestState | None = None
+        self.twins: list[RequestState] = []  # the other way round
+        self.head: RequestState | None = None  # of a beam: the job of the search as a whole
         self.search: BeamGroup | None = None  # of a head
-        self.beams: list[Job] = []  # of a head: the running beams, best first
-        self.drawn: RowOutput | None = None  # of a beam that waits for the others
+        self.beams: list[RequestState] = []  # of a head: the running beams, best first
+        self.drawn: SampleOutput | None = None  # of a beam that waits for the others
         self.order_key: tuple[int, ...] = ()  # the queue's own
-        self.noted_need: int | None = None  # new pages, as the waiting room knows it
+        self.queued_page_need: int | None = None  # new pages, as the waiting room knows it
         self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
-        self.passed_on_entry = 0  # where that count stood when it began to wait
+        self.bypass_baseline = 0  # where that count stood when it began to wait
         self.lookup: Lookup | None = None  # at the first admission
         self.cached_on_arrival = probe.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed
         self.num_scored = 0  # targets whose scores are known
         self.prompt_scores: list[PromptScore] = []  # those of the prompt's own tokens
-        self.plain_spec: SampleSpec | None = None  # of a request that needs no other one
+        self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
         self.num_prompt_done = 0  # prompt tokens whose K/V it has had
         self.queued_at = now
         self.admitted_at: float | None = None
@@ -104,7 +104,7 @@ class Job:
         sequence = self.sequence
         if sequence is None or sequence.committed_len != len(self.tokens) - 1:
             return False
-        return self.request.targets is None or self.only_draws
+        return self.request.logprob_targets is None or self.only_draws
 
     @property
     def is_drawing(self) -> bool:
@@ -120,13 +120,13 @@ class Job:
     @property
     def only_draws(self) -> bool:
         """Whether nothing is left to be scored before tokens are drawn."""
-        targets = self.request.targets
-        return targets is None or (self.request.draws and self.num_scored == len(targets))
+        targets = self.request.logprob_targets
+        return targets is None or (self.request.also_generate and self.num_scored == len(targets))
 
     @property
     def num_reusable(self) -> int:
         """Tokens of which the K/V is enough: nothing is drawn or scored behind them."""
-        if self.request.targets is None or self.only_draws:
+        if self.request.logprob_targets is None or self.only_draws:
             return len(self.tokens) - 1
         return self.request.score_start + self.num_scored
 
@@ -158,12 +158,12 @@ class Job:
         self.num_reused = self.num_prompt_done = self.num_prompt
         self.lookup, self.admitted_at = Lookup(self.num_prompt, "full", self.num_prompt), now
 
-    def take_scores(self, other: Job) -> None:
+    def take_scores(self, other: RequestState) -> None:
         """`other`, with the same prompt, has scored it as far as it got."""
-        if self.request.draws and other.request.draws:
+        if self.request.also_generate and other.request.also_generate:
             self.num_scored, self.prompt_scores = other.num_scored, list(other.prompt_scores)
 
-    def become_beam(self, head: Job) -> None:
+    def become_beam(self, head: RequestState) -> None:
         """The search computed its prompt before there was this beam."""
         self.head = head
         self.num_reused = self.num_prompt_done = self.num_prompt

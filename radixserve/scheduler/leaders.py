@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from radixserve.scheduler.job import Job
+from radixserve.scheduler.job import RequestState
 
 
 class Leaders:
@@ -15,13 +15,13 @@ class Leaders:
     on [0, m] and the running one still has to compute position m.
     """
 
-    def __init__(self, running: Iterable[Job]) -> None:
-        self._prefilling: list[Job] = []
-        self._decoding: dict[int, list[Job]] = {}  # by the position that they compute
+    def __init__(self, running: Iterable[RequestState]) -> None:
+        self._prefilling: list[RequestState] = []
+        self._decoding: dict[int, list[RequestState]] = {}  # by the position that they compute
         for job in running:
             self.add(job)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         sequence = job.sequence
         assert sequence is not None
         if sequence.is_stale:  # what it computes will not be found
@@ -31,7 +31,7 @@ class Leaders:
         else:
             self._prefilling.append(job)
 
-    def is_following(self, job: Job) -> bool:
+    def is_following(self, job: RequestState) -> bool:
         """Whether `job` should wait for tokens of a running request; remembers which.
 
         It then follows until `free_followers` lets it go.
@@ -51,7 +51,7 @@ class Leaders:
         return False
 
 
-def free_followers(leader: Job) -> list[Job]:
+def free_followers(leader: RequestState) -> list[RequestState]:
     """Let those go that have what they waited for, all of them when `leader` runs no more."""
     if not leader.followers:
         return []
@@ -64,7 +64,7 @@ def free_followers(leader: Job) -> list[Job]:
     return done
 
 
-def _agreed(job: Job, leader: Job, at: int, limit: int) -> int:
+def _agreed(job: RequestState, leader: RequestState, at: int, limit: int) -> int:
     """Leading tokens that both share, at most `limit`; 0 unless they share more than `at`."""
     if job.request.params.namespace != leader.request.params.namespace:
         return 0

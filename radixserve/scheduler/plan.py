@@ -1,4 +1,4 @@
-"""`StepPlan`: a step being put together, row by row."""
+"""`BatchBuilder`: a step being put together, row by row."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence
-from radixserve.schedule import UNKNOWN, Row, SampleSpec, Schedule, Twin
-from radixserve.scheduler.job import Job
+from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
+from radixserve.scheduler.job import RequestState
 
 _UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
 
 
-class StepPlan:
-    """Collects rows; the prefill budget is what is left of `chunk_size`."""
+class BatchBuilder:
+    """Collects rows; the prefill budget is what is left of `chunked_prefill_size`."""
 
     def __init__(self, step: int, budget: int) -> None:
         self.budget = budget
         self.is_short = False  # somebody had no room: nobody new is admitted
-        self.num_steps = 1  # that decode in one go; more: nobody may be admitted
         self.num_ending = 0  # running jobs that have no row since the step in flight is their last
-        self.jobs: list[tuple[Job, CacheSequence]] = []  # of each row
-        self.twin_jobs: list[tuple[Job, Job]] = []  # each twin and its first one
+        self.jobs: list[tuple[RequestState, CacheSequence]] = []  # of each row
+        self.twin_jobs: list[tuple[RequestState, RequestState]] = []  # each twin and its first one
         self._step = step
-        self._rows: list[Row] = []
+        self._rows: list[ScheduledRequest] = []
         self._twins: list[Twin] = []
         self._arrivals: set[int] = set()
         self._num_decode = 0
@@ -33,13 +32,15 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not self._rows
 
-    def has(self, job: Job) -> bool:
+    def has(self, job: RequestState) -> bool:
         return job.arrival in self._arrivals
 
-    def add(self, job: Job, num_tokens: int, *, is_decode: bool, source: int = -1) -> None:
+    def add(
+        self, job: RequestState, num_tokens: int, *, is_decode: bool, future_index: int = -1
+    ) -> None:
         """Compute `num_tokens` more tokens of `job`, for which its sequence has room.
 
-        `source`: of a job whose last token is not known yet, the output that it is.
+        `future_index`: of a job whose last token is not known yet, the output that it is.
         """
         sequence = job.sequence
         assert sequence is not None
@@ -53,7 +54,7 @@ class StepPlan:
         targets = _targets(job, start, end)
         request = job.request
         num_known = len(job.tokens)
-        is_sampled = end >= num_known and (request.targets is None or request.draws)
+        is_sampled = end >= num_known and (request.logprob_targets is None or request.also_generate)
         if is_sampled:
             at = len(self._rows)
             for twin in job.twins:
@@ -61,53 +62,36 @@ class StepPlan:
                 self.twin_jobs.append((twin, job))
         self._arrivals.add(job.arrival)
         self.jobs.append((job, sequence))
-        if sequence.copies and start == sequence.committed_len:  # else a step in flight makes them
-            self._copies += sequence.copies
+        if (
+            sequence.cow_copies and start == sequence.committed_len
+        ):  # else a step in flight makes them
+            self._copies += sequence.cow_copies
         spec = _sample_spec(job, end - num_known) if is_sampled else None
-        tokens = job.tokens.view(start, end) if source < 0 else _UNKNOWN_TOKEN
-        pages, first_new = sequence.tell_pages()
+        tokens = job.tokens.view(start, end) if future_index < 0 else _UNKNOWN_TOKEN
+        pages, first_new = sequence.page_table_delta()
         name = request.request_id
-        row = Row(name, tokens, start, pages, spec, targets, 0, source, first_new)
-        if targets is not None and request.draws:
-            row = row._replace(num_top=request.params.prompt_logprobs or 0)
+        row = ScheduledRequest(
+            name, tokens, start, pages, spec, targets, 0, future_index, first_new
+        )
+        if targets is not None and request.also_generate:
+            row = row._replace(num_top_logprobs=request.params.prompt_logprobs or 0)
         self._rows.append(row)
 
-    def add_steps(self, job: Job) -> None:
-        """Decode `num_steps` times, for which its sequence has room: a plain row."""
-        sequence, end = job.sequence, len(job.tokens)
-        assert sequence is not None
-        self._num_decode += 1
-        self.jobs.append((job, sequence))
-        if sequence.copies:
-            self._copies += sequence.copies
-        pages, first_new = sequence.tell_pages()
-        tokens, name = job.tokens.view(end - 1, end), job.request.request_id
-        self._rows.append(Row(name, tokens, end - 1, pages, job.plain_spec, None, 0, -1, first_new))
-
-    def build(self) -> Schedule:
-        num_tokens = self._num_decode
-        if self.num_steps == 1:
-            num_tokens = sum(len(row.token_ids) for row in self._rows)
-        return Schedule(
+    def build(self) -> SchedulerOutput:
+        num_tokens = sum(len(row.token_ids) for row in self._rows)
+        return SchedulerOutput(
             step=self._step,
             rows=tuple(self._rows),
-            copies=np.asarray(self._copies, np.int32).reshape(-1, 3),
+            cow_copies=np.asarray(self._copies, np.int32).reshape(-1, 3),
             num_prefill_tokens=num_tokens - self._num_decode,
             num_decode_tokens=self._num_decode,
             twins=tuple(self._twins),
-            num_steps=self.num_steps,
-            end_ids=self._end_ids(),
         )
 
-    def _end_ids(self) -> frozenset[int]:
-        if self.num_steps == 1:
-            return frozenset()
-        return frozenset[int]().union(*{job.request.end_ids for job, _ in self.jobs})
 
-
-def _targets(job: Job, start: int, end: int) -> IntArray | None:
+def _targets(job: RequestState, start: int, end: int) -> IntArray | None:
     """What is to be scored behind the last of the tokens [start, end), and was not yet."""
-    targets = job.request.targets
+    targets = job.request.logprob_targets
     if targets is None:
         return None
     first = job.request.score_start
@@ -115,17 +99,17 @@ def _targets(job: Job, start: int, end: int) -> IntArray | None:
     return wanted if len(wanted) else None
 
 
-def _sample_spec(job: Job, num_unknown: int = 0) -> SampleSpec:
+def _sample_spec(job: RequestState, num_unknown: int = 0) -> SampleSpec:
     """Of a plain request always the same one, from min_tokens on. `num_unknown` tokens are drawn by
     the step in flight."""
-    if job.plain_spec is not None:
-        return job.plain_spec
+    if job.greedy_only_spec is not None:
+        return job.greedy_only_spec
     request = job.request
     banned: tuple[int, ...] = ()
     is_short = job.num_output + num_unknown < request.params.min_tokens
     if is_short:
         banned = tuple(sorted(request.end_ids))
-    is_plain = request.params.is_plain and not is_short and job.head is None
+    is_greedy_only = request.params.is_greedy_only and not is_short and job.head is None
     spec = SampleSpec(
         params=request.params,
         seed=request.seed,
@@ -133,8 +117,8 @@ def _sample_spec(job: Job, num_unknown: int = 0) -> SampleSpec:
         token_ids=job.tokens.view(),
         banned_ids=banned,
         num_candidates=0 if job.head is None else job.num_candidates,
-        num_unknown=0 if is_plain else num_unknown,
+        num_unknown=0 if is_greedy_only else num_unknown,
     )
-    if is_plain:
-        job.plain_spec = spec
+    if is_greedy_only:
+        job.greedy_only_spec = spec
     return spec

@@ -15,22 +15,22 @@ from typing import Protocol
 
 from sortedcontainers import SortedDict, SortedKeyList
 
-from radixserve.scheduler.job import Job
+from radixserve.scheduler.job import RequestState
 
 
-class WaitingQueue(Protocol):
+class PolicyQueue(Protocol):
     """The waiting jobs in the order of a policy. It reads jobs and writes only `order_key`."""
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         """O(log n)."""
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: RequestState) -> None:
         """O(log n)."""
 
-    def update(self, job: Job) -> None:
+    def update(self, job: RequestState) -> None:
         """The job's match has changed: put it where it belongs. O(log n)."""
 
-    def scan(self) -> Iterator[Job]:
+    def scan(self) -> Iterator[RequestState]:
         """The jobs in order. The one just given may be removed; nothing else may change."""
 
     def __len__(self) -> int: ...
@@ -43,19 +43,19 @@ class SortedQueue:
         self._by_match = by_match
         self._jobs: SortedKeyList = SortedKeyList(key=_order_key)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         job.order_key = self._key(job)
         self._jobs.add(job)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: RequestState) -> None:
         self._jobs.remove(job)
 
-    def update(self, job: Job) -> None:
+    def update(self, job: RequestState) -> None:
         if job.order_key != self._key(job):
             self.remove(job)
             self.add(job)
 
-    def scan(self) -> Iterator[Job]:
+    def scan(self) -> Iterator[RequestState]:
         at = 0
         while at < len(self._jobs):
             job = self._jobs[at]
@@ -66,7 +66,7 @@ class SortedQueue:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def _key(self, job: Job) -> tuple[int, ...]:
+    def _key(self, job: RequestState) -> tuple[int, ...]:
         priority, arrival = job.rank
         return (priority, -job.probe.cached_len if self._by_match else 0, arrival)
 
@@ -81,7 +81,7 @@ class TreeQueue:
         self._roots: SortedDict = SortedDict()  # priority, high ones first -> _Branch
         self._size = 0
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestState) -> None:
         job.order_key = job.probe.path()
         self._size += 1
         branch = self._roots.setdefault(job.rank[0], _Branch(0))
@@ -89,19 +89,19 @@ class TreeQueue:
             branch = branch.grow(serial)
         branch.jobs[job.arrival] = job
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: RequestState) -> None:
         self._size -= 1
         branch = self._roots[job.rank[0]]
         for serial in job.order_key:
             branch = branch.shrink(serial)
         del branch.jobs[job.arrival]
 
-    def update(self, job: Job) -> None:
+    def update(self, job: RequestState) -> None:
         if job.order_key != job.probe.path():
             self.remove(job)
             self.add(job)
 
-    def scan(self) -> Iterator[Job]:
+    def scan(self) -> Iterator[RequestState]:
         stack = list(reversed(self._roots.values()))
         while stack:
             branch = stack.pop()
@@ -147,12 +147,12 @@ class _Branch:
         return branch
 
 
-def make_queue(policy: str) -> WaitingQueue:
+def make_queue(policy: str) -> PolicyQueue:
     """The queue for `schedule_policy`, a name that the config has checked."""
     if policy == "dfs-weight":
         return TreeQueue()
     return SortedQueue(by_match=policy == "lpm")
 
 
-def _order_key(job: Job) -> tuple[int, ...]:
+def _order_key(job: RequestState) -> tuple[int, ...]:
     return job.order_key

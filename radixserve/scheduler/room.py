@@ -1,29 +1,33 @@
-"""`Room`: how many pages there are for whom, and how many more may run."""
+"""`PageBudget`: how many pages there are for whom, and how many more may run."""
 
 from __future__ import annotations
 
 from radixserve.cache import PrefixCache
-from radixserve.scheduler.job import Job
-from radixserve.scheduler.waiting import WaitingRoom
+from radixserve.scheduler.job import RequestState
+from radixserve.scheduler.waiting import WaitingQueue
 
 _LOOKAHEAD = 8  # tokens of room kept for each running request when another is admitted
 
 
-class Room:
+class PageBudget:
     """Answers from what the scheduler's queues and the cache say now; changes nothing."""
 
     def __init__(
-        self, cache: PrefixCache, running: dict[int, Job], waiting: WaitingRoom, max_running: int
+        self,
+        cache: PrefixCache,
+        running: dict[int, RequestState],
+        waiting: WaitingQueue,
+        max_running_requests: int,
     ) -> None:
         self._cache = cache
         self._running = running
         self._waiting = waiting
-        self._max_running = max_running
+        self._max_running_requests = max_running_requests
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
 
-    def pages_ahead(self, job: Job) -> int:
+    def pages_ahead(self, job: RequestState) -> int:
         """Pages that a running request will need soon."""
         assert job.sequence is not None
         ahead = min(len(job.tokens) + _LOOKAHEAD, job.request.max_len)
@@ -33,14 +37,14 @@ class Room:
         """Pages that the running ones will need soon. O(those)."""
         return sum(self.pages_ahead(job) for job in self._running.values())
 
-    def num_fitting(self, job: Job, count: int) -> int:
+    def num_fitting(self, job: RequestState, count: int) -> int:
         """For how many of `count` more tokens there is room without taking anyone's pages."""
         sequence, cache = job.sequence, self._cache
         assert sequence is not None
         slack = -sequence.length % cache.page_size
         return min(count, slack + cache.num_available * cache.page_size)
 
-    def fits(self, job: Job, num_pages: int) -> bool:
+    def fits(self, job: RequestState, num_pages: int) -> bool:
         """Whether `num_pages`, which the running ones do not need, are enough for all tokens of a
         waiting one."""
         if not self._running:
@@ -49,11 +53,11 @@ class Room:
         unlocked = job.probe.cached_len // size - job.probe.locked_len // size
         return self._waiting.need(job) + unlocked <= num_pages
 
-    def num_startable(self, job: Job, count: int) -> int:
+    def num_startable(self, job: RequestState, count: int) -> int:
         """How many of `count` forks of or like `job` may run at once: beside the others, and
         passing nobody whom `job` must not."""
         waiting = self._waiting
-        slots = min(count, self._max_running - len(self._running))
+        slots = min(count, self._max_running_requests - len(self._running))
         if slots <= 0 or waiting.barrier < job.arrival:
             return 0
         if waiting.highest_priority > job.request.params.priority:

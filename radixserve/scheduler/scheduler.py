@@ -20,23 +20,17 @@ from radixserve.cache import PrefixCache
 from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, PromptScore, RequestOutput
 from radixserve.request import Request
-from radixserve.schedule import Row, RowOutput, Schedule, StepOutput
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
 from radixserve.scheduler.beams import Beams
-from radixserve.scheduler.counters import Counters
-from radixserve.scheduler.holders import Holders
-from radixserve.scheduler.inflight import Flight, plan_behind
-from radixserve.scheduler.job import Job
+from radixserve.scheduler.counters import SchedulerStats
+from radixserve.scheduler.inflight import InFlightStep, plan_behind
+from radixserve.scheduler.job import RequestState
 from radixserve.scheduler.leaders import Leaders, free_followers
-from radixserve.scheduler.plan import StepPlan
-from radixserve.scheduler.room import Room
-from radixserve.scheduler.several_steps import (
-    count_steps,
-    give_back_rest,
-    note_steps,
-    plan_steps,
-)
+from radixserve.scheduler.plan import BatchBuilder
+from radixserve.scheduler.room import PageBudget
+from radixserve.scheduler.sessions import Sessions
 from radixserve.scheduler.twins import Twins
-from radixserve.scheduler.waiting import WaitingRoom
+from radixserve.scheduler.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -47,33 +41,33 @@ class Scheduler:
         cache: PrefixCache,
         *,
         policy: str = "lpm",
-        chunk_size: int = 512,
-        max_running: int = 64,
+        chunked_prefill_size: int = 512,
+        max_running_requests: int = 64,
         max_overtake: int = 64,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
-        self._chunk_size = chunk_size
-        self._max_running = max_running
+        self._chunked_prefill_size = chunked_prefill_size
+        self._max_running_requests = max_running_requests
         self._clock = clock
-        self._jobs: dict[str, Job] = {}
-        self._waiting = WaitingRoom(cache, policy, max_overtake)
-        self._running: dict[int, Job] = {}  # by arrival
-        self._room = Room(cache, self._running, self._waiting, max_running)
+        self._jobs: dict[str, RequestState] = {}
+        self._waiting = WaitingQueue(cache, policy, max_overtake)
+        self._running: dict[int, RequestState] = {}  # by arrival
+        self._room = PageBudget(cache, self._running, self._waiting, max_running_requests)
         queues = self._jobs, self._running, self._waiting
         self._beams = Beams(*queues, self._requeue, self._room.num_startable)
         self._twins = Twins(*queues, self._requeue, self._room.num_startable, clock)
-        self._holders = Holders(cache)
-        self._flights: list[Flight] = []  # at most two, the older one first
+        self._sessions = Sessions(cache)
+        self._flights: list[InFlightStep] = []  # at most two, the older one first
         self._num_arrived = 0
-        self._counters = Counters()
+        self._counters = SchedulerStats()
 
     # -- what comes from outside --------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequest if its id is in use or it could never fit.
 
-        A holder that it names and that is not open is opened, with the cache's own lease. One that
+        A session that it names and that is not open is opened, with the cache's own lease. One that
         is the twin of a request which has drawn nothing yet costs its prompt no computing.
         """
         if request.request_id in self._jobs:
@@ -85,14 +79,14 @@ class Scheduler:
                 f"{len(request.token_ids) + 1} and the cache's {capacity} tokens, "
                 f"got {request.max_len}"
             )
-        holder = self._holders.get(request.holder) if request.holder else None
+        session = self._sessions.get(request.session) if request.session else None
         first = self._twins.first_of(request)
         if first is not None:
             probe = first.probe
-        else:  # a cache leaves the last token to be computed: see `Job.wanted`
+        else:  # a cache leaves the last token to be computed: see `RequestState.wanted`
             wanted = request.token_ids[: request.score_start + 1]
-            probe = self._cache.probe(wanted, request.params.namespace)
-        job = Job(request, self._num_arrived, probe, self._clock(), holder)
+            probe = self._cache.watch(wanted, request.params.namespace)
+        job = RequestState(request, self._num_arrived, probe, self._clock(), session)
         self._num_arrived += 1 if request.beams is None else request.beams.width
         self._jobs[request.request_id] = job
         if first is not None:
@@ -111,7 +105,7 @@ class Scheduler:
         job = self._jobs.get(request_id)
         return None if job is None else self._end(job, reason)
 
-    def fail(self, schedule: Schedule, error: BaseException) -> list[RequestOutput]:
+    def fail(self, schedule: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
         """The step failed: end its requests with `error`. What they had committed stays cached.
 
         Of a step behind it, rows of other requests go on.
@@ -126,60 +120,58 @@ class Scheduler:
         jobs = list(self._jobs.values())
         return [self._end(j, "error", error) for j in jobs if j.request.request_id in self._jobs]
 
-    def open_holder(self, name: str, lease_s: float | None = None) -> None:
-        """Open a holder, or do nothing where one of that name is open; see the cache's own.
+    def open_session(self, name: str, lease_s: float | None = None) -> None:
+        """Open a session, or do nothing where one of that name is open; see the cache's own.
 
-        It is remembered until `close_holder`: close what you name.
+        It is remembered until `close_session`: close what you name.
         """
-        self._holders.open(name, lease_s)
+        self._sessions.open(name, lease_s)
 
     def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
-        """Let a holder, opened if need be, claim what is cached of `tokens`; returns how many."""
-        return self._holders.claim(name, tokens, namespace)
+        """Let a session, opened if need be, claim what is cached of `tokens`; returns how many."""
+        return self._sessions.claim(name, tokens, namespace)
 
-    def close_holder(self, name: str) -> None:
-        """What only closed holders reach is dropped first from now on; an unknown name is fine.
+    def close_session(self, name: str) -> None:
+        """What only closed sessions reach is dropped first from now on; an unknown name is fine.
 
         Its requests go on. One that was not started yet belongs to nobody then, even if the name
         is opened again.
         """
-        self._holders.close(name)
+        self._sessions.close(name)
 
     @property
     def has_work(self) -> bool:
         return bool(self._jobs)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start and the queue depths now."""
+        """SchedulerStats since the start and the queue depths now."""
         counters = {name: getattr(self._counters, name) for name in self._counters.__slots__}
         num_waiting = len(self._jobs) - len(self._running)  # twins beside a running one as well
         return {"waiting": num_waiting, "running": len(self._running), **counters}
 
     # -- a step -------------------------------------------------------------------------------
 
-    def schedule(self, most_steps: int = 1) -> Schedule | None:
+    def schedule(self) -> SchedulerOutput | None:
         """The next step's work, or None when there is nothing to do.
-
-        Up to `most_steps` of them in one schedule where several_steps.py allows it.
 
         While a step is in flight: what can be planned behind it, or None when `update` or `fail`
         must come first.
         """
         if self._flights:
             return self._schedule_behind()
-        plan = self._plan(most_steps)
+        plan = self._plan()
         while plan.is_empty and self._beams.parked:  # they hold the room that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda job: job.rank))
-            plan = self._plan(most_steps)
+            plan = self._plan()
         if plan.is_empty:
             assert not self._jobs, "requests are left but none can go on"
             return None
         return self._hand_out(plan)
 
-    def _schedule_behind(self) -> Schedule | None:
+    def _schedule_behind(self) -> SchedulerOutput | None:
         assert len(self._flights) == 1, "two steps are in flight"
         flight = self._flights[0]
-        plan = StepPlan(self._counters.steps, self._chunk_size)
+        plan = BatchBuilder(self._counters.steps, self._chunked_prefill_size)
         if not plan_behind(flight, plan, self._running.values(), self._cache):
             return None
         self._admit(plan)
@@ -188,54 +180,37 @@ class Scheduler:
         self._counters.steps_ahead += 1
         return self._hand_out(plan)
 
-    def _hand_out(self, plan: StepPlan) -> Schedule:
+    def _hand_out(self, plan: BatchBuilder) -> SchedulerOutput:
         schedule = plan.build()
-        self._counters.steps += schedule.num_steps
-        self._flights.append(Flight(schedule, plan))
+        self._counters.steps += 1
+        self._flights.append(InFlightStep(schedule, plan))
         return schedule
 
-    def _plan(self, most_steps: int) -> StepPlan:
-        plan = StepPlan(self._counters.steps, self._chunk_size)
-        num_steps = self._num_steps(most_steps)
-        if num_steps > 1:
-            plan_steps(plan, self._running.values(), num_steps)
-            return plan
+    def _plan(self) -> BatchBuilder:
+        plan = BatchBuilder(self._counters.steps, self._chunked_prefill_size)
         self._plan_running(plan)
         self._admit(plan)
         return plan
-
-    def _num_steps(self, most: int) -> int:
-        """How many steps may be one schedule. O(running)."""
-        if most == 1 or self._beams.parked:
-            return 1
-        most = count_steps(self._running.values(), most, self._cache)
-        if most > 1 and self._waiting and len(self._running) < self._max_running:
-            self._waiting.refresh()
-            is_short = self._is_short(self._cache.num_available - self._room.num_outstanding())
-            return most if is_short else 1
-        return most
 
     def _is_short(self, spare: int) -> bool:
         """Whether `spare` pages are too few for anybody who waits. O(1) and the returned ones."""
         waiting = self._waiting
         return bool(self._running) and waiting.least_need > spare and waiting.barrier == math.inf
 
-    def update(self, schedule: Schedule, output: StepOutput) -> list[RequestOutput]:
+    def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         """The step was computed: publish its tokens, append what was drawn, end what ended.
 
         Steps are answered in the order in which they were handed out.
         """
         assert schedule is self._flights[0].schedule
         flight = self._flights.pop(0)
-        if schedule.num_steps > 1:
-            return self._update_steps(flight, output.outputs)
         num_rows = len(schedule.rows)
         twins = set(flight.living_twins()) if schedule.twins else set()
         drawing, news = self._commit_rows(flight, output.outputs[:num_rows])
         if schedule.twins:
             assert not self._flights, "twins begin while a step is in flight"
             self._twins.start([job for job, _ in drawing])
-        searching: dict[int, Job] = {}
+        searching: dict[int, RequestState] = {}
         for job, drawn in drawing:
             if job.head is not None:
                 job.drawn = drawn
@@ -249,37 +224,11 @@ class Scheduler:
             news += self._advance_search(head)
         return news
 
-    def _update_steps(
-        self, flight: Flight, outputs: tuple[RowOutput | None, ...]
-    ) -> list[RequestOutput]:
-        """`update` of several steps that only decode."""
-        news, counters, num_done = [], self._counters, 0
-        for (job, sequence), drawn in zip(flight.rows, outputs, strict=True):
-            assert drawn is not None
-            token_ids = (drawn.token_id, *drawn.further)
-            num_done = len(token_ids)
-            if job.sequence is not sequence:  # it has ended
-                counters.discarded_tokens += num_done
-            elif drawn.error is not None:
-                news.append(self._end(job, "error", EngineDead(drawn.error)))
-            else:
-                note_steps(job, token_ids)
-                counters.decoded_tokens += num_done
-                counters.generated_tokens += num_done
-                reason, finish = self._end_reason(job, token_ids[-1]), None
-                if reason is not None:
-                    finish = self._close(job, reason)
-                elif num_done < flight.schedule.num_steps:
-                    give_back_rest(job)
-                news.append(RequestOutput(job.request.request_id, token_ids, (), (), finish))
-        counters.steps -= flight.schedule.num_steps - num_done
-        return news
-
     def _commit_rows(
-        self, flight: Flight, outputs: tuple[RowOutput | None, ...]
-    ) -> tuple[list[tuple[Job, RowOutput]], list[RequestOutput]]:
+        self, flight: InFlightStep, outputs: tuple[SampleOutput | None, ...]
+    ) -> tuple[list[tuple[RequestState, SampleOutput]], list[RequestOutput]]:
         """Publish what the rows computed; the jobs that have drawn, and news of the others."""
-        drawing: list[tuple[Job, RowOutput]] = []
+        drawing: list[tuple[RequestState, SampleOutput]] = []
         news: list[RequestOutput] = []
         rows = zip(flight.rows, flight.schedule.rows, outputs, strict=True)
         for (job, sequence), row, drawn in rows:
@@ -296,14 +245,14 @@ class Scheduler:
             self._count_row(job, row)
             if drawn is None:
                 continue
-            if row.targets is not None:
+            if row.logprob_targets is not None:
                 news += self._note_scores(job, row, drawn)
                 if row.sample is None:
                     continue
             drawing.append((job, drawn))
         return drawing, news
 
-    def _advance_search(self, head: Job) -> list[RequestOutput]:
+    def _advance_search(self, head: RequestState) -> list[RequestOutput]:
         """Beams of it have drawn; its answers when that was its last step."""
         assert not self._flights, "beams are chosen while a step is in flight"
         if head.request.request_id not in self._jobs:  # one of its rows was broken
@@ -323,7 +272,7 @@ class Scheduler:
         self._beams.replace(head, children)
         return []
 
-    def _update_twin(self, job: Job, drawn: RowOutput) -> RequestOutput:
+    def _update_twin(self, job: RequestState, drawn: SampleOutput) -> RequestOutput:
         if drawn.error is not None:
             return self._end(job, "error", EngineDead(drawn.error))
         news = self._append(job, drawn)
@@ -331,11 +280,11 @@ class Scheduler:
             self._requeue(job)
         return news
 
-    def _requeue(self, job: Job) -> None:
-        job.probe = self._cache.probe(job.wanted(), job.request.params.namespace)
+    def _requeue(self, job: RequestState) -> None:
+        job.probe = self._cache.watch(job.wanted(), job.request.params.namespace)
         self._waiting.add(job, is_returning=True)
 
-    def _count_row(self, job: Job, row: Row) -> None:
+    def _count_row(self, job: RequestState, row: ScheduledRequest) -> None:
         counters, num_tokens = self._counters, len(row.token_ids)
         if num_tokens == 1 and row.start >= job.num_prompt:  # behind the prompt
             counters.decoded_tokens += 1
@@ -345,16 +294,18 @@ class Scheduler:
         counters.recomputed_tokens += max(0, again)
         job.note_committed(row.end)
 
-    def _note_scores(self, job: Job, row: Row, drawn: RowOutput) -> list[RequestOutput]:
+    def _note_scores(
+        self, job: RequestState, row: ScheduledRequest, drawn: SampleOutput
+    ) -> list[RequestOutput]:
         job.num_scored += len(drawn.scores)
-        if job.request.draws:  # told at the end
+        if job.request.also_generate:  # told at the end
             tops = drawn.top_scores or ((),) * len(drawn.scores)
             job.prompt_scores += map(PromptScore, drawn.scores, tops)
             return []
         finish = self._close(job, "stop") if row.end == job.num_prompt else None
         return [RequestOutput(job.request.request_id, (), drawn.scores, (), finish)]
 
-    def _append(self, job: Job, drawn: RowOutput) -> RequestOutput:
+    def _append(self, job: RequestState, drawn: SampleOutput) -> RequestOutput:
         job.tokens.append(drawn.token_id)
         self._counters.generated_tokens += 1
         if job.first_token_at is None:
@@ -362,10 +313,10 @@ class Scheduler:
         reason = self._end_reason(job, drawn.token_id)
         if self._flights and reason is None and job.sequence is not None and job.is_drawing:
             # Its row in flight computes it already.
-            job.sequence.settle(job.tokens.view(len(job.tokens) - 1))
+            job.sequence.fill(job.tokens.view(len(job.tokens) - 1))
         return self._output(job, drawn, None if reason is None else self._close(job, reason))
 
-    def _end_reason(self, job: Job, token_id: int) -> str | None:
+    def _end_reason(self, job: RequestState, token_id: int) -> str | None:
         request, length = job.request, len(job.tokens)
         num_output = length - job.num_prompt
         if token_id in request.end_ids and num_output > request.params.min_tokens:
@@ -376,7 +327,7 @@ class Scheduler:
 
     # -- running requests ---------------------------------------------------------------------
 
-    def _plan_running(self, plan: StepPlan) -> None:
+    def _plan_running(self, plan: BatchBuilder) -> None:
         """Decodes first, then prefill chunks, each in order of rank.
 
         A request without room takes it from unplanned ones of lower rank, else sits the step out.
@@ -393,7 +344,7 @@ class Scheduler:
                 if count:
                     plan.add(job, count, is_decode=not is_prefill)
 
-    def _grow(self, job: Job, wanted: int, plan: StepPlan) -> int:
+    def _grow(self, job: RequestState, wanted: int, plan: BatchBuilder) -> int:
         """Take room for up to `wanted` tokens, preempting if there is none; returns how many."""
         sequence = job.sequence
         assert sequence is not None
@@ -414,12 +365,12 @@ class Scheduler:
                     return 0
                 self._preempt(victim)
 
-    def _victim(self, job: Job, plan: StepPlan) -> Job | None:
+    def _victim(self, job: RequestState, plan: BatchBuilder) -> RequestState | None:
         """The lowest in rank below `job` that is not part of this step."""
         others = [j for j in self._running.values() if j.rank > job.rank and not plan.has(j)]
         return max(others, key=lambda j: j.rank, default=None)
 
-    def _preempt(self, job: Job) -> None:
+    def _preempt(self, job: RequestState) -> None:
         """Back to waiting; what was computed stays in the tree for as long as there is room."""
         assert job.sequence is not None
         assert not self._flights, "a row in flight would be lost"
@@ -430,13 +381,13 @@ class Scheduler:
         self._waiting.note_freed(free_followers(job))
         self._requeue(job)
 
-    def _preempt_parked(self, job: Job) -> None:
+    def _preempt_parked(self, job: RequestState) -> None:
         self._beams.unpark(job)
         self._counters.preemptions += 1
 
     # -- waiting requests ---------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: BatchBuilder) -> None:
         """Start waiting requests in order, looking past those that cannot start now."""
         waiting, room = self._waiting, self._room
         if plan.is_short or not waiting or not self._has_slots(plan):
@@ -446,9 +397,9 @@ class Scheduler:
         spare = self._cache.num_available - outstanding
         if self._is_short(spare):
             return  # the queue need not be walked
-        leaders = Leaders(self._running.values() if self._cache.reuses else ())
+        leaders = Leaders(self._running.values() if self._cache.sharing_enabled else ())
         for job in waiting.candidates():
-            if self._cache.reuses and leaders.is_following(job):
+            if self._cache.sharing_enabled and leaders.is_following(job):
                 waiting.note_follows(job)
                 continue
             if room.fits(job, spare) and self._start(job, plan):
@@ -460,17 +411,17 @@ class Scheduler:
             if self._running and waiting.least_need > spare:
                 return  # nor has anybody behind it
 
-    def _has_slots(self, plan: StepPlan) -> bool:
+    def _has_slots(self, plan: BatchBuilder) -> bool:
         num_running = len(self._running) - plan.num_ending
-        return plan.budget > 0 and num_running < self._max_running
+        return plan.budget > 0 and num_running < self._max_running_requests
 
-    def _start(self, job: Job, plan: StepPlan) -> bool:
+    def _start(self, job: RequestState, plan: BatchBuilder) -> bool:
         """Lock its cached prefix and plan its first chunk; False, and nothing held, if no room."""
         namespace, prefix = job.request.params.namespace, job.wanted()
         lookup = self._cache.lookup(prefix, namespace)
-        holder = job.holder if job.holder is not None and job.holder.is_open else None
+        session = job.session if job.session is not None and job.session.is_open else None
         sequence = self._cache.acquire(
-            prefix, namespace, holder=holder, priority=job.request.params.priority
+            prefix, namespace, session=session, priority=job.request.params.priority
         )
         wanted = min(plan.budget, len(job.tokens) - sequence.cached_len)
         job.sequence = sequence
@@ -492,12 +443,16 @@ class Scheduler:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def _end(self, job: Job, reason: str, error: BaseException | None = None) -> RequestOutput:
+    def _end(
+        self, job: RequestState, reason: str, error: BaseException | None = None
+    ) -> RequestOutput:
         if job.head is not None:
             return self._end_search(job.head, reason, error)
         return self._output(job, None, self._close(job, reason, error))
 
-    def _end_search(self, head: Job, reason: str, error: BaseException | None) -> RequestOutput:
+    def _end_search(
+        self, head: RequestState, reason: str, error: BaseException | None
+    ) -> RequestOutput:
         assert head.search is not None
         answers = head.search.answers([job.tokens for job in head.beams])
         if reason == "stop":
@@ -520,7 +475,7 @@ class Scheduler:
         finish = replace(finish, usage=first)
         return RequestOutput(head.request.request_id, (), (), (), finish, answers)
 
-    def _close(self, job: Job, reason: str, error: BaseException | None = None) -> Finish:
+    def _close(self, job: RequestState, reason: str, error: BaseException | None = None) -> Finish:
         """Take a job out of every queue, free its private pages, and add up its numbers."""
         self._let_go(job)
         self._twins.part(job)
@@ -536,7 +491,7 @@ class Scheduler:
         scores = tuple(job.prompt_scores) if job.prompt_scores else ()
         return Finish(reason, usage, job.metrics(self._clock()), job.lookup, error, scores)
 
-    def _let_go(self, job: Job) -> None:
+    def _let_go(self, job: RequestState) -> None:
         """Take a job out of every queue and free its private pages."""
         if job.twin_of is not None:
             job.twin_of.twins.remove(job)
@@ -554,7 +509,9 @@ class Scheduler:
             self._beams.unpark(job)
         del self._jobs[job.request.request_id]
 
-    def _output(self, job: Job, drawn: RowOutput | None, finish: Finish | None) -> RequestOutput:
+    def _output(
+        self, job: RequestState, drawn: SampleOutput | None, finish: Finish | None
+    ) -> RequestOutput:
         request_id = job.request.request_id
         if drawn is None:
             return RequestOutput(request_id, (), (), (), finish)

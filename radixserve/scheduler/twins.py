@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from radixserve.errors import OutOfPages
 from radixserve.request import Request
-from radixserve.scheduler.job import Job
-from radixserve.scheduler.waiting import WaitingRoom
+from radixserve.scheduler.job import RequestState
+from radixserve.scheduler.waiting import WaitingQueue
 
 
 class Twins:
@@ -19,11 +19,11 @@ class Twins:
 
     def __init__(
         self,
-        jobs: dict[str, Job],
-        running: dict[int, Job],
-        waiting: WaitingRoom,
-        requeue: Callable[[Job], None],
-        num_startable: Callable[[Job, int], int],
+        jobs: dict[str, RequestState],
+        running: dict[int, RequestState],
+        waiting: WaitingQueue,
+        requeue: Callable[[RequestState], None],
+        num_startable: Callable[[RequestState, int], int],
         clock: Callable[[], float],
     ) -> None:
         """requeue(job): it waits for room. num_startable(job, n): how many of n more jobs like
@@ -35,20 +35,20 @@ class Twins:
         self._num_startable = num_startable
         self._clock = clock
 
-    def first_of(self, request: Request) -> Job | None:
+    def first_of(self, request: Request) -> RequestState | None:
         """The one whose twin a request is: it has yet to draw, and scores what this one wants."""
         first = self._jobs.get(request.twin_of) if request.twin_of else None
         if first is None or first.twin_of is not None or first.num_output or first.is_drawing:
             return None
         is_search = first.head is not None or request.beams is not None
-        return None if is_search or first.request.draws != request.draws else first
+        return None if is_search or first.request.also_generate != request.also_generate else first
 
-    def join(self, job: Job, first: Job) -> None:
+    def join(self, job: RequestState, first: RequestState) -> None:
         assert first.num_prompt == job.num_prompt
         job.twin_of = first
         first.twins.append(job)
 
-    def start(self, firsts: list[Job]) -> None:
+    def start(self, firsts: list[RequestState]) -> None:
         """These are about to draw: their twins hold the prompts, too. By arrival, as many run at
         once as there is room for; the others wait like preempted ones."""
         may_start = True
@@ -68,13 +68,13 @@ class Twins:
         for first in firsts:
             first.twins = []
 
-    def free(self, first: Job) -> None:
+    def free(self, first: RequestState) -> None:
         """Its prompt could not be computed to the end: they go on without it."""
         for job in first.twins:
             job.admit_twin(None, self._clock())
         first.twins = []
 
-    def part(self, first: Job) -> None:
+    def part(self, first: RequestState) -> None:
         """`first` ends before its prompt was computed: the first of its twins takes its place."""
         if not first.twins:
             return

@@ -1,4 +1,4 @@
-"""`WaitingRoom`: the waiting jobs, in policy order and in order of arrival, and who may pass whom.
+"""`WaitingQueue`: the waiting jobs, in policy order and in order of arrival, and who may pass whom.
 
 A pass costs what changed since the last one: matches are looked up again only where the tree has
 changed, and a queue in which nobody could start is not walked again before somebody might.
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedDict, SortedList
 
-from radixserve.cache import CacheProbe, PrefixCache
-from radixserve.scheduler.job import Job
+from radixserve.cache import PrefixCache, PrefixWatch
+from radixserve.scheduler.job import RequestState
 from radixserve.scheduler.policy import make_queue
 
 
-class WaitingRoom:
+class WaitingQueue:
     """Owns the order and the displacement bound; `Scheduler` decides who starts."""
 
     def __init__(self, cache: PrefixCache, policy: str, max_overtake: int) -> None:
@@ -25,7 +25,7 @@ class WaitingRoom:
         self._queue = make_queue(policy)
         self._by_arrival: SortedDict = SortedDict()
         self._returned: SortedDict = SortedDict()  # those of them that ran before
-        self._by_probe: dict[CacheProbe, Job] = {}
+        self._by_probe: dict[PrefixWatch, RequestState] = {}
         self._admitted: SortedList = SortedList()  # arrivals, as far as they still count
         self._priorities: SortedList = SortedList()  # one each
         self._needs: SortedList = SortedList()  # (pages, arrival) of those that follow nobody
@@ -33,21 +33,21 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._by_arrival)
 
-    def __contains__(self, job: Job) -> bool:
+    def __contains__(self, job: RequestState) -> bool:
         return job.arrival in self._by_arrival
 
-    def add(self, job: Job, *, is_returning: bool) -> None:
+    def add(self, job: RequestState, *, is_returning: bool) -> None:
         """O(log n)."""
         self._by_arrival[job.arrival] = job
         if is_returning:
             self._returned[job.arrival] = job
         self._priorities.add(job.request.params.priority)
-        job.passed_on_entry = self._num_later(job)
+        job.bypass_baseline = self._num_later(job)
         self._by_probe[job.probe] = job
         self._queue.add(job)
         self._note_need(job)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: RequestState) -> None:
         """O(log n)."""
         job.overtaken = self.overtaken(job)
         del self._by_arrival[job.arrival]
@@ -60,7 +60,7 @@ class WaitingRoom:
 
     def refresh(self) -> None:
         """Move the jobs whose match has changed. O(those jobs)."""
-        for probe in self._cache.changed_probes():
+        for probe in self._cache.changed_watches():
             job = self._by_probe.get(probe)
             if job is not None:
                 self._queue.update(job)
@@ -73,7 +73,7 @@ class WaitingRoom:
 
     # -- room ---------------------------------------------------------------------------------
 
-    def need(self, job: Job) -> int:
+    def need(self, job: RequestState) -> int:
         """Pages to take beyond its cached prefix for all its tokens and one more."""
         size = self._cache.page_size
         return -(-(len(job.tokens) + 1) // size) - job.probe.cached_len // size
@@ -83,36 +83,36 @@ class WaitingRoom:
         """Nobody but followers needs fewer new pages than this. O(1)."""
         return self._needs[0][0] if self._needs else math.inf
 
-    def note_follows(self, job: Job) -> None:
+    def note_follows(self, job: RequestState) -> None:
         """It waits for somebody's tokens: what it will need is open. O(log n)."""
         self._forget_need(job)
 
-    def note_freed(self, jobs: Iterable[Job]) -> None:
+    def note_freed(self, jobs: Iterable[RequestState]) -> None:
         """These follow nobody any more."""
         for job in jobs:
             self._note_need(job)
 
-    def _note_need(self, job: Job) -> None:
+    def _note_need(self, job: RequestState) -> None:
         if job.follows is not None:
             return
         need = self.need(job)
-        if need != job.noted_need:
+        if need != job.queued_page_need:
             self._forget_need(job)
-            job.noted_need = need
+            job.queued_page_need = need
             self._needs.add((need, job.arrival))
 
-    def _forget_need(self, job: Job) -> None:
-        if job.noted_need is not None:
-            self._needs.remove((job.noted_need, job.arrival))
-            job.noted_need = None
+    def _forget_need(self, job: RequestState) -> None:
+        if job.queued_page_need is not None:
+            self._needs.remove((job.queued_page_need, job.arrival))
+            job.queued_page_need = None
 
     # -- the displacement bound ---------------------------------------------------------------
 
-    def overtaken(self, job: Job) -> int:
+    def overtaken(self, job: RequestState) -> int:
         """How many later requests were admitted while this one waited. O(log n)."""
-        return job.overtaken + self._num_later(job) - job.passed_on_entry
+        return job.overtaken + self._num_later(job) - job.bypass_baseline
 
-    def note_admitted(self, job: Job) -> None:
+    def note_admitted(self, job: RequestState) -> None:
         """`job`, which has been removed, passes all that arrived before it. O(log n) amortised."""
         self._admitted.add(job.arrival)
         if not self._by_arrival:
@@ -133,7 +133,7 @@ class WaitingRoom:
         late = (job.arrival for job in jobs if self.overtaken(job) >= bound)
         return min(late, default=math.inf)
 
-    def candidates(self) -> Iterator[Job]:
+    def candidates(self) -> Iterator[RequestState]:
         """Each job once that may start now, in order; the one just given may be removed.
 
         Behind a barrier: only those up to it, by arrival. Else the policy's order.
@@ -160,5 +160,5 @@ class WaitingRoom:
             else:
                 return
 
-    def _num_later(self, job: Job) -> int:
+    def _num_later(self, job: RequestState) -> int:
         return len(self._admitted) - int(self._admitted.bisect_right(job.arrival))

@@ -9,7 +9,7 @@ import torch
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,9 @@ class Case:
         ids = self.generator.permutation(max(num_pages, sum(pages) + 3)).astype(np.int32)
         bounds = np.cumsum([0, *pages])
         self.rows = tuple(
-            Row("r", np.ones(new, np.int32), start, ids[bounds[i] : bounds[i + 1]], None)
+            ScheduledRequest(
+                "r", np.ones(new, np.int32), start, ids[bounds[i] : bounds[i + 1]], None
+            )
             for i, (start, new) in enumerate(lengths)
         )
         torch.manual_seed(seed)
@@ -37,7 +39,7 @@ class Case:
         self.batch = build_forward_batch(self.rows, page_size, CPU)
 
     def expected(self, layer, scale=None):
-        """Row by row in float64, and the pool as it must be afterwards."""
+        """ScheduledRequest by row in float64, and the pool as it must be afterwards."""
         kv, outs, first = self.kv.clone(), [], 0
         scale = scale or 1 / math.sqrt(self.q.shape[-1])
         for row, (start, new) in zip(self.rows, self.lengths, strict=True):

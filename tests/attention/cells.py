@@ -16,13 +16,13 @@ from radixserve.attention.base import ForwardBatch, HostIndex
 from radixserve.attention.paged_plan import PagedPlan
 from radixserve.attention.parts import Part as PagedPart
 from radixserve.attention.torch import Dense, Group, Keys, Part, Plan, Single
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import BEGINS, CAUSAL, ENDS, Jobs
 
 Cells = list[int]  # page * page_size + offset
 
 
-def expected_cells(rows: Sequence[Row], page_size: int) -> list[Cells]:
+def expected_cells(rows: Sequence[ScheduledRequest], page_size: int) -> list[Cells]:
     """Of each token of the step, in order of position."""
     found = []
     for row in rows:

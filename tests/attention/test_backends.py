@@ -12,7 +12,7 @@ from radixserve.attention.base import kv_view
 from radixserve.attention.cascade import find_shared
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU, LENGTHS, RUNS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import Make
 
@@ -132,7 +132,9 @@ def case_of_runs(name: str, page_size: int, dtype: torch.dtype, *, has_company: 
     lengths = [(len(pages) * page_size - 1, 1), *([(29, 1), (0, 4)] if has_company else [])]
     case = Case(lengths, page_size, 4, 2, 16, dtype=dtype)
     case.kv = torch.randn(2, 2, 160, page_size, 2, 16).to(dtype)
-    first = Row("r", np.ones(1, np.int32), lengths[0][0], np.array(pages, np.int32), None)
+    first = ScheduledRequest(
+        "r", np.ones(1, np.int32), lengths[0][0], np.array(pages, np.int32), None
+    )
     others = [row._replace(page_ids=row.page_ids + 60) for row in case.rows[1:]]
     case.rows = (first, *others)
     case.batch = build_forward_batch(case.rows, page_size, CPU)
@@ -141,7 +143,7 @@ def case_of_runs(name: str, page_size: int, dtype: torch.dtype, *, has_company: 
 
 def test_contiguous_pages(make: Make) -> None:
     case = Case([(40, 1)], 4, 4, 2, 16)
-    row = Row("r", np.ones(1, np.int32), 40, np.arange(2, 13, dtype=np.int32), None)
+    row = ScheduledRequest("r", np.ones(1, np.int32), 40, np.arange(2, 13, dtype=np.int32), None)
     case.rows, case.batch = (row,), build_forward_batch((row,), 4, CPU)
     check(make, case)
 

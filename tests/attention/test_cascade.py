@@ -18,7 +18,7 @@ from radixserve.attention.cpu import plan_step
 from radixserve.attention.torch import TorchBackend
 from radixserve.request import BeamParams
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import CAUSAL, Jobs
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, SharedCase
@@ -40,7 +40,7 @@ PAYS: dict[str, Pays] = {
 }
 
 
-def random_rows(rng: random.Random, page_size: int) -> list[Row]:
+def random_rows(rng: random.Random, page_size: int) -> list[ScheduledRequest]:
     """Rows that fork off each other at every depth: whole pages are shared, the next is copied."""
     unused = iter(rng.sample(range(2_000), 2_000))
     tables: list[list[int]] = []
@@ -57,28 +57,28 @@ def random_rows(rng: random.Random, page_size: int) -> list[Row]:
         if rng.random() < 0.9:
             tables.append(pages)
         ids = np.array(pages, np.int32)
-        rows.append(Row(f"r{number}", np.ones(new, np.int32), start, ids, None))
+        rows.append(ScheduledRequest(f"r{number}", np.ones(new, np.int32), start, ids, None))
     if rng.random() < 0.2:  # the very same pages, new tokens and all
         rows += [rng.choice(rows) for _ in range(3)]
     rng.shuffle(rows)
     return rows
 
 
-def naive_nodes(rows: list[Row], page_size: int, pays: Pays) -> list[Node]:
+def naive_nodes(rows: list[ScheduledRequest], page_size: int, pays: Pays) -> list[Node]:
     """The same from a dictionary of all heads of all page tables."""
-    holders: dict[tuple[int, ...], list[int]] = {}
+    sessions: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
         whole = row.page_ids[: row.start // page_size].tolist()
         for length in range(1, len(whole) + 1):
-            holders.setdefault(tuple(whole[:length]), []).append(number)
+            sessions.setdefault(tuple(whole[:length]), []).append(number)
     found: list[Node] = []
 
     def walk(head: tuple[int, ...], first: int, level: int) -> None:
-        for longer in [one for one in holders if len(one) == len(head) + 1]:
-            if longer[:-1] != head or len(holders[longer]) < 2:
+        for longer in [one for one in sessions if len(one) == len(head) + 1]:
+            if longer[:-1] != head or len(sessions[longer]) < 2:
                 continue
-            group, grown = holders[longer], longer
-            while more := [one for one in holders if one[:-1] == grown and holders[one] == group]:
+            group, grown = sessions[longer], longer
+            while more := [one for one in sessions if one[:-1] == grown and sessions[one] == group]:
                 grown = more[0]
             if pays(len(group), (len(grown) - first) * page_size):
                 found.append((tuple(group), first, len(grown), level))
@@ -135,7 +135,10 @@ def test_pages_with_new_tokens_are_never_shared() -> None:
 def test_a_node_that_does_not_pay_is_read_with_its_child() -> None:
     """The child's pages begin where the last ancestor that pays ends."""
     pages = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 2, 7], [1, 2, 8], [1, 9]]
-    rows = [Row("", np.ones(1, np.int32), len(p) - 1, np.array(p, np.int32), None) for p in pages]
+    rows = [
+        ScheduledRequest("", np.ones(1, np.int32), len(p) - 1, np.array(p, np.int32), None)
+        for p in pages
+    ]
     host = build_forward_batch(rows, 1, CPU).host
     found = find_shared(host, 1, lambda num_rows, num_tokens: num_rows == 5 or num_tokens > 2)
     assert [(n.rows.tolist(), n.first, n.end, n.level) for n in found] == [
@@ -191,7 +194,7 @@ def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return str(request.param)
 
 
-def check_plans(rows: list[Row], page_size: int) -> ForwardBatch:
+def check_plans(rows: list[ScheduledRequest], page_size: int) -> ForwardBatch:
     """Both backends' plans show every token its own cells, each once. Returns the batch."""
     batch = build_forward_batch(rows, page_size, CPU)
     expected = expected_cells(rows, page_size)
@@ -230,7 +233,7 @@ def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
     monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
     rng = random.Random(page_size)
-    driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running=10)
+    driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running_requests=10)
     prompt = [rng.randrange(2, 50) for _ in range(100)]
     driver.add("first", prompt, max_tokens=6, ignore_eos=True)
     known = [prompt]

@@ -19,7 +19,7 @@ from radixserve.attention import sharing
 from radixserve.attention import triton as triton_backend
 from radixserve.attention.paged import PagedBackend, PagedGraph
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops
 from tests.attention.cases import CPU, Case, SharedCase, run
 from tests.attention.conftest import MakePaged
@@ -209,7 +209,7 @@ def test_what_does_not_fit(make_paged: MakePaged) -> None:
         assert not backend.for_graph(num_rows, max_pages).fits(case.batch)
         with pytest.raises(ValueError, match="do not fit a graph"):
             backend.for_graph(num_rows, max_pages).plan(case.batch)
-    chunk = Row("r", np.ones(2, np.int32), 3, np.arange(3, dtype=np.int32), None)
+    chunk = ScheduledRequest("r", np.ones(2, np.int32), 3, np.arange(3, dtype=np.int32), None)
     assert not backend.for_graph(4, 99).fits(build_forward_batch([chunk], 2, CPU))
 
 

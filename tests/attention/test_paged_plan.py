@@ -24,7 +24,7 @@ from radixserve.attention.parts import MAX_VIEW, view_size
 from radixserve.attention.sharing import SharingCost, find_nodes, pays_in_place
 from radixserve.request import BeamParams
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU
 from tests.attention.cells import cells_of_paged, expected_cells
 from tests.attention.test_cascade import PAYS, random_rows
@@ -33,11 +33,13 @@ from tests.scheduler.fake import Driver, random_prompt
 FREE = SharingCost(1, 0)
 
 
-def host_of(rows: list[Row], page_size: int) -> HostIndex:
+def host_of(rows: list[ScheduledRequest], page_size: int) -> HostIndex:
     return build_forward_batch(rows, page_size, CPU).host
 
 
-def check_plan(rows: list[Row], page_size: int, nodes: list[SharedNode], view: int) -> PagedPlan:
+def check_plan(
+    rows: list[ScheduledRequest], page_size: int, nodes: list[SharedNode], view: int
+) -> PagedPlan:
     """Every token sees its own cells, each once; kinds and levels are where they belong."""
     host = host_of(rows, page_size)
     plan = plan_rows(host, page_size, nodes, view)
@@ -96,8 +98,11 @@ def test_rows_of_a_node_lie_together(page_size: int) -> None:
 def test_rows_stay_where_they_are_if_that_will_do() -> None:
     """One kind, or one behind the other, whichever comes first, or a tree in order."""
 
-    def lengths_of(*new: int) -> list[Row]:
-        return [Row("", np.ones(n, np.int32), 0, np.arange(n, dtype=np.int32), None) for n in new]
+    def lengths_of(*new: int) -> list[ScheduledRequest]:
+        return [
+            ScheduledRequest("", np.ones(n, np.int32), 0, np.arange(n, dtype=np.int32), None)
+            for n in new
+        ]
 
     for new, is_moved in (((1, 1), False), ((3, 4), False), ((1, 1, 5), False)):
         assert (check_plan(lengths_of(*new), 1, [], 1).order is not None) == is_moved
@@ -183,11 +188,13 @@ def test_runs_read_a_node_once_each() -> None:
 # -- what pays ------------------------------------------------------------------------------------
 
 
-def same_prefix(num_rows: int, num_tokens: int, page_size: int = 1) -> list[Row]:
+def same_prefix(num_rows: int, num_tokens: int, page_size: int = 1) -> list[ScheduledRequest]:
     """Decodes behind one prefix of whole pages, each with a page of its own."""
     shared = np.arange(num_tokens // page_size, dtype=np.int32)
     return [
-        Row("", np.ones(1, np.int32), num_tokens, np.append(shared, np.int32(900_000 + at)), None)
+        ScheduledRequest(
+            "", np.ones(1, np.int32), num_tokens, np.append(shared, np.int32(900_000 + at)), None
+        )
         for at in range(num_rows)
     ]
 
@@ -253,12 +260,14 @@ def test_rows_that_lie_apart_may_not_pay_in_a_graph() -> None:
 # -- graphs ---------------------------------------------------------------------------------------
 
 
-def decodes_of(rows: list[Row]) -> list[Row]:
+def decodes_of(rows: list[ScheduledRequest]) -> list[ScheduledRequest]:
     """The same histories; the last token of each is the new one."""
     return [row._replace(start=row.end - 1, token_ids=row.token_ids[-1:]) for row in rows]
 
 
-def check_fixed(rows: list[Row], page_size: int, view: int, num_groups: int) -> PagedPlan:
+def check_fixed(
+    rows: list[ScheduledRequest], page_size: int, view: int, num_groups: int
+) -> PagedPlan:
     """Padded to more rows than there are; real ones see their own cells, others one of page 0."""
     host = host_of(rows, page_size)
     shape = FixedShape(len(rows) + 3, host.kv_indptr[-1] * page_size + 3, num_groups)
@@ -295,7 +304,9 @@ def test_a_full_graph_keeps_the_ranges_of_the_batch() -> None:
         plan_fixed(host, 1, [], 1, FixedShape(4, 43, 0))
     with pytest.raises(ValueError, match="4 rows of 4 tokens do not fit a graph of 3 rows"):
         plan_fixed(host, 1, [], 1, FixedShape(3, 99, 0))
-    long = host_of([Row("", np.ones(2, np.int32), 0, np.arange(2, dtype=np.int32), None)], 1)
+    long = host_of(
+        [ScheduledRequest("", np.ones(2, np.int32), 0, np.arange(2, dtype=np.int32), None)], 1
+    )
     with pytest.raises(ValueError, match="1 rows of 2 tokens"):
         plan_fixed(long, 1, [], 1, FixedShape(3, 99, 0))
 
@@ -346,7 +357,7 @@ def test_page_views() -> None:
 def test_rows_of_the_real_cache(page_size: int) -> None:
     """Forks, twins and beams of one prompt, under memory pressure: plans hold in every step."""
     rng = random.Random(page_size)
-    driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running=10)
+    driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running_requests=10)
     prompt = [rng.randrange(2, 50) for _ in range(100)]
     driver.add("first", prompt, max_tokens=6, ignore_eos=True)
     known, num_shared, num_graphs = [prompt], 0, 0

@@ -82,7 +82,7 @@ class TestReuse:
         put(cache, first).release()
         second = first[:shared] + list(range(2000, 2030))
         expected = kind.found(shared)
-        probe = cache.probe(np.asarray(second, np.int32))
+        probe = cache.watch(np.asarray(second, np.int32))
         assert cache.lookup(second).cached_len == probe.cached_len == expected
         probe.close()
         seq = cache.acquire(second)
@@ -110,8 +110,8 @@ class TestReuse:
         for tokens in ([], [5], list(range(60)), [*range(40), 7], list(range(100, 140))):
             cache.lookup(tokens)
             cache.lookup(tokens, "c", allow_full=True)
-            cache.probe(np.asarray(tokens, np.int32), "d").close()
-        cache.changed_probes()
+            cache.watch(np.asarray(tokens, np.int32), "d").close()
+        cache.changed_watches()
         assert picture(cache) == before
 
     def test_whole_shared_pages_are_the_same_pages(self, kind: Kind) -> None:
@@ -122,7 +122,7 @@ class TestReuse:
         assert seq.pages[:whole].tolist() == first.pages[:whole].tolist()
         own = seq.pages[whole:].tolist()
         assert not set(own) & set(first.pages.tolist())
-        assert [copy[1] for copy in seq.copies] == own
+        assert [copy[1] for copy in seq.cow_copies] == own
         cache.check()
 
     def test_a_conversation_reuses_what_was_said(self, kind: Kind) -> None:
@@ -169,7 +169,7 @@ class TestReuse:
             *(lambda bad=bad: cache.lookup(bad) for bad in bad_tokens),
             lambda: cache.acquire([1], 5),  # type: ignore[arg-type]
             lambda: cache.acquire([1], priority="high"),  # type: ignore[arg-type]
-            lambda: cache.acquire([1], holder="me"),  # type: ignore[arg-type]
+            lambda: cache.acquire([1], session="me"),  # type: ignore[arg-type]
             lambda: cache.evict(-1),
             lambda: cache.evict(1.5),  # type: ignore[arg-type]
             lambda: cache.reset(3),  # type: ignore[arg-type]
@@ -284,7 +284,7 @@ class TestForkAndTruncate:
         assert twin.length == twin.committed_len == twin.cached_len == length
         assert twin.tokens.tolist() == list(range(length))
         assert twin.pages[:whole].tolist() == seq.pages[:whole].tolist()
-        assert [(dst, n) for _, dst, n in twin.copies] == (
+        assert [(dst, n) for _, dst, n in twin.cow_copies] == (
             [(int(twin.pages[whole]), extra)] if extra else []
         )
         assert twin.num_private == (1 if extra else 0)
@@ -320,7 +320,7 @@ class TestForkAndTruncate:
         cache = kind.for_tokens(64)
         seq = put(cache, list(range(21)))
         twin = seq.fork()
-        sources = [source for source, _, _ in twin.copies]
+        sources = [source for source, _, _ in twin.cow_copies]
         seq.release()
         other = cache.acquire([9] * 64)
         other.extend([9] * (cache.num_available * cache.page_size))
@@ -359,7 +359,7 @@ class TestForkAndTruncate:
             twin.extend([7] * 10)
             twin.truncate(length)
             extra = length % cache.page_size
-            assert [n for _, _, n in twin.copies] == ([extra] if extra else [])
+            assert [n for _, _, n in twin.cow_copies] == ([extra] if extra else [])
             cache.check()
             twin.release()
 
@@ -367,10 +367,10 @@ class TestForkAndTruncate:
         cache = kind.for_tokens(400)
         seq = put(cache, list(range(41)))
         twin = seq.fork()
-        copies = list(twin.copies)
+        copies = list(twin.cow_copies)
         twin.extend([7] * 40)
         twin.truncate(65)  # in a page behind the one that the copy fills
-        assert twin.copies == copies
+        assert twin.cow_copies == copies
         cache.check()
 
     def test_bad_lengths_are_refused(self, kind: Kind) -> None:
@@ -429,7 +429,7 @@ class TestEviction:
             put(cache, [first] * 48).release()
         cache.acquire([1] * 48, allow_full=True).release()  # used again
         cache.lookup([2] * 48)  # not a use
-        cache.probe(np.asarray([2] * 48, np.int32)).close()
+        cache.watch(np.asarray([2] * 48, np.int32)).close()
         cache.evict(48)
         found = [cache.lookup([first] * 49).cached_len for first in (1, 2, 3)]
         assert found == [48, 0, 48]
@@ -581,21 +581,21 @@ class TestReasons:
 class TestHolders:
     def test_open_use_and_close(self, kind: Kind) -> None:
         cache = kind.for_tokens(256)
-        holder = cache.open_holder("chat 1", lease_s=2.5)
-        other = cache.open_holder("chat 2")
-        assert (holder.name, holder.is_open) == ("chat 1", True)
-        assert cache.stats()["holders"] == 2
+        session = cache.open_session("chat 1", lease_s=2.5)
+        other = cache.open_session("chat 2")
+        assert (session.name, session.is_open) == ("chat 1", True)
+        assert cache.stats()["sessions"] == 2
         for priority in (0, 5, -1):
-            seq = cache.acquire(list(range(40)), holder=holder, priority=priority)
+            seq = cache.acquire(list(range(40)), session=session, priority=priority)
             seq.extend(list(range(seq.cached_len, 40)))
             seq.commit(40)
             seq.release()
             cache.check()
         for _ in range(2):
-            holder.close()
-            assert not holder.is_open
-            assert cache.stats()["holders"] == 1
-        cache.acquire(list(range(40)), holder=holder).release()  # closed: like none
+            session.close()
+            assert not session.is_open
+            assert cache.stats()["sessions"] == 1
+        cache.acquire(list(range(40)), session=session).release()  # closed: like none
         other.close()
         cache.check()
         cache.evict(10**6)
@@ -605,11 +605,11 @@ class TestHolders:
         cache = kind.for_tokens(256)
         for name, lease in ((5, None), ("a", -1.0), ("a", float("nan")), ("a", "long")):
             with pytest.raises(InvalidRequest):
-                cache.open_holder(name, lease_s=lease)  # type: ignore[arg-type]
-        foreign = kind.for_tokens(256).open_holder("a")
-        with pytest.raises(InvalidRequest, match="open_holder"):
-            cache.acquire([1, 2, 3], holder=foreign)
-        assert cache.stats()["sequences"] == cache.stats()["holders"] == 0
+                cache.open_session(name, lease_s=lease)  # type: ignore[arg-type]
+        foreign = kind.for_tokens(256).open_session("a")
+        with pytest.raises(InvalidRequest, match="open_session"):
+            cache.acquire([1, 2, 3], session=foreign)
+        assert cache.stats()["sequences"] == cache.stats()["sessions"] == 0
 
 
 class TestProbes:
@@ -618,35 +618,35 @@ class TestProbes:
         put(cache, list(range(64))).release()
         heads = {"deep": list(range(64)), "cold": [900 + i for i in range(64)]}
         probes = {
-            name: cache.probe(np.asarray([*head, *[5] * 32, 0], np.int32))
+            name: cache.watch(np.asarray([*head, *[5] * 32, 0], np.int32))
             for name, head in heads.items()
         }
         assert [probe.cached_len for probe in probes.values()] == [64, 0]
-        cache.changed_probes()
+        cache.changed_watches()
         put(cache, [700 + i for i in range(64)]).release()  # elsewhere
-        assert cache.changed_probes() == []
+        assert cache.changed_watches() == []
         put(cache, [*heads["cold"], *[6] * 32]).release()
-        assert cache.changed_probes() == [probes["cold"]]
+        assert cache.changed_watches() == [probes["cold"]]
         assert probes["cold"].cached_len == 64
         seq = put(cache, [*heads["deep"], *[5] * 32])
-        assert cache.changed_probes() == [probes["deep"]]
+        assert cache.changed_watches() == [probes["deep"]]
         assert (probes["deep"].cached_len, probes["deep"].locked_len) == (96, 96)
         seq.release()
         assert (probes["deep"].cached_len, probes["deep"].locked_len) == (96, 0)
         cache.reset()
-        assert set(cache.changed_probes()) == set(probes.values())
+        assert set(cache.changed_watches()) == set(probes.values())
         assert [probe.cached_len for probe in probes.values()] == [0, 0]
         for probe in probes.values():
             probe.close()
         put(cache, heads["deep"]).release()
-        assert cache.changed_probes() == []
+        assert cache.changed_watches() == []
 
     def test_a_path_names_what_is_shared(self, kind: Kind) -> None:
         cache = kind.for_tokens(512)
         for tail in (1, 2):
             put(cache, [*range(32), *[tail] * 32]).release()
         ends = [[*range(32), *[1] * 33], [*range(32), *[2] * 33], [*range(32), 3], [4, 4]]
-        probes = [cache.probe(np.asarray(tokens, np.int32)) for tokens in ends]
+        probes = [cache.watch(np.asarray(tokens, np.int32)) for tokens in ends]
         one, two, head, none = (probe.path() for probe in probes)
         assert none == ()
         assert one[: len(head)] == two[: len(head)] == head
@@ -659,7 +659,7 @@ class TestKnowing:
     def test_the_counters_and_the_law_of_pages(self, kind: Kind) -> None:
         cache = kind.for_tokens(512)
         assert (cache.num_pages, cache.page_size) == (-(-512 // kind.page_size), kind.page_size)
-        assert cache.reuses
+        assert cache.sharing_enabled
         put(cache, list(range(100))).release()
         seq = put(cache, [*range(50), *[7] * 30])
         seq.extend([8] * 5)
@@ -698,7 +698,7 @@ class TestKnowing:
             assert count_nodes(cut) == count
         (top, *_) = cache.dump()["namespaces"][""]["children"]
         assert top["tokens"] == [0] * top["num_tokens"]
-        assert (top["start"], top["refs"], top["holders"]) == (0, 0, 0)
+        assert (top["start"], top["refs"], top["sessions"]) == (0, 0, 0)
 
     def test_settings_are_checked(self, kind: Kind) -> None:
         for bad in (0, -1, 2.5, True, None, 2**31):

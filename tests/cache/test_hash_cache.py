@@ -78,11 +78,11 @@ class TestHashingOnce:
         tokens = list(range(330))
         put(cache, tokens).release()
         hashed.clear()
-        probe = cache.probe(array(tokens))
+        probe = cache.watch(array(tokens))
         assert len(hashed) == 20
         cache.lookup(tokens)
         seq = cache.acquire(tokens)
-        cache.changed_probes()
+        cache.changed_watches()
         probe.refresh()
         assert len(hashed) == 20, "the chain of a waiting prompt was hashed again"
         probe.close()
@@ -107,18 +107,18 @@ class TestHashingOnce:
         tokens = list(range(330))
         seq = cache.acquire(tokens)
         seq.extend(tokens)
-        probe = cache.probe(array(tokens))
+        probe = cache.watch(array(tokens))
         for length in (100, 330):
             seq.commit(length)
             hashed.clear()
-            assert cache.changed_probes() == [probe]
+            assert cache.changed_watches() == [probe]
             assert len(hashed) == length // 16 - probe_before(length) + (length < 330)
         assert probe.cached_len == 320
         probe.close()
 
     def test_nothing_is_kept_of_a_prompt_that_nobody_holds(self) -> None:
         cache = HashBlockCache(1000, 16)
-        probe = cache.probe(array(list(range(100))))
+        probe = cache.watch(array(list(range(100))))
         cache.lookup(list(range(100)))
         cache.acquire(list(range(200, 300))).release()
         assert len(cache._pool.chains) == 1
@@ -212,7 +212,7 @@ class TestSharedHeads:
         assert seq.num_private == 1
         twin = seq.fork()
         assert (seq.num_private, twin.num_private) == (0, 1)
-        assert twin.copies == [(int(seq.pages[1]), int(twin.pages[1]), 5)]
+        assert twin.cow_copies == [(int(seq.pages[1]), int(twin.pages[1]), 5)]
         assert cache.stats()["nodes"] == 1  # and nobody finds it
         seq.extend(list(range(21, 32)))  # behind the head that is still to be copied
         seq.commit(32)
@@ -232,7 +232,7 @@ class TestSharedHeads:
         seq = put(cache, list(range(21)))
         twin = seq.fork()
         third = twin.fork()  # the twin's own page is still empty
-        assert third.copies[0][0] == twin.copies[0][0] == seq.pages[1]
+        assert third.copies[0][0] == twin.cow_copies[0][0] == seq.pages[1]
         for one in (seq, twin, third):
             one.release()
             cache.check()
@@ -243,15 +243,15 @@ class TestSharedHeads:
         seq = put(cache, list(range(21)))
         twin = seq.fork()
         seq.truncate(18)
-        assert seq.pages[1] not in (twin.copies[0][0], twin.pages[1])
-        assert seq.copies == [(twin.copies[0][0], int(seq.pages[1]), 2)]
+        assert seq.pages[1] not in (twin.cow_copies[0][0], twin.pages[1])
+        assert seq.cow_copies == [(twin.cow_copies[0][0], int(seq.pages[1]), 2)]
         cache.check()
         twin.commit(21)
         seq.commit(18)
         cache.check()
         page = int(twin.pages[1])
         twin.truncate(17)  # nobody else reads it
-        assert twin.copies == []
+        assert twin.cow_copies == []
         assert int(twin.pages[1]) == page
 
     def test_another_sequence_may_fill_the_block_first(self) -> None:
@@ -372,7 +372,7 @@ DAMAGE: dict[str, Callable[[HashBlockCache, HashSequence], object]] = {
     "another page than": lambda _, seq: seq._pages.__setitem__(0, int(seq.pages[1])),
     "not published all": lambda _, seq: setattr(seq, "_committed", 12),
     "miscounts its sequences": lambda _, seq: setattr(seq._space, "num_sequences", 5),
-    "does not protect its copy": lambda _, seq: seq.copies.append((0, 1, 2)),
+    "does not protect its copy": lambda _, seq: seq.cow_copies.append((0, 1, 2)),
 }
 
 

@@ -23,15 +23,15 @@ class TestUnknownTokens:
         cache = make(10, 4)
         seq = cache.acquire([1, 2, 3])
         seq.extend([1, 2, 3])
-        seq.reserve(2)
+        seq.append_placeholders(2)
         assert (seq.length, seq.num_unknown, len(seq.pages)) == (5, 2, 2)
         assert seq.tokens.tolist() == [1, 2, 3, -1, -1]
         seq.commit(3)
         cache.check()
-        seq.settle([7])
+        seq.fill([7])
         assert (seq.num_unknown, seq.tokens.tolist()) == (1, [1, 2, 3, 7, -1])
         seq.commit(4)
-        seq.settle([8])
+        seq.fill([8])
         seq.commit(5)
         cache.check()
         seq.release()
@@ -41,18 +41,18 @@ class TestUnknownTokens:
         cache = make(10, 1)
         seq = cache.acquire([1])
         seq.extend([1])
-        seq.reserve(1)
+        seq.append_placeholders(1)
         with pytest.raises(InvalidRequest, match=r"between 0 .* and 1, got 2"):
             seq.commit(2)
-        with pytest.raises(InvalidRequest, match="unknown: settle them"):
+        with pytest.raises(InvalidRequest, match="unknown: fill them"):
             seq.extend([5])
         with pytest.raises(InvalidRequest, match="up to 1 tokens"):
-            seq.settle([5, 6])
+            seq.fill([5, 6])
         with pytest.raises(InvalidRequest):
-            seq.reserve(0)
+            seq.append_placeholders(0)
         seq.commit(1)
         with pytest.raises(InvalidRequest, match="up to 0 tokens"):
-            seq.fork().settle([1])
+            seq.fork().fill([1])
         seq.release()
         assert cache.lookup([1, -1, -1]).cached_len == 1
         cache.check()
@@ -63,9 +63,9 @@ class TestUnknownTokens:
         seq.extend([1, 2], 3)
         assert (seq.length, seq.num_unknown, len(seq.pages)) == (5, 3, 3)
         assert seq.tokens.tolist() == [1, 2, -1, -1, -1]
-        with pytest.raises(InvalidRequest, match="unknown: settle them"):
+        with pytest.raises(InvalidRequest, match="unknown: fill them"):
             seq.extend([5], 1)
-        seq.settle([7, 8, 9])
+        seq.fill([7, 8, 9])
         seq.commit(5)
         for bad in (-1, None, 0.0, "2"):
             with pytest.raises(InvalidRequest, match="num_unknown must be"):
@@ -82,12 +82,12 @@ class TestUnknownTokens:
         cache = make(3, 1)
         seq = cache.acquire([1])
         seq.extend([1])
-        seq.reserve(2)
+        seq.append_placeholders(2)
         with pytest.raises(OutOfPages):
-            seq.reserve(1)
+            seq.append_placeholders(1)
         assert (seq.length, seq.num_unknown) == (3, 2)
         cache.check()
-        seq.settle([4, 5])
+        seq.fill([4, 5])
         seq.commit(3)
         seq.release()
         cache.check()
@@ -96,7 +96,7 @@ class TestUnknownTokens:
         cache = make(20, 2)
         seq = cache.acquire([1])
         seq.extend([1, 2, 3])
-        seq.reserve(17)
+        seq.append_placeholders(17)
         seq.truncate(5)
         assert seq.num_unknown == 2
         seq.truncate(2)
@@ -112,22 +112,22 @@ def test_pages_are_told_by_what_changed(make: Any) -> None:
     one, two = (cache.acquire([1, 2, 3, 4, 5]) for _ in range(2))
     for seq in (one, two):
         seq.extend([1, 2, 3, 4, 5])
-        assert seq.tell_pages()[1] == 0
-        pages, first = seq.tell_pages()
+        assert seq.page_table_delta()[1] == 0
+        pages, first = seq.page_table_delta()
         assert (pages.tolist(), first) == (seq.pages.tolist(), 3)
-    told = two.tell_pages()[0]
+    told = two.page_table_delta()[0]
     before = told.tolist()
     one.commit(5)
     two.commit(5)  # takes over the whole pages
     assert two.pages[:2].tolist() == one.pages[:2].tolist() != before[:2]
     assert told.tolist() == before  # until it is told again
     two.extend([6, 7])
-    pages, first = two.tell_pages()
+    pages, first = two.page_table_delta()
     assert (pages.tolist(), first) == (two.pages.tolist(), 0)
     two.commit(7)
     two.truncate(4)
     two.extend([8, 8, 8])
-    pages, first = two.tell_pages()
+    pages, first = two.page_table_delta()
     assert (pages.tolist(), first) == (two.pages.tolist(), 2)
 
 
@@ -164,16 +164,16 @@ class FlightWorld(World):
             if is_known and not seq.num_unknown:
                 seq.extend([self.now_token() for _ in range(count)])
             else:
-                seq.reserve(count)
+                seq.append_placeholders(count)
         except OutOfPages:
             assert seq.length == start
             return
-        copies = [] if id(seq) in self.copied else list(seq.copies)
+        copies = [] if id(seq) in self.copied else list(seq.cow_copies)
         self.copied.add(id(seq))
         self.flights.append(Flight(seq, start, seq.length, self.tell(seq), copies))
 
     def tell(self, seq: Any) -> list[int]:
-        pages, first = seq.tell_pages()
+        pages, first = seq.page_table_delta()
         found = [*self.told.get(id(seq), [])[:first], *pages.tolist()[first:]]
         assert found == seq.pages.tolist()
         self.told[id(seq)] = found
@@ -190,7 +190,7 @@ class FlightWorld(World):
                 self.cells[target, slot] = self.cells[source, slot]
         known = seq.length - seq.num_unknown
         if not seq.is_released and known < flight.end:  # the row before has told its token
-            seq.settle([self.now_token() for _ in range(flight.end - known)])
+            seq.fill([self.now_token() for _ in range(flight.end - known)])
         tokens = tuple(seq.tokens.tolist())
         for at in range(flight.start, flight.end):
             cell = flight.pages[at // self.page_size], at % self.page_size

@@ -43,16 +43,16 @@ class CacheMachine(RuleBasedStateMachine):
         return seq
 
     def pick_holder(self, data: st.DataObject) -> RadixHolder | None:
-        return data.draw(st.sampled_from([None, *self.world.holders]))
+        return data.draw(st.sampled_from([None, *self.world.sessions]))
 
     @rule(data=st.data(), tokens=TOKENS, namespace=NAMESPACES, allow_full=st.booleans())
     def acquire(
         self, data: st.DataObject, tokens: Prefix, namespace: str, allow_full: bool
     ) -> None:
         assume(len(self.world.open) < 10)
-        holder, priority = self.pick_holder(data), data.draw(st.integers(-2, 2))
+        session, priority = self.pick_holder(data), data.draw(st.integers(-2, 2))
         self.world.acquire(
-            tokens, namespace, allow_full=allow_full, holder=holder, priority=priority
+            tokens, namespace, allow_full=allow_full, session=session, priority=priority
         )
 
     @rule(data=st.data(), tail=TOKENS, namespace=NAMESPACES)
@@ -61,17 +61,17 @@ class CacheMachine(RuleBasedStateMachine):
         seq = self.pick(data)
         head = tuple(seq.tokens.tolist())
         cut = data.draw(st.integers(0, len(head)))
-        self.world.acquire(head[:cut] + tail, namespace, holder=self.pick_holder(data))
+        self.world.acquire(head[:cut] + tail, namespace, session=self.pick_holder(data))
 
     @rule(lease_s=st.sampled_from([0.0, 1.0, 10.0, 1e9]))
-    def open_holder(self, lease_s: float) -> None:
-        assume(len(self.world.holders) < 8)
-        self.world.open_holder(lease_s)
+    def open_session(self, lease_s: float) -> None:
+        assume(len(self.world.sessions) < 8)
+        self.world.open_session(lease_s)
 
     @rule(data=st.data())
-    def close_holder(self, data: st.DataObject) -> None:
-        assume(self.world.holders)
-        data.draw(st.sampled_from(self.world.holders)).close()
+    def close_session(self, data: st.DataObject) -> None:
+        assume(self.world.sessions)
+        data.draw(st.sampled_from(self.world.sessions)).close()
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 20.0]))
     def wait(self, seconds: float) -> None:

@@ -53,10 +53,10 @@ class TestReuse:
         whole, extra = divmod(67, size)
         assert seq.pages[:whole].tolist() == first.pages[:whole].tolist()
         if extra:
-            assert seq.copies == [(int(first.pages[whole]), int(seq.pages[whole]), extra)]
+            assert seq.cow_copies == [(int(first.pages[whole]), int(seq.pages[whole]), extra)]
             assert seq.pages[whole] not in first.pages
         else:
-            assert seq.copies == []
+            assert seq.cow_copies == []
         cache.check()
 
     def test_identical_prompts_share_their_partial_last_page(self, cache: RadixCache) -> None:
@@ -162,7 +162,7 @@ class TestForkAndTruncate:
         assert twin.tokens.tolist() == seq.tokens.tolist()
         extra = 75 % cache.page_size
         assert cache.stats()["pages_private"] - private == (1 if extra else 0)
-        assert [n for _, _, n in twin.copies] == ([extra] if extra else [])
+        assert [n for _, _, n in twin.cow_copies] == ([extra] if extra else [])
         seq.extend([1])
         twin.extend([2])
         seq.commit(76)
@@ -195,12 +195,12 @@ class TestForkAndTruncate:
         cache = RadixCache(20, page_size=16)
         put(cache, list(range(30))).release()
         seq = cache.acquire([*range(10), -1, -1])
-        (copy,) = seq.copies
+        (copy,) = seq.cow_copies
         assert copy[2] == 10
         seq.truncate(4)
-        assert seq.copies == [(copy[0], copy[1], 4)]
+        assert seq.cow_copies == [(copy[0], copy[1], 4)]
         seq.truncate(0)
-        assert seq.copies == []
+        assert seq.cow_copies == []
         cache.check()
 
     def test_truncate_beyond_the_end_is_refused(self, cache: RadixCache) -> None:
@@ -249,7 +249,7 @@ class TestEviction:
         put(cache, [1] * 10).release()
         put(cache, [2] * 10).release()
         cache.lookup([1] * 10)
-        cache.probe(np.array([1] * 10, np.int32)).close()
+        cache.watch(np.array([1] * 10, np.int32)).close()
         cache.evict(10)
         assert cache.lookup([1] * 10).cached_len == 0
 
@@ -479,10 +479,10 @@ class TestDump:
         put(cache, [1, 2, 9]).release()
         root = cache.dump()["namespaces"][""]
         (top,) = root["children"]
-        assert (top["tokens"], top["holders"], top["start"]) == ([1, 2], 1, 0)
+        assert (top["tokens"], top["sessions"], top["start"]) == ([1, 2], 1, 0)
         assert sorted(child["tokens"] for child in top["children"]) == [[3, 4], [9]]
         seq.release()
-        assert cache.dump()["namespaces"][""]["children"][0]["holders"] == 0
+        assert cache.dump()["namespaces"][""]["children"][0]["sessions"] == 0
 
     def test_is_cut_at_max_nodes(self) -> None:
         cache = RadixCache(100)

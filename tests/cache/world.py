@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from radixserve.cache import CachedSequence, OutOfPages, Probe, RadixCache
-from radixserve.cache.retention import RadixHolder as Holder
+from radixserve.cache.retention import RadixHolder as CacheSession
 
 Prefix = tuple[int, ...]
 
@@ -24,9 +24,11 @@ class World:
         self.has_holders = True  # what random programs ask
         self.cache = self.make_cache(num_pages, page_size, reuse=reuse, eviction=eviction)
         self.page_size = page_size
-        self.holders: list[Holder] = []  # open and closed ones
-        self.owner: dict[int, Holder | None] = {}  # id(sequence) -> its holder
-        self.ends: dict[tuple[str, Prefix], list[Holder | None]] = {}  # where sequences let go
+        self.sessions: list[CacheSession] = []  # open and closed ones
+        self.owner: dict[int, CacheSession | None] = {}  # id(sequence) -> its session
+        self.ends: dict[
+            tuple[str, Prefix], list[CacheSession | None]
+        ] = {}  # where sequences let go
         self.cells: dict[tuple[int, int], Prefix] = {}  # (page, slot) -> the prefix it stands for
         self.open: list[CachedSequence] = []
         self.spaces: dict[int, str] = {}  # id(sequence) -> namespace; "" of a reset one is kept
@@ -47,8 +49,8 @@ class World:
 
     # -- what a user does ---------------------------------------------------------------------
 
-    def open_holder(self, lease_s: float) -> None:
-        self.holders.append(self.cache.open_holder(f"h{len(self.holders)}", lease_s=lease_s))
+    def open_session(self, lease_s: float) -> None:
+        self.sessions.append(self.cache.open_session(f"h{len(self.sessions)}", lease_s=lease_s))
 
     def acquire(
         self,
@@ -56,27 +58,27 @@ class World:
         namespace: str = "",
         *,
         allow_full: bool = False,
-        holder: Holder | None = None,
+        session: CacheSession | None = None,
         priority: int = 0,
     ) -> None:
         before = self.cache.dump()
         found = self.cache.lookup(tokens, namespace, allow_full=allow_full)
-        probe = self.cache.probe(_array(tokens), namespace)
+        probe = self.cache.watch(_array(tokens), namespace)
         assert self.cache.dump() == before, "lookup changed something"
         limit = len(tokens) if allow_full else max(0, len(tokens) - 1)
         true = self.longest_cached(tokens[:limit], namespace)
         assert true - true % self.page_size <= found.cached_len <= true
         if self.cache.stats()["pages_free"]:
             assert found.cached_len == true
-        if not allow_full and self.cache.reuses:
+        if not allow_full and self.cache.sharing_enabled:
             assert probe.cached_len == true
         self.probes.append((probe, tokens, namespace))
         seq = self.cache.acquire(
-            tokens, namespace, allow_full=allow_full, holder=holder, priority=priority
+            tokens, namespace, allow_full=allow_full, session=session, priority=priority
         )
         assert seq.cached_len == seq.length == found.cached_len
         assert tuple(seq.tokens) == tokens[: seq.cached_len]
-        self.owner[id(seq)] = holder
+        self.owner[id(seq)] = session
         self._add(seq, namespace)
 
     def extend(self, seq: CachedSequence, tokens: Prefix) -> bool:
@@ -98,7 +100,7 @@ class World:
     def commit(self, seq: CachedSequence, length: int) -> None:
         seq.commit(length)
         self.verify(seq)
-        if self.cache.reuses and id(seq) not in self.stale:
+        if self.cache.sharing_enabled and id(seq) not in self.stale:
             cached = self.longest_cached(tuple(seq.tokens[:length]), self.spaces[id(seq)])
             assert cached == length, "published tokens are not in the tree"
 
@@ -153,7 +155,7 @@ class World:
     # -- what the device would do -------------------------------------------------------------
 
     def copy_heads(self, seq: CachedSequence) -> None:
-        for source, target, count in seq.copies:
+        for source, target, count in seq.cow_copies:
             for slot in range(count):
                 self.cells[target, slot] = self.cells[source, slot]
 
@@ -168,7 +170,7 @@ class World:
     def verify(self, seq: CachedSequence) -> None:
         """Everything that this sequence's next step would read is what it should be."""
         tokens = tuple(seq.tokens)
-        heads = {target: source for source, target, _ in seq.copies}
+        heads = {target: source for source, target, _ in seq.cow_copies}
         for at in range(seq.committed_len):
             page, slot = int(seq.pages[at // self.page_size]), at % self.page_size
             page = heads.get(page, page)  # not copied yet
@@ -212,14 +214,14 @@ class World:
 
         To the page: the head of one may live on in a sibling's page alone.
         """
-        if not self.holders:
+        if not self.sessions:
             return
         for name, prefixes in before.items():
             lost = prefixes - self.cached_prefixes(name)
             wanted = {
                 end[1][: len(end[1]) - len(end[1]) % self.page_size]
-                for end, holders in self.ends.items()
-                if end[0] == name and any(h is None or h.is_open for h in holders)
+                for end, sessions in self.ends.items()
+                if end[0] == name and any(h is None or h.is_open for h in sessions)
             }
             if any(end[: len(prefix)] == prefix for prefix in lost for end in wanted):
                 assert self.cache.stats()["pages_closed"] == 0
@@ -233,14 +235,14 @@ class World:
         stats = self.cache.stats()
         parts = stats["pages_free"] + stats["pages_tree"] + stats["pages_private"]
         assert parts == stats["pages_total"]
-        assert stats["holders"] == sum(holder.is_open for holder in self.holders)
+        assert stats["sessions"] == sum(session.is_open for session in self.sessions)
         self.check_probes()
 
     def check_probes(self) -> None:
         """Every open probe knows what a fresh look-up would find, however the tree changed."""
-        self.cache.changed_probes()
+        self.cache.changed_watches()
         for probe, tokens, namespace in self.probes:
-            fresh = self.cache.probe(_array(tokens), namespace)
+            fresh = self.cache.watch(_array(tokens), namespace)
             assert probe.cached_len == fresh.cached_len
             size = self.page_size  # a head of a page may be found in several siblings
             assert probe.locked_len // size == fresh.locked_len // size
@@ -288,7 +290,7 @@ def _array(tokens: Prefix) -> Any:
 def random_step(world: World, rng: random.Random, max_len: int) -> None:
     """One random thing that a user of the cache may do."""
     action = rng.choices(
-        ["acquire", "extend", "commit", "fork", "truncate", "release", "evict", "reset", "holder"],
+        ["acquire", "extend", "commit", "fork", "truncate", "release", "evict", "reset", "session"],
         [8, 10, 10, 3, 3, 5, 2, 0.2, 2],
     )[0]
     seq = rng.choice(world.open) if world.open else None
@@ -299,10 +301,10 @@ def random_step(world: World, rng: random.Random, max_len: int) -> None:
             tokens,
             rng.choice(["", "", "b"]),
             allow_full=rng.random() < 0.2,
-            holder=rng.choice([None, *world.holders[-6:]]),
+            session=rng.choice([None, *world.sessions[-6:]]),
             priority=rng.choice([-1, 0, 0, 2]),
         )
-    elif action == "holder":
+    elif action == "session":
         random_holder_step(world, rng)
     elif action == "evict":
         world.evict(rng.randrange(2 * world.page_size + 8))
@@ -323,11 +325,11 @@ def random_step(world: World, rng: random.Random, max_len: int) -> None:
 
 
 def random_holder_step(world: World, rng: random.Random) -> None:
-    """Open or close a holder; most worlds have none."""
+    """Open or close a session; most worlds have none."""
     if world.has_holders and rng.random() < 0.5:
-        world.open_holder(rng.choice([0.0, 2.0, 20.0, 1e9]))
-    elif world.holders:
-        rng.choice(world.holders).close()
+        world.open_session(rng.choice([0.0, 2.0, 20.0, 1e9]))
+    elif world.sessions:
+        rng.choice(world.sessions).close()
 
 
 def random_tokens(world: World, rng: random.Random, max_len: int) -> Prefix:

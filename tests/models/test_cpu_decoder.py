@@ -20,7 +20,7 @@ from radixserve.models.decoder import FIRST_POSITIONS, load_decoder
 from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row, SampleSpec
+from radixserve.schedule import SampleSpec, ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, make_checkpoint
 
@@ -75,7 +75,7 @@ class World:
         self.backend = make(self.kv, info.num_heads)
 
     @torch.inference_mode()
-    def run(self, rows: list[Row]) -> Tensor:
+    def run(self, rows: list[ScheduledRequest]) -> Tensor:
         batch = build_forward_batch(rows, self.page_size, CPU)
         self.backend.plan(batch)
         return self.model.forward(batch, self.backend)
@@ -97,7 +97,7 @@ def worlds(
 SPEC = SampleSpec(SamplingParams(), 0, 1, np.ones(1, np.int32), ())
 
 
-def steps(seed: int, page_size: int, vocab: int = VOCAB) -> list[list[Row]]:
+def steps(seed: int, page_size: int, vocab: int = VOCAB) -> list[list[ScheduledRequest]]:
     """Chunks and decodes of sequences that fork off each other, mixed; some draw, some score."""
     rng = random.Random(seed)
     unused = iter(rng.sample(range(1_500), 1_500))
@@ -122,10 +122,10 @@ def steps(seed: int, page_size: int, vocab: int = VOCAB) -> list[list[Row]]:
             used = np.array(pages[: -(-(at[0] + count) // page_size)], np.int32)
             sample = SPEC if rng.random() < 0.7 or number == 0 else None
             targets = ids[:2] if count > 2 and rng.random() < 0.3 else None
-            rows.append(Row(f"r{number}", ids, at[0], used, sample, targets))
+            rows.append(ScheduledRequest(f"r{number}", ids, at[0], used, sample, targets))
             at[0] += count
         rng.shuffle(rows)
-        if not any(row.sample or row.targets is not None for row in rows):
+        if not any(row.sample or row.logprob_targets is not None for row in rows):
             rows[0] = rows[0]._replace(sample=SPEC)
         plan.append(rows)
     return plan
@@ -186,7 +186,7 @@ def check_rows_alone(folder: Path, dtype: torch.dtype) -> None:
     own, _ = worlds(big_checkpoint(folder, dtype), 2, dtype)
     own.backend = CpuBackend(own.kv, own.model.info.num_heads, shares=False)
     for rows in steps(2, 2):
-        rows = [row._replace(sample=SPEC, targets=None) for row in rows]
+        rows = [row._replace(sample=SPEC, logprob_targets=None) for row in rows]
         together = own.run(rows)
         kv = own.kv.clone()
         for number in random.Random(0).sample(range(len(rows)), len(rows)):
@@ -210,7 +210,7 @@ def test_positions_beyond_the_first_table(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     ids, pages = generator.integers(0, VOCAB, long).astype(np.int32), np.arange(170, dtype=np.int32)
     for start, end in ((0, long - 1), (long - 1, long)):
-        row = Row("r", ids[start:end], start, pages[: -(-end // 16)], SPEC)
+        row = ScheduledRequest("r", ids[start:end], start, pages[: -(-end // 16)], SPEC)
         torch.testing.assert_close(own.run([row]), plain.run([row]), atol=1e-4, rtol=1e-4)
 
 

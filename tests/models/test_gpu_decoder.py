@@ -19,7 +19,7 @@ from radixserve.models.gpu_decoder import load_gpu_decoder
 from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row, SampleSpec
+from radixserve.schedule import SampleSpec, ScheduledRequest
 from tests.checkpoints import NATIVE, make_checkpoint
 from tests.models.test_decoder import ROPE
 
@@ -55,13 +55,13 @@ class World:
         self.backend = make_backend(self.backend_name, self.kv, info.num_heads)
 
     @torch.inference_mode()
-    def run(self, rows: list[Row]) -> Tensor:
+    def run(self, rows: list[ScheduledRequest]) -> Tensor:
         batch = build_forward_batch(rows, self.page_size, CPU)
         self.backend.plan(batch)
         return self.model.forward(batch, self.backend)
 
 
-def steps(seed: int, page_size: int, vocab: int = 288) -> list[list[Row]]:
+def steps(seed: int, page_size: int, vocab: int = 288) -> list[list[ScheduledRequest]]:
     """Chunks and decodes of sequences that fork off each other, mixed; some draw, some do not."""
     rng = random.Random(seed)
     unused = iter(rng.sample(range(NUM_PAGES), NUM_PAGES))
@@ -84,7 +84,7 @@ def steps(seed: int, page_size: int, vocab: int = 288) -> list[list[Row]]:
             used = np.array(pages[: -(-(at[0] + count) // page_size)], np.int32)
             targets = np.zeros(min(2, count - 1), np.int32) if rng.random() < 0.2 else None
             draws = DRAWS if rng.random() < 0.7 else None
-            rows.append(Row(str(number), ids, at[0], used, draws, targets))
+            rows.append(ScheduledRequest(str(number), ids, at[0], used, draws, targets))
             at[0] += count
         plan.append(rows)
     return plan
@@ -136,9 +136,12 @@ def test_kernels_themselves(tmp_path: Path, family: str, monkeypatch: pytest.Mon
     ids = np.arange(1, 10, dtype=np.int32)
     pages = np.array([8, 3, 5, 1, 9], np.int32)
     for rows in (
-        [Row("a", ids[:5], 0, pages[:3], None), Row("b", ids[3:5], 0, pages[4:], DRAWS)],
-        [Row("a", ids[5:8], 5, pages[:4], DRAWS)],
-        [Row("c", ids[:3], 0, pages[4:] + 1 + np.arange(2, dtype=np.int32), DRAWS)],
+        [
+            ScheduledRequest("a", ids[:5], 0, pages[:3], None),
+            ScheduledRequest("b", ids[3:5], 0, pages[4:], DRAWS),
+        ],
+        [ScheduledRequest("a", ids[5:8], 5, pages[:4], DRAWS)],
+        [ScheduledRequest("c", ids[:3], 0, pages[4:] + 1 + np.arange(2, dtype=np.int32), DRAWS)],
     ):
         assert torch.allclose(ours.run(rows), theirs.run(rows), atol=1e-4, rtol=1e-4)
     assert torch.allclose(ours.kv, theirs.kv, atol=1e-4)

@@ -110,7 +110,7 @@ def test_every_decoder_has_the_same_weights(name: str) -> None:
     other = load_decoder(find_model(f"random:{name}", seed=4), torch.float32, CPU)
     for model, backend in models:
         world = World(model, backend, 2)
-        rows = [row._replace(sample=None, targets=None) for row in steps(2, 2)[0]]
+        rows = [row._replace(sample=None, logprob_targets=None) for row in steps(2, 2)[0]]
         assert world.run(rows).shape == (0, 288)
         assert world.kv.any()
     rows = next(rows for rows in steps(0, 1) if rows[0].sample is not None)

@@ -42,12 +42,14 @@ def burst(count: int = 60) -> Trace:
 
 
 @pytest.mark.parametrize("order", ["lpm", "fcfs", "dfs-weight"])
-@pytest.mark.parametrize("chunk_size", [64, 2048])
+@pytest.mark.parametrize("chunked_prefill_size", [64, 2048])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_burst_computes_every_prefix_once(order: str, chunk_size: int, page_size: int) -> None:
+def test_a_burst_computes_every_prefix_once(
+    order: str, chunked_prefill_size: int, page_size: int
+) -> None:
     trace = burst()
     spec = CacheSpec(64 * 500, page_size=page_size)
-    found = serve(trace, spec, order=order, chunk_size=chunk_size)
+    found = serve(trace, spec, order=order, chunked_prefill_size=chunked_prefill_size)
     distinct = build_paths(trace).distinct_tokens
     assert found.needed_tokens == distinct
     assert found.repeated_tokens == 0
@@ -132,7 +134,7 @@ def test_longest_prefix_first_overtakes_and_fcfs_does_not() -> None:
     knowing = [([*warm, at], [1] * 5) for at in range(10)]
     times = [0.0] + [20.0] * 20
     trace = make_trace([(warm, [1]), *strangers, *knowing], times=times)
-    settings = {"step": PLAIN, "max_running": 2, "chunk_size": 200}
+    settings = {"step": PLAIN, "max_running_requests": 2, "chunked_prefill_size": 200}
     lpm = serve(trace, CacheSpec(10**5), order="lpm", **settings)
     fcfs = serve(trace, CacheSpec(10**5), order="fcfs", **settings)
     bounded = serve(trace, CacheSpec(10**5), order="lpm", max_overtake=3, **settings)
@@ -144,7 +146,7 @@ def test_longest_prefix_first_overtakes_and_fcfs_does_not() -> None:
 
 def test_preemption_is_counted_and_everything_ends() -> None:
     turns = [([at] * 30, list(range(60))) for at in range(6)]
-    found = serve(make_trace(turns), CacheSpec(150), max_running=6)
+    found = serve(make_trace(turns), CacheSpec(150), max_running_requests=6)
     assert found.preemptions > 0
     assert not np.isnan(found.ttft_s).any()
     assert found.needed_tokens == 6 * 89

@@ -10,7 +10,7 @@ import numpy as np
 
 from radixserve.request import SamplingParams
 from radixserve.runner.model_runner import ModelRunner
-from radixserve.schedule import Row, RowOutput, SampleSpec, Schedule
+from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
 
@@ -25,7 +25,7 @@ class Stream:
     num_prompt: int
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    outputs: list[RowOutput] = field(default_factory=list)
+    outputs: list[SampleOutput] = field(default_factory=list)
 
     @property
     def output_ids(self) -> list[int]:
@@ -45,7 +45,7 @@ class Driver:
         self.free = list(range(runner.num_pages))
         self.random.shuffle(self.free)
         self.sequences: list[Stream] = []
-        self.copies: list[tuple[int, int, int]] = []
+        self.cow_copies: list[tuple[int, int, int]] = []
         self.num_steps = 0
 
     def add(
@@ -68,7 +68,7 @@ class Driver:
             sequence.pages = other.pages[:whole]
             if rest:
                 sequence.pages.append(self.free.pop())
-                self.copies.append((other.pages[whole], sequence.pages[-1], rest))
+                self.cow_copies.append((other.pages[whole], sequence.pages[-1], rest))
             sequence.computed = num_shared
         self.sequences.append(sequence)
         return sequence
@@ -76,12 +76,12 @@ class Driver:
     def step(self, work: Sequence[tuple[Stream, int]]) -> dict[str, float]:
         """Compute the next n tokens of each sequence; draw where that reaches the end."""
         rows = tuple(self._row(sequence, count) for sequence, count in work)
-        copies = np.array(self.copies, np.int32).reshape(-1, 3)
-        self.copies = []
+        copies = np.array(self.cow_copies, np.int32).reshape(-1, 3)
+        self.cow_copies = []
         decodes = sum(len(row.token_ids) == 1 for row in rows)
         total = sum(len(row.token_ids) for row in rows)
         output = self.runner.execute(
-            Schedule(self.num_steps, rows, copies, total - decodes, decodes)
+            SchedulerOutput(self.num_steps, rows, copies, total - decodes, decodes)
         )
         self.num_steps += 1
         for (sequence, count), row, drawn in zip(work, rows, output.outputs, strict=True):
@@ -106,7 +106,7 @@ class Driver:
                 self.random.shuffle(work)
             self.step(work)
 
-    def _row(self, sequence: Stream, count: int) -> Row:
+    def _row(self, sequence: Stream, count: int) -> ScheduledRequest:
         start, end = sequence.computed, sequence.computed + count
         while len(sequence.pages) * self.page_size < end:
             sequence.pages.append(self.free.pop())
@@ -119,7 +119,7 @@ class Driver:
                 token_ids=np.array(sequence.tokens, np.int32),
                 banned_ids=(),
             )
-        return Row(
+        return ScheduledRequest(
             request_id=str(id(sequence)),
             token_ids=np.array(sequence.tokens[start:end], np.int32),
             start=start,

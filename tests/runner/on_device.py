@@ -13,7 +13,10 @@ from radixserve.runner.device_batch import BatchSender, DeviceBatch
 from radixserve.runner.model_runner import ModelRunner
 from tests.runner.late_queue import LateQueue
 
-SMALL: dict[str, Any] = {"max_running": 8, "chunk_size": 64}  # so that the trial at load is short
+SMALL: dict[str, Any] = {
+    "max_running_requests": 8,
+    "chunked_prefill_size": 64,
+}  # so that the trial at load is short
 
 
 def device_runner(folder: object, **fields: Any) -> ModelRunner:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from radixserve.request import SamplingParams
-from radixserve.schedule import Row, SampleSpec
+from radixserve.schedule import SampleSpec, ScheduledRequest
 
 SPEC = SampleSpec(SamplingParams(temperature=0.0), 0, 1, np.zeros(1, np.int32), ())
 
 
 def random_rows(
     generator: np.random.Generator, page_size: int, num_rows: int, *, are_decodes: bool = False
-) -> list[Row]:
+) -> list[ScheduledRequest]:
     """Rows of any mix; of one token each, all drawn from, if they are decodes."""
     rows = []
     for at in range(num_rows):
@@ -25,13 +25,13 @@ def random_rows(
             count = int(generator.integers(1, num_new - draws + 1))
             targets = generator.integers(0, 50, count).astype(np.int32)
         rows.append(
-            Row(
+            ScheduledRequest(
                 request_id=f"r{at}",
                 token_ids=generator.integers(0, 50, num_new).astype(np.int32),
                 start=start,
                 page_ids=generator.integers(0, 99, num_pages).astype(np.int32),
                 sample=SPEC if draws else None,
-                targets=targets,
+                logprob_targets=targets,
             )
         )
     return rows

@@ -182,28 +182,40 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize(
-    ("chunk_size", "max_running", "longest"), [(512, 64, 4096), (512, 4, 100), (3, 1, 8), (1, 2, 2)]
+    ("chunked_prefill_size", "max_running_requests", "longest"),
+    [(512, 64, 4096), (512, 4, 100), (3, 1, 8), (1, 2, 2)],
 )
-def test_trial_schedules(chunk_size: int, max_running: int, longest: int, page_size: int) -> None:
-    room = num_trial_pages(chunk_size, max_running, page_size)
-    schedules = list(trial_schedules(chunk_size, max_running, longest, page_size))
+def test_trial_schedules(
+    chunked_prefill_size: int, max_running_requests: int, longest: int, page_size: int
+) -> None:
+    room = num_trial_pages(chunked_prefill_size, max_running_requests, page_size)
+    schedules = list(
+        trial_schedules(chunked_prefill_size, max_running_requests, longest, page_size)
+    )
     for schedule in schedules:
         pages = [page for row in schedule.rows for page in row.page_ids.tolist()]
         assert len(set(pages)) == len(pages)
         assert max(pages) < room
-        assert len({row.request_id for row in schedule.rows}) == len(schedule.rows) <= max_running
+        assert (
+            len({row.request_id for row in schedule.rows})
+            == len(schedule.rows)
+            <= max_running_requests
+        )
         assert all(1 <= len(row.token_ids) <= longest for row in schedule.rows)
         num_tokens = sum(len(row.token_ids) for row in schedule.rows)
         assert num_tokens == schedule.num_prefill_tokens + schedule.num_decode_tokens
-    (copy,) = schedules[0].copies.tolist()
+    (copy,) = schedules[0].cow_copies.tolist()
     used = {page for row in schedules[0].rows for page in row.page_ids.tolist()}
     assert copy[0] in used
     assert copy[1] not in used
     assert copy[1] < room
     largest = sum(len(row.token_ids) for row in schedules[0].rows)
-    num_chunks = min(-(-chunk_size // longest), max_running)
-    assert largest == min(chunk_size, num_chunks * longest) + max_running - num_chunks
-    assert len(schedules[0].rows) == len(schedules[-1].rows) == max_running
+    num_chunks = min(-(-chunked_prefill_size // longest), max_running_requests)
+    assert (
+        largest
+        == min(chunked_prefill_size, num_chunks * longest) + max_running_requests - num_chunks
+    )
+    assert len(schedules[0].rows) == len(schedules[-1].rows) == max_running_requests
 
 
 # -- recording ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from radixserve.runner import device_start
 from radixserve.runner.cuda_graph import DecodeGraph
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.page_table import PageTable
-from radixserve.schedule import Schedule
+from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.runner.driver import GREEDY, Driver
 from tests.runner.late_queue import LateQueue
@@ -77,7 +77,7 @@ def test_a_backend_that_cannot_be_made_ready(
         return Unready() if name == "flashinfer" else make(name, *args, **kwargs)
 
     monkeypatch.setattr(device_start, "make_backend", make_backend)
-    config = EngineConfig(num_pages=TOKENS, max_running=2)
+    config = EngineConfig(num_pages=TOKENS, max_running_requests=2)
     queue = DeviceQueue(torch.device("cpu"))
     with caplog.at_level("WARNING", logger="radixserve"):
         started = device_start.start_on_device(model, "flashinfer", config, queue)
@@ -177,10 +177,14 @@ def expected(checkpoints: dict[str, Path]) -> list[Completion]:
     "fields",
     [
         {"page_size": 1},
-        {"page_size": 16, "chunk_size": 7, "cuda_graphs": False, "overlap": False},
-        {"page_size": 16, "num_pages": 9, "chunk_size": 20},  # so few pages that it preempts
+        {"page_size": 16, "chunked_prefill_size": 7, "cuda_graphs": False, "overlap": False},
+        {
+            "page_size": 16,
+            "num_pages": 9,
+            "chunked_prefill_size": 20,
+        },  # so few pages that it preempts
         {"page_size": 1, "num_pages": 125},
-        {"page_size": 2, "cache": "off", "tree_attention": False},
+        {"page_size": 2, "cache": "off", "cascade_attention": False},
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
 )
@@ -269,9 +273,9 @@ def test_a_failed_step_leaves_nothing_behind(
 # -- what a step costs, and what it must not touch ----------------------------------------------
 
 
-def decode_schedule(driver: Driver) -> Schedule:
+def decode_schedule(driver: Driver) -> SchedulerOutput:
     rows = tuple(driver._row(one, 1) for one in driver.sequences)
-    return Schedule(driver.num_steps, rows, np.empty((0, 3), np.int32), 0, len(rows))
+    return SchedulerOutput(driver.num_steps, rows, np.empty((0, 3), np.int32), 0, len(rows))
 
 
 def prefilled(folder: Path, num_rows: int, params: SamplingParams = PLAIN, **fields: Any) -> Driver:
@@ -301,7 +305,7 @@ def test_a_decode_step_is_one_copy_in_and_one_out(
     schedule = decode_schedule(driver)
     rows = tuple(row._replace(first_new_page=len(row.page_ids) - 1) for row in schedule.rows)
     before = queue.num_uploads, queue.num_downloads
-    pending = driver.runner.launch(Schedule(9, rows, schedule.copies, 0, 5))
+    pending = driver.runner.launch(SchedulerOutput(9, rows, schedule.cow_copies, 0, 5))
     assert (queue.num_uploads, queue.num_downloads) == (before[0] + 1, before[1] + 1)
     assert len(driver.runner.collect(pending).outputs) == 5
     assert planned == [8, 8]
@@ -337,7 +341,7 @@ def test_fewer_rows_see_nothing_of_more(checkpoints: dict[str, Path]) -> None:
 
 
 def test_steps_that_fit_no_graph_run_without(checkpoints: dict[str, Path]) -> None:
-    driver = prefilled(checkpoints["llama"], 8, GREEDY, max_running=4)
+    driver = prefilled(checkpoints["llama"], 8, GREEDY, max_running_requests=4)
     steps = driver.runner._steps
     assert steps is not None
     assert steps.graphs.sizes == (1, 2, 4)
@@ -359,9 +363,9 @@ def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path]) -
         for at in order:
             row = late._row(late.sequences[at], 1)
             if step:
-                row = row._replace(token_ids=np.array([-1], np.int32), source=last[at])
+                row = row._replace(token_ids=np.array([-1], np.int32), future_index=last[at])
             rows.append(row)
-        schedule = Schedule(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
+        schedule = SchedulerOutput(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
         pendings.append((list(order), late.runner.launch(schedule)))
         for one in late.sequences:
             one.computed += 1
@@ -382,13 +386,15 @@ def test_pages_of_a_failed_step_are_told_again(
     stream.tokens += [7, 8, 9]
     row = driver._row(stream, len(stream.tokens) - stream.computed)
     row = row._replace(first_new_page=stream.computed)
-    schedule = Schedule(1, (row,), np.empty((0, 3), np.int32), 4, 0)
+    schedule = SchedulerOutput(1, (row,), np.empty((0, 3), np.int32), 4, 0)
     with monkeypatch.context() as patch:
         patch.setattr(PageTable, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             driver.runner.execute(schedule)
     again = row._replace(first_new_page=len(row.page_ids))
-    output = driver.runner.execute(Schedule(2, (again,), schedule.copies, 4, 0)).outputs[0]
+    output = driver.runner.execute(SchedulerOutput(2, (again,), schedule.cow_copies, 4, 0)).outputs[
+        0
+    ]
     assert output is not None
     wanted = greedy(load_reference(checkpoints["llama"]), stream.tokens, 1)[-1]
     assert output.token_id == wanted
@@ -399,7 +405,7 @@ def test_rows_that_do_not_fit_their_pages_are_refused(checkpoints: dict[str, Pat
     schedule = decode_schedule(driver)
     bad = schedule.rows[0]._replace(page_ids=np.zeros(3, np.int32))
     with pytest.raises(ValueError, match="has 3 pages of 1 tokens for 11 tokens"):
-        driver.runner.execute(Schedule(0, (bad,), schedule.copies, 0, 1))
+        driver.runner.execute(SchedulerOutput(0, (bad,), schedule.cow_copies, 0, 1))
     driver.step([(one, 1) for one in driver.sequences])
     assert all(out.error is None for one in driver.sequences for out in one.outputs)
 
@@ -409,7 +415,7 @@ def test_copies_alone(checkpoints: dict[str, Path]) -> None:
     runner._pool.kv.copy_(torch.randn_like(runner._pool.kv))
     before = runner._pool.kv.clone()
     copies = np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32)
-    output = runner.execute(Schedule(0, (), copies, 0, 0))
+    output = runner.execute(SchedulerOutput(0, (), copies, 0, 0))
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
     assert torch.equal(runner._pool.kv[:, :, 3, :3], before[:, :, 0, :3])

@@ -13,7 +13,7 @@ from radixserve.runner.device_sampler import DeviceSampler, Drawing
 from radixserve.runner.sample_plan import plan_samples
 from radixserve.runner.sampler import sample, score
 from radixserve.runner.step_layout import lay_out, pad
-from radixserve.schedule import Row, RowOutput, SampleSpec, Schedule, Twin
+from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
 from tests.runner.late_queue import LateQueue
 
 VOCAB = 300
@@ -31,13 +31,13 @@ def spec(
     return SampleSpec(SamplingParams(**params), seed, 3, ids, banned, num_candidates)
 
 
-def row(at: int, asked: SampleSpec | None, **fields: object) -> Row:
+def row(at: int, asked: SampleSpec | None, **fields: object) -> ScheduledRequest:
     token, page = np.ones(1, np.int32), np.zeros(1, np.int32)
-    return Row(f"{at}", token, 0, page, asked)._replace(**fields)
+    return ScheduledRequest(f"{at}", token, 0, page, asked)._replace(**fields)
 
 
-def schedule_of(rows: list[Row], twins: tuple[Twin, ...] = ()) -> Schedule:
-    return Schedule(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows), twins)
+def schedule_of(rows: list[ScheduledRequest], twins: tuple[Twin, ...] = ()) -> SchedulerOutput:
+    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows), twins)
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -45,7 +45,7 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def launch(
-    sampler: DeviceSampler, logits: torch.Tensor, schedule: Schedule, padding: int = 0
+    sampler: DeviceSampler, logits: torch.Tensor, schedule: SchedulerOutput, padding: int = 0
 ) -> Drawing:
     layout = lay_out(schedule.rows, 1)
     if padding:
@@ -55,12 +55,12 @@ def launch(
     return sampler.launch(logits, plan, there, is_lent=bool(padding))
 
 
-def draw(logits: torch.Tensor, schedule: Schedule) -> tuple[RowOutput | None, ...]:
+def draw(logits: torch.Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
     sampler = DeviceSampler(LateQueue())
     return sampler.collect(launch(sampler, logits, schedule))
 
 
-def assert_same(mine: RowOutput | None, theirs: RowOutput) -> None:
+def assert_same(mine: SampleOutput | None, theirs: SampleOutput) -> None:
     assert mine is not None
     if theirs.error is not None:
         assert mine.token_id == -1
@@ -209,7 +209,14 @@ def test_scores_with_and_without_a_draw() -> None:
     tokens = [np.ones(n, np.int32) for n in (3, 1, 3)]
     asked = spec(seed=4, top_k=50, logprobs=1)
     rows = [
-        row(at, one, targets=ids, token_ids=new, page_ids=np.arange(len(new)), num_top=top)
+        row(
+            at,
+            one,
+            logprob_targets=ids,
+            token_ids=new,
+            page_ids=np.arange(len(new)),
+            num_top_logprobs=top,
+        )
         for at, (one, ids, new, top) in enumerate(
             zip((asked, None, None), targets, tokens, (2, 0, 1), strict=True)
         )

@@ -11,7 +11,7 @@ import pytest
 
 from radixserve import SamplingParams
 from radixserve.config import EngineConfig
-from radixserve.engine import Engine
+from radixserve.engine.engine import Engine
 from radixserve.request import Request
 from radixserve.runner.model_runner import ModelRunner
 from tests.checkpoints import load_reference, make_checkpoint
@@ -83,8 +83,8 @@ def check_storm(folder: Path, seed: int) -> None:
     config = EngineConfig(
         page_size=size,
         num_pages=-(-tokens // size),
-        chunk_size=rng.choice([3, 16, 64]),
-        max_running=rng.choice([2, 5, 8]),
+        chunked_prefill_size=rng.choice([3, 16, 64]),
+        max_running_requests=rng.choice([2, 5, 8]),
         cache=rng.choice(["radix", "radix", "off", "hash"]),
         overlap=rng.random() < 0.8,
         cuda_graphs=rng.random() < 0.7,
@@ -124,7 +124,9 @@ def test_with_the_kernels_themselves(folder: Path, monkeypatch: pytest.MonkeyPat
     """Not their twins: the whole path with Triton's interpreter in their place."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    runner = device_runner(folder, num_pages=40, page_size=4, max_running=2, chunk_size=24)
+    runner = device_runner(
+        folder, num_pages=40, page_size=4, max_running_requests=2, chunked_prefill_size=24
+    )
     driver = Driver(runner, 4)
     for prompt in prompts_of([5, 21]):
         driver.add(prompt)

@@ -8,13 +8,17 @@ import torch
 
 from radixserve.request import SamplingParams
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import Row, SampleSpec
+from radixserve.schedule import SampleSpec, ScheduledRequest
 
 SPEC = SampleSpec(SamplingParams(), 0, 1, np.zeros(1, np.int32), ())
 
 
-def row(tokens: list[int], start: int, pages: list[int], sample: SampleSpec | None = None) -> Row:
-    return Row("r", np.array(tokens, np.int32), start, np.array(pages, np.int32), sample)
+def row(
+    tokens: list[int], start: int, pages: list[int], sample: SampleSpec | None = None
+) -> ScheduledRequest:
+    return ScheduledRequest(
+        "r", np.array(tokens, np.int32), start, np.array(pages, np.int32), sample
+    )
 
 
 def test_rows_end_to_end() -> None:

@@ -18,7 +18,7 @@ from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.runner.host_memory import free_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.model_runner import ModelRunner
-from radixserve.schedule import Row, Schedule
+from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import (
     FAMILIES,
@@ -177,7 +177,7 @@ def test_rows_without_a_sample_and_empty_schedules(checkpoints: dict[str, Path])
     stream = driver.add(prompts_of([20])[0])
     driver.step([(stream, 6)])
     assert stream.outputs == []
-    nothing = Schedule(0, (), np.zeros((0, 3), np.int32), 0, 0)
+    nothing = SchedulerOutput(0, (), np.zeros((0, 3), np.int32), 0, 0)
     output = runner.execute(nothing)
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
@@ -215,10 +215,10 @@ def test_sizes(checkpoints: dict[str, Path]) -> None:
     assert plan.pool_tokens == runner.num_pages * 16
     assert plan.pool_bytes == plan.pool_tokens * runner.kv_bytes_per_token
 
-    default = choose_num_pages(EngineConfig(max_running=3, page_size=100), info)
+    default = choose_num_pages(EngineConfig(max_running_requests=3, page_size=100), info)
     assert default == 3 * 6  # 512 positions
-    assert choose_num_pages(EngineConfig(max_running=3, max_seq_len=10), info) == 30
-    many = choose_num_pages(EngineConfig(max_running=10**9), info)
+    assert choose_num_pages(EngineConfig(max_running_requests=3, max_seq_len=10), info) == 30
+    many = choose_num_pages(EngineConfig(max_running_requests=10**9), info)
     assert many * runner.kv_bytes_per_token <= free_memory() // 2
 
 
@@ -264,10 +264,10 @@ def test_choice_of_a_backend() -> None:
     assert choose_backend("torch", torch.bfloat16, torch.device("cpu")) == "torch"
 
 
-@pytest.mark.parametrize("tree_attention", [True, False])
+@pytest.mark.parametrize("cascade_attention", [True, False])
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_tree_attention_can_be_switched_off(
-    checkpoints: dict[str, Path], backend: str, tree_attention: bool
+    checkpoints: dict[str, Path], backend: str, cascade_attention: bool
 ) -> None:
     if backend == "cpu" and (reason := unsupported_reason(torch.float32)):
         pytest.skip(reason)
@@ -275,20 +275,20 @@ def test_tree_attention_can_be_switched_off(
         checkpoints["llama"],
         tokens=9_000,
         attention_backend=backend,
-        tree_attention=tree_attention,
+        cascade_attention=cascade_attention,
     )
     pages, token = np.arange(8_194, dtype=np.int32), np.ones(1, np.int32)
     tables = (pages[:8_193], np.append(pages[:8_192], pages[8_193]))  # all but the last in common
-    rows = [Row("r", token, 8_192, table, None) for table in tables]
+    rows = [ScheduledRequest("r", token, 8_192, table, None) for table in tables]
     attention = runner._backend
     attention.plan(build_forward_batch(rows, 1, torch.device("cpu")))
     if isinstance(attention, CpuBackend):
         num_shared = len(attention.planned.jobs().num_keys) - len(rows)
     else:
         num_shared = len(attention._plan.shared)
-    assert num_shared == (1 if tree_attention else 0)
+    assert num_shared == (1 if cascade_attention else 0)
 
 
 def test_tree_attention_is_a_switch() -> None:
-    with pytest.raises(InvalidRequest, match="tree_attention must be True or False, got 'auto'"):
-        EngineConfig(tree_attention="auto")
+    with pytest.raises(InvalidRequest, match="cascade_attention must be True or False, got 'auto'"):
+        EngineConfig(cascade_attention="auto")

@@ -8,18 +8,20 @@ import torch
 
 from radixserve.runner.page_table import PageTable, TableUpdate
 from radixserve.runner.step_layout import StepLayout, lay_out, pad
-from radixserve.schedule import Row
+from radixserve.schedule import ScheduledRequest
 from tests.runner.rows import SPEC
 
 CPU = torch.device("cpu")
 
 
-def row(name: str, pages: list[int], first_new_page: int = 0) -> Row:
+def row(name: str, pages: list[int], first_new_page: int = 0) -> ScheduledRequest:
     ids = np.array(pages, np.int32)
-    return Row(name, np.ones(1, np.int32), len(pages) - 1, ids, SPEC, first_new_page=first_new_page)
+    return ScheduledRequest(
+        name, np.ones(1, np.int32), len(pages) - 1, ids, SPEC, first_new_page=first_new_page
+    )
 
 
-def layout_of(rows: list[Row], num_padding: int = 0) -> StepLayout:
+def layout_of(rows: list[ScheduledRequest], num_padding: int = 0) -> StepLayout:
     layout = lay_out(rows, 1)
     return pad(layout, len(rows) + num_padding) if num_padding else layout
 
@@ -29,7 +31,7 @@ def apply(table: PageTable, update: TableUpdate) -> None:
         table.write(torch.from_numpy(cells), torch.from_numpy(pages.astype(np.int32)))
 
 
-def check(table: PageTable, rows: list[Row], update: TableUpdate) -> None:
+def check(table: PageTable, rows: list[ScheduledRequest], update: TableUpdate) -> None:
     assert len(set(update.lines[: len(rows)].tolist())) == len(rows)
     for one, line in zip(rows, update.lines.tolist(), strict=False):
         assert table.pages[line, : len(one.page_ids)].tolist() == one.page_ids.tolist()

@@ -9,39 +9,44 @@ import numpy as np
 
 from radixserve.request import SamplingParams
 from radixserve.runner.rank_wire import WireReader, WireWriter
-from radixserve.schedule import Row, SampleSpec, Schedule, Twin
+from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput, Twin
 
 
 def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def row(name: str, pages: list[int], first_new: int = 0, **fields: object) -> Row:
+def row(name: str, pages: list[int], first_new: int = 0, **fields: object) -> ScheduledRequest:
     spec = SampleSpec(SamplingParams(), 1, 2, np.arange(5_000, dtype=np.int32), (3,))
-    made = Row(name, ids(len(pages)), 10 * len(pages), ids(*pages), spec, None, 0, -1, first_new)
+    made = ScheduledRequest(
+        name, ids(len(pages)), 10 * len(pages), ids(*pages), spec, None, 0, -1, first_new
+    )
     return made._replace(**fields)
 
 
-def schedule(*rows: Row, step: int = 0) -> Schedule:
-    return Schedule(step, rows, ids(7, 8, 2).reshape(1, 3), 4, 5)
+def schedule(*rows: ScheduledRequest, step: int = 0) -> SchedulerOutput:
+    return SchedulerOutput(step, rows, ids(7, 8, 2).reshape(1, 3), 4, 5)
 
 
-def check(sent: Schedule, arrived: Schedule) -> None:
+def check(sent: SchedulerOutput, arrived: SchedulerOutput) -> None:
     for name in ("step", "num_prefill_tokens", "num_decode_tokens"):
         assert getattr(sent, name) == getattr(arrived, name)
-    assert np.array_equal(sent.copies, arrived.copies)
+    assert np.array_equal(sent.cow_copies, arrived.cow_copies)
     assert arrived.twins == ()
     assert len(sent.rows) == len(arrived.rows)
     for mine, other in zip(sent.rows, arrived.rows, strict=True):
         assert (mine.request_id, mine.start) == (other.request_id, other.start)
-        assert (mine.source, mine.first_new_page) == (other.source, other.first_new_page)
+        assert (mine.future_index, mine.first_new_page) == (
+            other.future_index,
+            other.first_new_page,
+        )
         assert np.array_equal(mine.token_ids, other.token_ids)
         assert np.array_equal(mine.page_ids, other.page_ids)
         assert mine.page_ids.dtype == other.page_ids.dtype == np.int32
         assert (mine.sample is None) == (other.sample is None)
-        assert (mine.targets is None) == (other.targets is None)
-        if mine.targets is not None and other.targets is not None:
-            assert np.array_equal(mine.targets, other.targets)
+        assert (mine.logprob_targets is None) == (other.logprob_targets is None)
+        if mine.logprob_targets is not None and other.logprob_targets is not None:
+            assert np.array_equal(mine.logprob_targets, other.logprob_targets)
 
 
 def test_everything_arrives() -> None:
@@ -49,11 +54,11 @@ def test_everything_arrives() -> None:
     rows = (
         row("a", [1, 2, 3]),
         row("b", [4], sample=None),
-        row("c", [5, 6], token_ids=ids(9, 8, 7), targets=ids(1, 2)),
-        row("d", [9], source=2),
+        row("c", [5, 6], token_ids=ids(9, 8, 7), logprob_targets=ids(1, 2)),
+        row("d", [9], future_index=2),
     )
     twin = Twin("e", 0, rows[0].sample)  # type: ignore[arg-type]
-    sent = Schedule(3, rows, ids().reshape(0, 3), 4, 5, (twin,))
+    sent = SchedulerOutput(3, rows, ids().reshape(0, 3), 4, 5, (twin,))
     check(sent, reader.unpack(writer.pack(sent)))
     empty = schedule()
     check(empty, reader.unpack(writer.pack(empty)))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from radixserve.api.runtime import Runtime
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead, InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
@@ -21,8 +22,7 @@ from radixserve.runner import rank_process
 from radixserve.runner.model_runner import ModelRunner
 from radixserve.runner.rank_wire import WireWriter
 from radixserve.runner.ranks import ParallelRunner, make_runner
-from radixserve.runtime import Runtime
-from radixserve.schedule import Schedule
+from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import make_checkpoint
 from tests.models.test_parallel import Room, ThreadRanks
 from tests.runner.test_rank_crew import is_alive, wait_for
@@ -32,8 +32,8 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "page_size": 4,
     "num_pages": 24,
-    "chunk_size": 48,
-    "max_running": 6,
+    "chunked_prefill_size": 48,
+    "max_running_requests": 6,
 }
 MODEL = "random:tiny-llama"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
@@ -164,10 +164,10 @@ class ThreadedRunner:
         runner = ModelRunner(MODEL, config, ThreadRanks(1, 2, room), on_device=True)
         rank_process._serve(link, runner)
 
-    def execute(self, schedule: Schedule) -> Any:
+    def execute(self, schedule: SchedulerOutput) -> Any:
         return self.collect(self.launch(schedule))
 
-    def launch(self, schedule: Schedule) -> Any:
+    def launch(self, schedule: SchedulerOutput) -> Any:
         self._link.send_bytes(self._writer.pack(schedule))
         return self._runner.launch(schedule)
 

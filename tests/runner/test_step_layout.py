@@ -25,7 +25,7 @@ def test_same_as_on_the_cpu(page_size: int) -> None:
         for name in ("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens"):
             assert getattr(layout.host, name).tolist() == getattr(batch.host, name).tolist()
         assert layout.num_pages.tolist() == [len(row.page_ids) for row in rows]
-        asked = [0 if row.targets is None else len(row.targets) for row in rows]
+        asked = [0 if row.logprob_targets is None else len(row.logprob_targets) for row in rows]
         drawn = [row.sample is not None for row in rows]
         assert layout.num_logits.tolist() == [a + b for a, b in zip(asked, drawn, strict=True)]
         for at, (first, count) in enumerate(
@@ -60,8 +60,8 @@ def test_padding() -> None:
 def test_tokens_that_the_device_has() -> None:
     generator = np.random.default_rng(0)
     rows = random_rows(generator, 1, 4, are_decodes=True)
-    rows[1] = rows[1]._replace(source=5, token_ids=np.array([-1], np.int32))
-    rows[3] = rows[3]._replace(source=0, token_ids=np.array([7, -1], np.int32), start=9)
+    rows[1] = rows[1]._replace(future_index=5, token_ids=np.array([-1], np.int32))
+    rows[3] = rows[3]._replace(future_index=0, token_ids=np.array([7, -1], np.int32), start=9)
     rows[3] = rows[3]._replace(page_ids=np.arange(11, dtype=np.int32))
     layout = lay_out(rows, 1)
     assert layout.late.tolist() == [[1, 4], [5, 0]]
@@ -85,6 +85,6 @@ def test_page_ids_are_put_together_once_and_given_back() -> None:
 @pytest.mark.parametrize("num_pages", [1, 3])
 def test_pages_must_fit(num_pages: int) -> None:
     row = random_rows(np.random.default_rng(0), 4, 1)[0]
-    row = row._replace(token_ids=np.ones(1, np.int32), start=4, targets=None)
+    row = row._replace(token_ids=np.ones(1, np.int32), start=4, logprob_targets=None)
     with pytest.raises(ValueError, match="pages of 4 tokens for 5 tokens"):
         lay_out([row._replace(page_ids=np.arange(num_pages, dtype=np.int32))], 4)

@@ -10,15 +10,21 @@ The runner also keeps a table of every request's pages, told what changed alone,
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.output import Beam, Finish, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.schedule import Candidates, Row, RowOutput, Schedule, StepOutput, Twin
+from radixserve.schedule import (
+    Candidates,
+    ModelRunnerOutput,
+    SampleOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+    Twin,
+)
 from radixserve.scheduler import Scheduler
 
 VOCAB = 50
@@ -49,7 +55,7 @@ def fake_logprobs(prefix_hash: int) -> np.ndarray:
 
 
 class FakeRunner:
-    """Answers a Schedule like a model runner: the next token is a function of the whole prefix."""
+    """Answers like a model runner: the next token is a function of the whole prefix."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
@@ -59,40 +65,12 @@ class FakeRunner:
         self.computed: dict[tuple[str, int], int] = {}  # (namespace, prefix hash) -> times
         self.namespaces: dict[str, str] = {}
         self.table: dict[str, list[int]] = {}  # each request's pages, told what changed alone
-        self.gives_up: Callable[[], bool] = lambda: False  # between two of several steps
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         self.read_pages(schedule)
-        return self.run(schedule) if schedule.num_steps == 1 else self.run_several(schedule)
+        return self.run(schedule)
 
-    def run_several(self, schedule: Schedule) -> StepOutput:
-        """Steps one by one, each with the tokens that the one before it has drawn."""
-        rows, copies = schedule.rows, schedule.copies
-        names = [row.request_id for row in rows]
-        drawn: list[tuple[int, ...]] = []
-        assert schedule.num_prefill_tokens == 0 < schedule.num_decode_tokens == len(rows)
-        for row in rows:
-            assert len(row.page_ids) == -(-(row.start + schedule.num_steps) // self.page_size)
-            assert row.sample is not None
-            assert row.sample.params.is_plain
-        for _ in range(schedule.num_steps):
-            one = replace(schedule, rows=rows, copies=copies, num_steps=1)
-            drawn.append(tuple(o.token_id for o in self.run(one).outputs if o is not None))
-            for name, token_id in zip(names, drawn[-1], strict=True):
-                self.tokens[name].append(token_id)
-            if schedule.end_ids & set(drawn[-1]) or self.gives_up():
-                break
-            rows = tuple(
-                row._replace(token_ids=np.array([token_id], np.int32), start=row.start + 1)
-                for row, token_id in zip(rows, drawn[-1], strict=True)
-            )
-            copies = copies[:0]
-        for name in names:  # who drives this appends what the scheduler tells
-            del self.tokens[name][-len(drawn) :]
-        outputs = (RowOutput(ids[0], None, (), further=ids[1:]) for ids in zip(*drawn, strict=True))
-        return StepOutput(tuple(outputs), {})
-
-    def read_pages(self, schedule: Schedule) -> None:
+    def read_pages(self, schedule: SchedulerOutput) -> None:
         for row in schedule.rows:
             pages, first = row.page_ids.tolist(), row.first_new_page
             known = self.table.get(row.request_id, [])
@@ -100,44 +78,44 @@ class FakeRunner:
             assert known[:first] + pages[first:] == pages, "a page changed and nobody was told"
             self.table[row.request_id] = pages
 
-    def run(self, schedule: Schedule) -> StepOutput:
-        for source, target, count in schedule.copies:
+    def run(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        for source, target, count in schedule.cow_copies:
             self.cells[target, :count] = self.cells[source, :count]
         written = [cell for row in schedule.rows for cell in self._slots(row, row.start, row.end)]
         assert len(set(written)) == len(written), "two rows write to one slot"
         for row in schedule.rows:
             self._check_reads(row, set(written))
         rows = tuple(self._compute(row) for row in schedule.rows)
-        return StepOutput(
+        return ModelRunnerOutput(
             (*rows, *(self._draw_twin(schedule, twin) for twin in schedule.twins)), {}
         )
 
-    def _draw_twin(self, schedule: Schedule, twin: Twin) -> RowOutput:
+    def _draw_twin(self, schedule: SchedulerOutput, twin: Twin) -> SampleOutput:
         row = schedule.rows[twin.row]
         tokens = self.tokens[twin.request_id]
         assert row.sample is not None
         assert twin.sample.token_ids.tolist() == tokens == self.tokens[row.request_id]
-        return RowOutput(
+        return SampleOutput(
             self.next_token(self.hashes[row.request_id][: row.end], twin.sample.seed), None, ()
         )
 
-    def candidates(self, prefix_hash: int, row: Row) -> RowOutput:
+    def candidates(self, prefix_hash: int, row: ScheduledRequest) -> SampleOutput:
         assert row.sample is not None
         own = fake_logprobs(prefix_hash)
         scores = own.copy()
         scores[list(row.sample.banned_ids)] = -np.inf
         best = np.argsort(-scores, kind="stable")[: row.sample.num_candidates]
         found = Candidates(best.astype(np.int32), scores[best], own[best])
-        return RowOutput(-1, None, (), candidates=found)
+        return SampleOutput(-1, None, (), candidates=found)
 
     def next_token(self, hashes: list[int], seed: int = 0) -> int:
         return (hashes[-1] + seed) % VOCAB
 
-    def _slots(self, row: Row, start: int, end: int) -> list[tuple[int, int]]:
+    def _slots(self, row: ScheduledRequest, start: int, end: int) -> list[tuple[int, int]]:
         size = self.page_size
         return [(int(row.page_ids[at // size]), at % size) for at in range(start, end)]
 
-    def _check_reads(self, row: Row, written: set[tuple[int, int]]) -> None:
+    def _check_reads(self, row: ScheduledRequest, written: set[tuple[int, int]]) -> None:
         tokens = self.tokens[row.request_id]
         assert row.token_ids.tolist() == tokens[row.start : row.end]
         hashes = prefix_hashes(tokens, self.hashes.get(row.request_id))
@@ -146,7 +124,7 @@ class FakeRunner:
             assert self.cells[cell] == hashes[at], f"{row.request_id} reads a wrong cell at {at}"
             assert cell not in written, "a row reads what another one writes in the same step"
 
-    def _compute(self, row: Row) -> RowOutput | None:
+    def _compute(self, row: ScheduledRequest) -> SampleOutput | None:
         hashes = self.hashes[row.request_id]
         namespace = self.namespaces[row.request_id]
         for at, cell in enumerate(self._slots(row, row.start, row.end), row.start):
@@ -154,30 +132,31 @@ class FakeRunner:
             key = namespace, hashes[at]
             self.computed[key] = self.computed.get(key, 0) + 1
         output = self._draw(row)
-        if row.targets is None:
+        if row.logprob_targets is None:
             return output
         end = row.end - (output is not None)
-        places = range(end - len(row.targets), end)
+        places = range(end - len(row.logprob_targets), end)
         scores = tuple(
-            fake_score(hashes[at], target) for at, target in zip(places, row.targets, strict=True)
+            fake_score(hashes[at], target)
+            for at, target in zip(places, row.logprob_targets, strict=True)
         )
-        tops = tuple(((hashes[at] % VOCAB, -1.0),) * row.num_top for at in places)
+        tops = tuple(((hashes[at] % VOCAB, -1.0),) * row.num_top_logprobs for at in places)
         if output is None:
-            return RowOutput(-1, None, (), None, scores, tops)
+            return SampleOutput(-1, None, (), None, scores, tops)
         return output._replace(scores=scores, top_scores=tops)
 
-    def _draw(self, row: Row) -> RowOutput | None:
+    def _draw(self, row: ScheduledRequest) -> SampleOutput | None:
         if row.sample is None:
             return None
         hashes = self.hashes[row.request_id]
         given, tokens = row.sample.token_ids.tolist(), self.tokens[row.request_id]
         assert given == tokens[: len(given)]
-        if not row.sample.params.is_plain:
+        if not row.sample.params.is_greedy_only:
             assert len(given) + row.sample.num_unknown == len(tokens)
             assert row.sample.num_drawn == len(tokens) - row.sample.num_prompt
         if row.sample.num_candidates:
             return self.candidates(hashes[row.end - 1], row)
-        return RowOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
+        return SampleOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
 
 
 @dataclass
@@ -187,24 +166,23 @@ class Driver:
     num_pages: int
     page_size: int = 1
     policy: str = "lpm"
-    chunk_size: int = 16
-    max_running: int = 8
+    chunked_prefill_size: int = 16
+    max_running_requests: int = 8
     max_overtake: int = 8
     reuse: bool = True
     kind: str = "radix"  # of the cache, or "hash"
     eviction: str = "lru"
-    most_steps: int = 1  # at once
     now: float = 0.0  # seconds on the cache's clock
     finished: dict[str, Finish] = field(default_factory=dict)
-    schedules: list[Schedule] = field(default_factory=list)
+    schedules: list[SchedulerOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cache = self.make_cache()
         self.scheduler = Scheduler(
             self.cache,
             policy=self.policy,
-            chunk_size=self.chunk_size,
-            max_running=self.max_running,
+            chunked_prefill_size=self.chunked_prefill_size,
+            max_running_requests=self.max_running_requests,
             max_overtake=self.max_overtake,
         )
         self.runner = FakeRunner(self.num_pages, self.page_size)
@@ -232,7 +210,7 @@ class Driver:
         tokens: list[int],
         *,
         max_len: int | None = None,
-        holder: str = "",
+        session: str = "",
         twin_of: str = "",
         targets: list[int] | None = None,
         draws: bool = False,
@@ -249,11 +227,11 @@ class Driver:
             seed=seed,
             end_ids=frozenset() if sampling.ignore_eos else frozenset({EOS}),
             max_len=capacity if max_len is None else max_len,
-            holder=holder,
+            session=session,
             twin_of=twin_of,
-            targets=None if targets is None else np.asarray(targets, np.int32),
+            logprob_targets=None if targets is None else np.asarray(targets, np.int32),
             beams=beams,
-            draws=draws,
+            also_generate=draws,
         )
         self.seeds[name] = seed
         self.scheduler.add(request)
@@ -262,8 +240,8 @@ class Driver:
         self.runner.tokens[name] = list(tokens)
         self.runner.namespaces[name] = sampling.namespace
 
-    def step(self) -> Schedule | None:
-        schedule = self.scheduler.schedule(self.most_steps)
+    def step(self) -> SchedulerOutput | None:
+        schedule = self.scheduler.schedule()
         if schedule is None:
             return None
         self.schedules.append(schedule)

@@ -15,13 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from radixserve.engine.pipeline import Pipeline
 from radixserve.output import RequestOutput
-from radixserve.pipeline import Pipeline
-from radixserve.schedule import UNKNOWN, Row, RowOutput, SampleSpec, Schedule, StepOutput
+from radixserve.schedule import (
+    UNKNOWN,
+    ModelRunnerOutput,
+    SampleOutput,
+    SampleSpec,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from tests.scheduler.fake import Driver, FakeRunner, prefix_hashes
 
 _GARBAGE = 0xBAD
-_NOTHING = RowOutput(0, None, ())  # of a row that is not to be computed; replaced below
+_NOTHING = SampleOutput(0, None, ())  # of a row that is not to be computed; replaced below
 
 
 class DeviceFailed(Exception):
@@ -31,27 +38,27 @@ class DeviceFailed(Exception):
 class Launched:
     """A step as its rows described it when it was launched."""
 
-    def __init__(self, schedule: Schedule, runner: DelayedRunner) -> None:
+    def __init__(self, schedule: SchedulerOutput, runner: DelayedRunner) -> None:
         rows = tuple(_snapshot(row) for row in schedule.rows)
         twins = tuple(t._replace(sample=_snapshot_spec(t.sample)) for t in schedule.twins)
-        self.schedule = Schedule(
-            schedule.step, rows, schedule.copies.copy(), schedule.num_prefill_tokens,
+        self.schedule = SchedulerOutput(
+            schedule.step, rows, schedule.cow_copies.copy(), schedule.num_prefill_tokens,
             schedule.num_decode_tokens, twins,
         )  # fmt: skip
         names = [row.request_id for row in rows] + [twin.request_id for twin in twins]
         self.tokens = {name: runner.known(name) for name in names}
         self.serials = {name: runner.serials[name] for name in names}
         self.namespaces = {name: runner.namespaces[name] for name in names}
-        self.output: StepOutput | None = None
+        self.output: ModelRunnerOutput | None = None
         self.error: Exception | None = None
 
 
-def _snapshot(row: Row) -> Row:
+def _snapshot(row: ScheduledRequest) -> ScheduledRequest:
     return row._replace(
         token_ids=row.token_ids.copy(),
         page_ids=row.page_ids.copy(),
         sample=None if row.sample is None else _snapshot_spec(row.sample),
-        targets=None if row.targets is None else row.targets.copy(),
+        logprob_targets=None if row.logprob_targets is None else row.logprob_targets.copy(),
     )
 
 
@@ -73,9 +80,9 @@ class DelayedRunner(FakeRunner):
         self.log: list[tuple[str, int]] = []  # ("launch" or "collect", step)
         self.finding: BaseException | None = None  # the engine would take it for a failed step
         # What a test may do, or have happen.
-        self.before_launch: Callable[[Schedule], None] = lambda _: None
+        self.before_launch: Callable[[SchedulerOutput], None] = lambda _: None
         self.before_collect: Callable[[], None] = lambda: None
-        self.broken_rows: Callable[[Row], bool] = lambda _: False
+        self.broken_rows: Callable[[ScheduledRequest], bool] = lambda _: False
         self.fails_to_launch: Callable[[], bool] = lambda: False
         self.fails_to_compute: Callable[[], bool] = lambda: False
         # What the driver tells.
@@ -85,14 +92,14 @@ class DelayedRunner(FakeRunner):
         self._last: Launched | None = None  # computed
         self._lost: set[int] = set()  # of those whose K/V or last token the last step has spoilt
 
-    def execute(self, schedule: Schedule) -> StepOutput:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         return self.collect(self.launch(schedule))
 
-    def launch(self, schedule: Schedule) -> Launched:
+    def launch(self, schedule: SchedulerOutput) -> Launched:
         with self._noticing():
             return self._launch(schedule)
 
-    def collect(self, pending: Launched) -> StepOutput:
+    def collect(self, pending: Launched) -> ModelRunnerOutput:
         with self._noticing():
             return self._collect(pending)
 
@@ -106,7 +113,7 @@ class DelayedRunner(FakeRunner):
             self.finding = self.finding or error
             raise
 
-    def _launch(self, schedule: Schedule) -> Launched:
+    def _launch(self, schedule: SchedulerOutput) -> Launched:
         self.before_launch(schedule)
         if self.fails_to_launch():
             raise DeviceFailed("the launch failed")
@@ -129,7 +136,7 @@ class DelayedRunner(FakeRunner):
                     return
                 self._compute_step(launched)
 
-    def _collect(self, pending: Launched) -> StepOutput:
+    def _collect(self, pending: Launched) -> ModelRunnerOutput:
         self.before_collect()
         assert pending is self.queue[0], "steps are collected in the order of their launch"
         if pending.output is None and pending.error is None:
@@ -163,47 +170,47 @@ class DelayedRunner(FakeRunner):
         outputs = [next(drawn) if at in sound else _NOTHING for at in range(len(rows))]
         outputs += [next(drawn) if twin.row in sound else _NOTHING for twin in schedule.twins]
         for at, row in enumerate(schedule.rows):
-            is_answered = row.sample is not None or row.targets is not None
+            is_answered = row.sample is not None or row.logprob_targets is not None
             if rows[at] is None or (is_answered and self.broken_rows(row)):
                 self._lost.add(launched.serials[row.request_id])
                 for cell in self._slots(row, row.start, row.end):
                     self.cells[cell] = _GARBAGE
                 if is_answered:
-                    outputs[at] = RowOutput(-1, None, (), "the best logit is nan")
+                    outputs[at] = SampleOutput(-1, None, (), "the best logit is nan")
         for at, twin in enumerate(schedule.twins, len(rows)):
             first = outputs[twin.row]
             if first is not None and first.error is not None:
                 outputs[at] = first
-        launched.output = StepOutput(tuple(outputs), {})
+        launched.output = ModelRunnerOutput(tuple(outputs), {})
 
     def _with_source(
-        self, row: Row, launched: Launched, before: Launched | None, lost: set[int]
-    ) -> Row | None:
+        self, row: ScheduledRequest, launched: Launched, before: Launched | None, lost: set[int]
+    ) -> ScheduledRequest | None:
         """The row with its last token; None if that, or what it reads, is not to be had."""
         if launched.serials[row.request_id] in lost:
             return None
         known = launched.tokens[row.request_id]
-        if row.source < 0:
+        if row.future_index < 0:
             assert UNKNOWN not in row.token_ids.tolist()
             return row
         assert before is not None
         assert before.schedule.step == launched.schedule.step - 1
         assert before.output is not None
         assert row.token_ids.tolist() == [UNKNOWN]
-        assert before.schedule.rows[row.source].request_id == row.request_id
+        assert before.schedule.rows[row.future_index].request_id == row.request_id
         assert len(known) == row.start, "the host knows more or less than it thinks"
-        source = before.output.outputs[row.source]
+        source = before.output.outputs[row.future_index]
         assert source is not None
         known.append(source.token_id)
         return row._replace(token_ids=np.array([source.token_id], np.int32))
 
 
-def _with_rows(schedule: Schedule, rows: dict[int, Row]) -> Schedule:
+def _with_rows(schedule: SchedulerOutput, rows: dict[int, ScheduledRequest]) -> SchedulerOutput:
     """Only those rows, and their twins."""
     place = {at: new for new, at in enumerate(rows)}
     twins = [t._replace(row=place[t.row]) for t in schedule.twins if t.row in place]
-    return Schedule(
-        schedule.step, tuple(rows.values()), schedule.copies, schedule.num_prefill_tokens,
+    return SchedulerOutput(
+        schedule.step, tuple(rows.values()), schedule.cow_copies, schedule.num_prefill_tokens,
         schedule.num_decode_tokens, tuple(twins),
     )  # fmt: skip
 
@@ -219,7 +226,9 @@ class OverlapDriver(Driver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rng = random.Random(self.num_pages * 1_000 + self.page_size * 100 + self.chunk_size)
+        rng = random.Random(
+            self.num_pages * 1_000 + self.page_size * 100 + self.chunked_prefill_size
+        )
         self.runner: DelayedRunner = DelayedRunner(self.num_pages, self.page_size, rng, self.pace)
         self.runner.before_launch = self._note_launch
         self.runner.length = lambda name: len(self.scheduler._jobs[name].tokens)
@@ -246,7 +255,7 @@ class OverlapDriver(Driver):
             one.pop(name, None)
         self.stopped.discard(name)
 
-    def step(self) -> Schedule | None:
+    def step(self) -> SchedulerOutput | None:
         if not self.has_work:
             return None
         self.runner.tick()
@@ -269,7 +278,7 @@ class OverlapDriver(Driver):
                 head = job.head.request.request_id
                 self.runner.serials[name] = self.runner.serials[head]
 
-    def _note_launch(self, schedule: Schedule) -> None:
+    def _note_launch(self, schedule: SchedulerOutput) -> None:
         self.schedules.append(schedule)
         self._name_beams()
         for row in schedule.rows:
@@ -292,7 +301,9 @@ class OverlapDriver(Driver):
         """Every request says what it would say alone, to the very token where it has to end."""
         for name, finish in self.finished.items():
             request = self.requests[name]
-            if request.beams is not None or (request.targets is not None and not request.draws):
+            if request.beams is not None or (
+                request.logprob_targets is not None and not request.also_generate
+            ):
                 continue
             output = self.output(name)
             expected, reason = self.reference(name)

@@ -12,7 +12,7 @@ import pytest
 from radixserve.arrays import IntArray
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.request import BeamParams
-from radixserve.schedule import Candidates, RowOutput, StepOutput
+from radixserve.schedule import Candidates, ModelRunnerOutput, SampleOutput
 from radixserve.scheduler.beam_step import best_continuations
 from tests.scheduler.beam_reference import search
 from tests.scheduler.fake import Driver, fake_logprobs, prefix_hashes, random_prompt
@@ -101,7 +101,9 @@ class TestChoice:
 def test_equal_to_the_reference(
     kind: str, page_size: int, early_stopping: bool | str, length_penalty: float
 ) -> None:
-    driver = Driver(1200 // page_size, page_size, kind=kind, chunk_size=10, max_running=20)
+    driver = Driver(
+        1200 // page_size, page_size, kind=kind, chunked_prefill_size=10, max_running_requests=20
+    )
     searches = {}
     for number, width in enumerate((1, 2, 3, 5, 8)):
         beams = BeamParams(
@@ -128,7 +130,9 @@ def test_equal_to_the_reference(
 class TestSharing:
     @pytest.mark.parametrize("page_size", [1, 2, 16])
     def test_nothing_is_computed_twice(self, page_size: int) -> None:
-        driver = Driver(1600 // page_size, page_size, chunk_size=10, max_running=10)
+        driver = Driver(
+            1600 // page_size, page_size, chunked_prefill_size=10, max_running_requests=10
+        )
         beams = BeamParams(width=6)
         driver.add("a", PROMPT, beams=beams, max_tokens=15, ignore_eos=True)
         driver.run()
@@ -144,7 +148,7 @@ class TestSharing:
         steps = [one for one in driver.schedules if one.num_decode_tokens]
         assert {one.num_decode_tokens for one in steps} == {6}  # all beams in each step
         if page_size == 1:
-            assert not any(len(one.copies) for one in driver.schedules)
+            assert not any(len(one.cow_copies) for one in driver.schedules)
         driver.drain()
 
     def test_the_prompt_and_the_best_beam_stay_cached(self) -> None:
@@ -160,7 +164,7 @@ class TestSharing:
         driver.drain()
 
     def test_a_width_above_max_running(self) -> None:
-        driver = Driver(800, 1, max_running=3)
+        driver = Driver(800, 1, max_running_requests=3)
         beams = BeamParams(width=8)
         for name in ("a", "b"):
             driver.add(name, [*PROMPT, 40 + ord(name) % 5], beams=beams, max_tokens=8)
@@ -174,7 +178,7 @@ class TestSharing:
 
     @pytest.mark.parametrize("page_size", [1, 2, 16])
     def test_a_pool_for_one_beam_only(self, page_size: int) -> None:
-        driver = Driver(48 // page_size, page_size, chunk_size=64)
+        driver = Driver(48 // page_size, page_size, chunked_prefill_size=64)
         beams = BeamParams(width=4)
         driver.add("a", PROMPT, beams=beams, max_tokens=15, ignore_eos=True)
         driver.run()
@@ -183,7 +187,7 @@ class TestSharing:
         driver.drain()
 
     def test_two_in_a_pool_for_one(self) -> None:
-        driver = Driver(60, 1, chunk_size=7, max_running=4)
+        driver = Driver(60, 1, chunked_prefill_size=7, max_running_requests=4)
         beams = BeamParams(width=5)
         for name in ("a", "b", "c"):
             driver.add(name, [*PROMPT, 45, ord(name) % 9], beams=beams, max_tokens=12)
@@ -193,7 +197,7 @@ class TestSharing:
         driver.drain()
 
     def test_no_reuse(self) -> None:
-        driver = Driver(400, 4, reuse=False, max_running=4)
+        driver = Driver(400, 4, reuse=False, max_running_requests=4)
         beams = BeamParams(width=6)
         driver.add("a", PROMPT, beams=beams, max_tokens=10)
         driver.run()
@@ -204,7 +208,7 @@ class TestSharing:
 class TestEnds:
     @pytest.mark.parametrize("steps", range(9))
     def test_abort_frees_everything(self, steps: int) -> None:
-        driver = Driver(60, 2, chunk_size=9, max_running=3)
+        driver = Driver(60, 2, chunked_prefill_size=9, max_running_requests=3)
         driver.add("a", PROMPT, beams=BeamParams(width=5), max_tokens=20, ignore_eos=True)
         for _ in range(steps):
             driver.step()
@@ -218,7 +222,7 @@ class TestEnds:
         driver.drain()
 
     def test_a_failed_step_ends_the_search_once(self) -> None:
-        driver = Driver(300, 1, max_running=8)
+        driver = Driver(300, 1, max_running_requests=8)
         driver.add("a", PROMPT, beams=BeamParams(width=4), max_tokens=20, ignore_eos=True)
         driver.add("b", PROMPT[::-1], max_tokens=20, ignore_eos=True)
         for _ in range(4):
@@ -231,7 +235,7 @@ class TestEnds:
         driver.drain()
 
     def test_everything_may_be_failed_at_any_time(self) -> None:
-        driver = Driver(100, 1, max_running=2, chunk_size=5)
+        driver = Driver(100, 1, max_running_requests=2, chunked_prefill_size=5)
         driver.add("a", PROMPT, beams=BeamParams(width=4), max_tokens=20, ignore_eos=True)
         for _ in range(12):
             driver.step()
@@ -240,7 +244,7 @@ class TestEnds:
         driver.drain()
 
     def test_a_broken_row_ends_its_search_only(self) -> None:
-        driver = Driver(300, 1, max_running=8)
+        driver = Driver(300, 1, max_running_requests=8)
         beams = BeamParams(width=3)
         driver.add("a", PROMPT, beams=BeamParams(width=4), max_tokens=20, ignore_eos=True)
         driver.add("b", PROMPT[::-1], beams=beams, max_tokens=6, ignore_eos=True)
@@ -252,8 +256,8 @@ class TestEnds:
         output = driver.runner.execute(schedule)
         rows = list(output.outputs)
         at = [row.request_id for row in schedule.rows].index("#a#2")
-        rows[at] = RowOutput(-1, None, (), "the best logit is nan")
-        driver._collect(driver.scheduler.update(schedule, StepOutput(tuple(rows), {})))
+        rows[at] = SampleOutput(-1, None, (), "the best logit is nan")
+        driver._collect(driver.scheduler.update(schedule, ModelRunnerOutput(tuple(rows), {})))
         assert driver.finished["a"].reason == "error"
         driver.run()
         check_search(driver, "b", beams)
@@ -263,7 +267,7 @@ class TestEnds:
         def fails(before: IntArray, token_id: int) -> bool:
             raise ValueError(f"no text for {before} and {token_id}")
 
-        driver = Driver(300, 1, max_running=8)
+        driver = Driver(300, 1, max_running_requests=8)
         driver.add("a", PROMPT, beams=BeamParams(width=4, is_stopped=fails), max_tokens=20)
         driver.add("b", PROMPT[::-1], max_tokens=9, ignore_eos=True)
         driver.run()
@@ -272,7 +276,7 @@ class TestEnds:
         driver.drain()
 
     def test_ids_in_use(self) -> None:
-        driver = Driver(300, 1, max_running=8)
+        driver = Driver(300, 1, max_running_requests=8)
         driver.add("#a#1", [3, 4], max_tokens=40, ignore_eos=True)
         driver.add("a", PROMPT, beams=BeamParams(width=4), max_tokens=5, ignore_eos=True)
         for _ in range(3):
@@ -312,8 +316,8 @@ def storm(seed: int, steps: int, page_size: int, kind: str = "radix") -> Counter
         pages,
         page_size,
         policy=rng.choice(["lpm", "fcfs", "dfs-weight"]),
-        chunk_size=rng.choice([1, 7, 16, 64]),
-        max_running=rng.choice([1, 3, 8]),
+        chunked_prefill_size=rng.choice([1, 7, 16, 64]),
+        max_running_requests=rng.choice([1, 3, 8]),
         max_overtake=rng.choice([0, 2, 8]),
         reuse=rng.random() < 0.9,
         kind=kind,
@@ -341,13 +345,13 @@ def storm(seed: int, steps: int, page_size: int, kind: str = "radix") -> Counter
                 driver.add(name, prompt, beams=searches[name], min_tokens=min_tokens, **common)
             elif what < 0.6 and len(prompt) > 1:
                 cut = rng.randint(1, len(prompt) - 1)
-                driver.add(name, prompt[:-1], targets=prompt[cut:])
+                driver.add(name, prompt[:-1], logprob_targets=prompt[cut:])
             else:
                 twin_of = ""
                 if names and rng.random() < 0.4:
                     twin_of = names[-1]
                     prompt = driver.prompts[twin_of]
-                    if driver.requests[twin_of].targets is not None:
+                    if driver.requests[twin_of].logprob_targets is not None:
                         twin_of = ""
                     common["namespace"] = driver.requests[names[-1]].params.namespace
                 driver.add(name, prompt, twin_of=twin_of, seed=len(names), **common)
@@ -368,7 +372,7 @@ def storm(seed: int, steps: int, page_size: int, kind: str = "radix") -> Counter
     for name in set(names) - set(searches):
         usage = driver.finished[name].usage
         assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
-        if driver.requests[name].targets is None:
+        if driver.requests[name].logprob_targets is None:
             assert driver.output(name) == driver.expected(name, usage.completion_tokens)
     stats = driver.scheduler.stats()
     assert stats["prompted_tokens"] == stats["reused_tokens"] + stats["computed_tokens"]

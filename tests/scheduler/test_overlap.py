@@ -13,7 +13,7 @@ import pytest
 
 from radixserve.errors import EngineDead
 from radixserve.request import BeamParams
-from radixserve.schedule import Row, Schedule
+from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from tests.scheduler import (
     test_beams,
     test_prompt_scores,
@@ -42,7 +42,7 @@ def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestAhead:
     def test_in_a_steady_decode_every_step_is_launched_before_the_last_is_collected(self) -> None:
-        driver = OverlapDriver(1000, 1, chunk_size=64)
+        driver = OverlapDriver(1000, 1, chunked_prefill_size=64)
         for i in range(6):
             driver.add(f"r{i}", [i + 2, *prompt(i, 8)], max_tokens=40, ignore_eos=True)
         driver.run()
@@ -59,18 +59,18 @@ class TestAhead:
         driver.drain()
 
     def test_rows_take_their_token_from_the_step_before(self) -> None:
-        driver = OverlapDriver(1000, 4, chunk_size=64)
+        driver = OverlapDriver(1000, 4, chunked_prefill_size=64)
         for i in range(3):
             driver.add(
                 f"r{i}", [i + 2, *prompt(i, 8)], max_tokens=8 - 2 * i, ignore_eos=True, logprobs=0
             )
         driver.run()
-        before: Schedule | None = None
+        before: SchedulerOutput | None = None
         for schedule in driver.schedules:
             for row in schedule.rows:
-                assert (row.source < 0) == (before is None)
+                assert (row.future_index < 0) == (before is None)
                 if before is not None:
-                    assert before.rows[row.source].request_id == row.request_id
+                    assert before.rows[row.future_index].request_id == row.request_id
                     assert row.sample is not None
                     assert row.sample.num_unknown == 1
             before = schedule
@@ -96,7 +96,7 @@ class TestAhead:
         driver.drain()
 
     def test_slots_of_those_that_end_are_given_away_at_once(self) -> None:
-        driver = OverlapDriver(1000, 1, chunk_size=30, max_running=2)
+        driver = OverlapDriver(1000, 1, chunked_prefill_size=30, max_running_requests=2)
         for i in range(12):
             driver.add(f"r{i}", [i + 2, *prompt(i, 9)], max_tokens=1)
         driver.run()
@@ -106,7 +106,7 @@ class TestAhead:
         driver.drain()
 
     def test_chunks_of_a_prefill_follow_each_other(self) -> None:
-        driver = OverlapDriver(1000, 16, chunk_size=10)
+        driver = OverlapDriver(1000, 16, chunked_prefill_size=10)
         driver.add("a", prompt(0, 95), max_tokens=5, ignore_eos=True)
         driver.run()
         stats = driver.scheduler.stats()
@@ -117,10 +117,12 @@ class TestAhead:
 class TestDrains:
     """Steps whose answer the host needs first."""
 
-    def check(self, driver: OverlapDriver, is_needed: Callable[[Schedule, Row], bool]) -> None:
+    def check(
+        self, driver: OverlapDriver, is_needed: Callable[[SchedulerOutput, ScheduledRequest], bool]
+    ) -> None:
         note = driver.runner.before_launch
 
-        def look(schedule: Schedule) -> None:
+        def look(schedule: SchedulerOutput) -> None:
             note(schedule)
             for launched in driver.runner.queue:
                 one = launched.schedule
@@ -133,7 +135,7 @@ class TestDrains:
         assert needed.count(True) > 1
 
     def test_a_penalty(self) -> None:
-        driver = OverlapDriver(1000, 1, chunk_size=8)
+        driver = OverlapDriver(1000, 1, chunked_prefill_size=8)
         driver.add("other", prompt(1, 20), max_tokens=20, ignore_eos=True)
         more: dict[str, Any] = {"repetition_penalty": 1.3}
         driver.add("a", prompt(0, 20), max_tokens=9, ignore_eos=True, **more)
@@ -142,28 +144,28 @@ class TestDrains:
         assert stats["steps_ahead"] > 5  # while it prefills, and when it has ended
 
     def test_beams(self) -> None:
-        driver = OverlapDriver(1000, 1, chunk_size=8)
+        driver = OverlapDriver(1000, 1, chunked_prefill_size=8)
         beams = BeamParams(width=3)
         driver.add("a", prompt(0, 20), beams=beams, max_tokens=9, ignore_eos=True)
         self.check(driver, lambda _, row: bool(row.sample and row.sample.num_candidates))
         test_beams.check_search(driver, "a", beams)
 
     def test_twins(self) -> None:
-        driver = OverlapDriver(1000, 2, chunk_size=30)
+        driver = OverlapDriver(1000, 2, chunked_prefill_size=30)
         for i in range(4):
             test_twins.add_group(driver, str(i), [i + 2, *prompt(i, 20)], 3, max_tokens=6)
         self.check(driver, lambda schedule, _: bool(schedule.twins))
 
     def test_scores(self) -> None:
-        driver = OverlapDriver(1000, 1, chunk_size=8)
+        driver = OverlapDriver(1000, 1, chunked_prefill_size=8)
         test_prompt_scores.add(driver, "a", prompt(0, 30), max_tokens=9, ignore_eos=True)
-        self.check(driver, lambda _, row: row.targets is not None)
+        self.check(driver, lambda _, row: row.logprob_targets is not None)
         test_prompt_scores.check(driver, "a")
 
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     def test_no_room(self, page_size: int) -> None:
         """Nobody is preempted while a step is in flight; the scheduler asserts it."""
-        driver = OverlapDriver(128 // page_size, page_size, chunk_size=32)
+        driver = OverlapDriver(128 // page_size, page_size, chunked_prefill_size=32)
         for i in range(6):
             driver.add(f"r{i}", prompt(i, 15), max_tokens=60, ignore_eos=True)
         driver.run()
@@ -176,7 +178,7 @@ class TestDrains:
 
 class TestTwins:
     def test_one_that_comes_while_its_first_draws_is_a_request_like_others(self) -> None:
-        driver = OverlapDriver(200, 1, chunk_size=64, pace=0.0)
+        driver = OverlapDriver(200, 1, chunked_prefill_size=64, pace=0.0)
         driver.add("first", prompt(0, 20), max_tokens=9, ignore_eos=True)
         driver.step()  # launched, not collected
         driver.add("late", prompt(0, 20), twin_of="first", seed=3, max_tokens=9, ignore_eos=True)
@@ -186,7 +188,7 @@ class TestTwins:
 
     @pytest.mark.parametrize("aborted", ["a.0", "a.1"])
     def test_aborts_while_the_prompt_is_computed(self, aborted: str) -> None:
-        driver = OverlapDriver(200, 1, chunk_size=64, pace=0.0)
+        driver = OverlapDriver(200, 1, chunked_prefill_size=64, pace=0.0)
         names = test_twins.add_group(driver, "a", prompt(0, 20), 4, max_tokens=5)
         driver.step()
         driver.abort(aborted)
@@ -204,14 +206,14 @@ class TestPromises:
     order = test_scheduler.TestOrder()
 
     @pytest.mark.parametrize(
-        ("policy", "page_size", "chunk_size"),
+        ("policy", "page_size", "chunked_prefill_size"),
         [("lpm", 1, 64), ("fcfs", 2, 1024), ("dfs-weight", 16, 64), ("lpm", 64, 37)],
     )
     def test_what_is_shared_is_computed_once(
-        self, policy: str, page_size: int, chunk_size: int
+        self, policy: str, page_size: int, chunked_prefill_size: int
     ) -> None:
         self.once.test_requests_that_arrive_at_once_compute_the_shared_part_once(
-            policy, page_size, chunk_size
+            policy, page_size, chunked_prefill_size
         )
 
     @pytest.mark.parametrize("policy", test_scheduler.POLICIES)
@@ -281,7 +283,7 @@ def test_the_same_answers_as_the_plain_loop(kind: str, page_size: int) -> None:
             "page_size": page_size,
             "kind": "hash" if kind == "hash" else "radix",
             "reuse": kind != "off",
-            "chunk_size": (5, 16)[seed],
+            "chunked_prefill_size": (5, 16)[seed],
         }
         plain, late = Driver(**common), OverlapDriver(**common)
         for driver in (plain, late):
@@ -303,7 +305,9 @@ def test_the_same_answers_as_the_plain_loop(kind: str, page_size: int) -> None:
 def test_pages_are_switched_under_a_step_in_flight(kind: str, page_size: int) -> None:
     """Two that say the same, one a step behind the other: the second gives its own pages back
     while its next row, which was told of them, is computed."""
-    driver = OverlapDriver(800 // page_size, page_size, kind=kind, chunk_size=64, pace=0.2)
+    driver = OverlapDriver(
+        800 // page_size, page_size, kind=kind, chunked_prefill_size=64, pace=0.2
+    )
     switched = 0
     for i in range(3):
         driver.add(f"r{i}", prompt(0, 33), max_tokens=70, ignore_eos=True)
@@ -317,12 +321,12 @@ def test_pages_are_switched_under_a_step_in_flight(kind: str, page_size: int) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_head_is_copied_once(kind: str) -> None:
-    driver = OverlapDriver(100, 16, kind=kind, chunk_size=5)
+    driver = OverlapDriver(100, 16, kind=kind, chunked_prefill_size=5)
     driver.add("first", prompt(0, 40), max_tokens=2, ignore_eos=True)
     driver.run()
     driver.add("again", [*prompt(0, 40)[:37], *prompt(1, 30)], max_tokens=3, ignore_eos=True)
     driver.run()
-    assert sum(len(schedule.copies) for schedule in driver.schedules) == (kind == "radix")
+    assert sum(len(schedule.cow_copies) for schedule in driver.schedules) == (kind == "radix")
     driver.drain()
 
 
@@ -331,7 +335,7 @@ def test_a_page_head_is_copied_once(kind: str) -> None:
 def test_an_id_is_used_again_while_a_row_of_its_last_owner_is_in_flight(
     steps: int, page_size: int
 ) -> None:
-    driver = OverlapDriver(200, page_size, chunk_size=9, pace=0.0)
+    driver = OverlapDriver(200, page_size, chunked_prefill_size=9, pace=0.0)
     driver.add("a", prompt(0, 20), max_tokens=9, ignore_eos=True)
     for _ in range(steps):
         driver.step()
@@ -348,7 +352,7 @@ def test_an_id_is_used_again_while_a_row_of_its_last_owner_is_in_flight(
 
 class TestFailures:
     def driver(self) -> OverlapDriver:
-        driver = OverlapDriver(1000, 2, chunk_size=16, max_running=4, pace=0.3)
+        driver = OverlapDriver(1000, 2, chunked_prefill_size=16, max_running_requests=4, pace=0.3)
         for i in range(3):
             driver.add(f"r{i}", prompt(i, 12), max_tokens=9, ignore_eos=True)
         return driver
@@ -439,8 +443,8 @@ class Storm:
             max(4, rng.choice([40, 70, 120, 500]) // page_size),
             page_size,
             policy=rng.choice(test_scheduler.POLICIES),
-            chunk_size=rng.choice([1, 7, 16, 64]),
-            max_running=rng.choice([1, 3, 8]),
+            chunked_prefill_size=rng.choice([1, 7, 16, 64]),
+            max_running_requests=rng.choice([1, 3, 8]),
             max_overtake=rng.choice([0, 2, 8]),
             reuse=rng.random() < 0.85,
             kind=rng.choice(["radix", "radix", "hash"]),
@@ -488,7 +492,7 @@ class Storm:
         elif what < 0.21:
             driver.cache.reset(rng.choice([None, "", "b"]))
         elif what < 0.25:
-            test_storm.change_holders(driver, rng)
+            test_storm.change_sessions(driver, rng)
         elif what < 0.35:
             self.add()
         elif what < 0.4:
@@ -515,7 +519,7 @@ class Storm:
         what = rng.random()
         if what < 0.6:
             params |= rng.choice([{}, {"logprobs": 0}, {"temperature": 0}, {"presence_penalty": 1}])
-            driver.add(name, tokens, holder=rng.choice(["", "", *test_storm.HOLDERS]), **params)
+            driver.add(name, tokens, session=rng.choice(["", "", *test_storm.SESSIONS]), **params)
         elif what < 0.75:
             driver.add(name, tokens, **params)
             for number in range(rng.randint(1, 3)):
@@ -528,7 +532,7 @@ class Storm:
             test_prompt_scores.add(driver, name, tokens, **params)
         elif len(tokens) > 1:
             cut = rng.randint(1, len(tokens) - 1)
-            driver.add(name, tokens[:-1], targets=tokens[cut:])
+            driver.add(name, tokens[:-1], logprob_targets=tokens[cut:])
 
     def reused_name(self) -> str:
         """Of one that has ended, perhaps with a row in flight."""
@@ -551,7 +555,7 @@ class Storm:
                 continue
             if name in self.searches:
                 test_beams.check_search(driver, name, self.searches[name])
-            elif driver.requests[name].draws:
+            elif driver.requests[name].also_generate:
                 test_prompt_scores.check(driver, name)
 
     def note_end(self, name: str) -> None:

@@ -35,9 +35,11 @@ def check(driver: Driver, name: str, num_top: int = 0) -> None:
 
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
-@pytest.mark.parametrize("chunk_size", [1, 5, 64])
-def test_cold_and_warm(kind: str, page_size: int, chunk_size: int) -> None:
-    driver = Driver(400 // page_size, page_size, chunk_size=chunk_size, kind=kind)
+@pytest.mark.parametrize("chunked_prefill_size", [1, 5, 64])
+def test_cold_and_warm(kind: str, page_size: int, chunked_prefill_size: int) -> None:
+    driver = Driver(
+        400 // page_size, page_size, chunked_prefill_size=chunked_prefill_size, kind=kind
+    )
     for name in ("cold", "warm"):
         add(driver, name, PROMPT, 2, max_tokens=5, ignore_eos=True)
         driver.run()
@@ -67,11 +69,11 @@ def test_a_prompt_of_one_token() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_twins_share_the_scores(steps: int) -> None:
-    driver = Driver(400, 2, chunk_size=7)
+    driver = Driver(400, 2, chunked_prefill_size=7)
     for seed in range(4):
         first = "" if seed == 0 else "0"
         driver.add(
-            str(seed), PROMPT, twin_of=first, seed=seed, targets=PROMPT[1:], draws=True,
+            str(seed), PROMPT, twin_of=first, seed=seed, logprob_targets=PROMPT[1:], draws=True,
             max_tokens=5, ignore_eos=True, prompt_logprobs=1,
         )  # fmt: skip
     for _ in range(steps):
@@ -96,7 +98,7 @@ def storm(seed: int, page_size: int) -> int:
     Returns how many were preempted.
     """
     rng = random.Random(seed)
-    driver = Driver(112 // page_size, page_size, chunk_size=7, max_running=5)
+    driver = Driver(112 // page_size, page_size, chunked_prefill_size=7, max_running_requests=5)
     known: list[list[int]] = []
     names: list[str] = []
     for number in range(40):

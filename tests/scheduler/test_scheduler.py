@@ -11,9 +11,9 @@ from radixserve.cache import RadixCache
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SampleSpec
-from radixserve.scheduler.job import Job
-from radixserve.scheduler.room import Room
-from radixserve.scheduler.waiting import WaitingRoom
+from radixserve.scheduler.job import RequestState
+from radixserve.scheduler.room import PageBudget
+from radixserve.scheduler.waiting import WaitingQueue
 from tests.scheduler.fake import EOS, VOCAB, Driver, random_prompt
 
 POLICIES = ["lpm", "fcfs", "dfs-weight"]
@@ -37,12 +37,17 @@ def finished_as_expected(driver: Driver) -> None:
 class TestComputeOnce:
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
-    @pytest.mark.parametrize("chunk_size", [7, 64, 1024])
+    @pytest.mark.parametrize("chunked_prefill_size", [7, 64, 1024])
     def test_requests_that_arrive_at_once_compute_the_shared_part_once(
-        self, policy: str, page_size: int, chunk_size: int
+        self, policy: str, page_size: int, chunked_prefill_size: int
     ) -> None:
         driver = Driver(
-            8192 // page_size, page_size, policy, chunk_size, max_running=64, max_overtake=64
+            8192 // page_size,
+            page_size,
+            policy,
+            chunked_prefill_size,
+            max_running_requests=64,
+            max_overtake=64,
         )
         shared = prompt(0, 512)
         for i in range(32):
@@ -58,7 +63,7 @@ class TestComputeOnce:
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("shared", [1, 2, 31])
     def test_followers_wait_at_any_match_length(self, policy: str, shared: int) -> None:
-        driver = Driver(1000, 1, policy, chunk_size=8)
+        driver = Driver(1000, 1, policy, chunked_prefill_size=8)
         for i in range(4):
             driver.add(f"r{i}", prompt(0, shared) + prompt(10 + i, 20), max_tokens=1)
         driver.run()
@@ -66,7 +71,7 @@ class TestComputeOnce:
         assert driver.scheduler.stats()["gained_while_waiting_tokens"] >= shared
 
     def test_identical_prompts_recompute_only_their_last_token(self) -> None:
-        driver = Driver(1000, 16, chunk_size=10)
+        driver = Driver(1000, 16, chunked_prefill_size=10)
         for i in range(5):
             driver.add(f"r{i}", prompt(3, 45), max_tokens=4)
         driver.run()
@@ -76,7 +81,7 @@ class TestComputeOnce:
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     def test_counts_are_the_true_common_prefixes(self, page_size: int) -> None:
         """A script of requests one after another: reuse is what an omniscient reader would say."""
-        driver = Driver(16_384 // page_size, page_size, chunk_size=64)
+        driver = Driver(16_384 // page_size, page_size, chunked_prefill_size=64)
         rng = random.Random(page_size)
         known: list[list[int]] = []
         for i in range(60):
@@ -93,7 +98,7 @@ class TestComputeOnce:
         driver.drain()
 
     def test_a_stale_leader_is_not_waited_for(self) -> None:
-        driver = Driver(1000, 1, chunk_size=10)
+        driver = Driver(1000, 1, chunked_prefill_size=10)
         driver.add("old", prompt(0, 100), max_tokens=1)
         driver.step()
         driver.cache.reset()
@@ -117,7 +122,7 @@ def distinct_prefixes(prompts: list[list[int]]) -> int:
 
 class TestOrder:
     def test_lpm_takes_the_longest_cached_prefix_first(self) -> None:
-        driver = Driver(1000, 1, "lpm", max_running=1)
+        driver = Driver(1000, 1, "lpm", max_running_requests=1)
         driver.add("warm", prompt(0, 60), max_tokens=1)
         driver.run()
         driver.add("cold", prompt(1, 30), max_tokens=1)
@@ -127,7 +132,7 @@ class TestOrder:
         assert driver.admitted == ["warm", "long", "short", "cold"]
 
     def test_fcfs_takes_the_first(self) -> None:
-        driver = Driver(1000, 1, "fcfs", max_running=1)
+        driver = Driver(1000, 1, "fcfs", max_running_requests=1)
         driver.add("warm", prompt(0, 60), max_tokens=1)
         driver.run()
         for name, tokens in (("cold", prompt(1, 30)), ("hot", prompt(0, 50))):
@@ -136,7 +141,7 @@ class TestOrder:
         assert driver.admitted == ["warm", "cold", "hot"]
 
     def test_dfs_weight_takes_the_heaviest_branch_in_one_piece(self) -> None:
-        driver = Driver(1000, 1, "dfs-weight", max_running=8, chunk_size=100)
+        driver = Driver(1000, 1, "dfs-weight", max_running_requests=8, chunked_prefill_size=100)
         light, heavy = prompt(5, 20), prompt(6, 20)
         for name, head in (("a", light), ("b", heavy)):
             driver.add(name, head, max_tokens=1)
@@ -149,7 +154,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_priority_comes_first(self, policy: str) -> None:
-        driver = Driver(1000, 1, policy, max_running=1)
+        driver = Driver(1000, 1, policy, max_running_requests=1)
         driver.add("first", prompt(0, 10), max_tokens=3)
         driver.step()
         for i, priority in enumerate([0, 2, 1]):
@@ -160,7 +165,7 @@ class TestOrder:
     @pytest.mark.parametrize("policy", POLICIES)
     @pytest.mark.parametrize("bound", [0, 1, 5])
     def test_nobody_is_overtaken_more_often_than_the_bound(self, policy: str, bound: int) -> None:
-        driver = Driver(4000, 1, policy, max_running=2, max_overtake=bound)
+        driver = Driver(4000, 1, policy, max_running_requests=2, max_overtake=bound)
         hot = prompt(0, 40)
         driver.add("hot", hot, max_tokens=1)
         driver.run()
@@ -180,7 +185,7 @@ class TestOrder:
     def test_without_the_bound_lpm_starves(self) -> None:
         waits = {}
         for bound in (4, 1000):
-            driver = Driver(4000, 1, "lpm", max_running=1, max_overtake=bound)
+            driver = Driver(4000, 1, "lpm", max_running_requests=1, max_overtake=bound)
             driver.add("hot", prompt(0, 40), max_tokens=1)
             driver.run()
             driver.add("cold", prompt(1, 40), max_tokens=1)
@@ -194,7 +199,7 @@ class TestOrder:
 
 class TestAdmission:
     def test_looks_past_a_request_that_does_not_fit(self) -> None:
-        driver = Driver(100, 1, "fcfs", chunk_size=200)
+        driver = Driver(100, 1, "fcfs", chunked_prefill_size=200)
         driver.add("running", prompt(0, 50), max_tokens=10)
         driver.step()
         driver.add("large", prompt(1, 80), max_tokens=1)
@@ -203,7 +208,7 @@ class TestAdmission:
         assert driver.admitted == ["running", "small", "large"]
 
     def test_a_cached_request_fits_where_a_new_one_does_not(self) -> None:
-        driver = Driver(120, 1, "fcfs", chunk_size=200)
+        driver = Driver(120, 1, "fcfs", chunked_prefill_size=200)
         head = prompt(0, 60)
         driver.add("running", head, max_tokens=20)
         driver.step()
@@ -213,7 +218,7 @@ class TestAdmission:
         assert driver.admitted == ["running", "cached", "new"]
 
     def test_a_request_that_does_not_fit_is_not_passed_for_ever(self) -> None:
-        driver = Driver(100, 1, "fcfs", max_running=4, max_overtake=3)
+        driver = Driver(100, 1, "fcfs", max_running_requests=4, max_overtake=3)
         driver.add("running", prompt(0, 30), max_tokens=10)
         driver.step()
         driver.add("large", prompt(1, 90), max_tokens=1)
@@ -224,7 +229,7 @@ class TestAdmission:
         finished_as_expected(driver)
 
     def test_chunks_and_decodes_share_a_step_within_the_budget(self) -> None:
-        driver = Driver(1000, 1, chunk_size=10)
+        driver = Driver(1000, 1, chunked_prefill_size=10)
         driver.add("a", prompt(0, 5), max_tokens=30, ignore_eos=True)
         driver.step()
         driver.add("b", prompt(1, 35), max_tokens=1)
@@ -248,7 +253,7 @@ class TestAdmission:
 
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     def test_a_request_as_large_as_the_pool_runs_alone(self, page_size: int) -> None:
-        driver = Driver(256 // page_size, page_size, chunk_size=50)
+        driver = Driver(256 // page_size, page_size, chunked_prefill_size=50)
         tokens = prompt(0, 200)
         driver.add("before", [*tokens[:99], 3, 4, 5], max_tokens=3)
         driver.add("whole", tokens, max_tokens=500, ignore_eos=True)
@@ -262,7 +267,7 @@ class TestAdmission:
 class TestPreemption:
     @pytest.mark.parametrize("page_size", [1, 2, 16])
     def test_everybody_finishes_although_not_all_fit(self, page_size: int) -> None:
-        driver = Driver(128 // page_size, page_size, chunk_size=32)
+        driver = Driver(128 // page_size, page_size, chunked_prefill_size=32)
         for i in range(6):
             driver.add(f"r{i}", prompt(i, 15), max_tokens=60, ignore_eos=True)
         driver.run()
@@ -274,7 +279,7 @@ class TestPreemption:
         driver.drain()
 
     def test_resuming_costs_only_what_was_evicted(self) -> None:
-        driver = Driver(100, 1, chunk_size=64)
+        driver = Driver(100, 1, chunked_prefill_size=64)
         driver.add("old", prompt(0, 40), max_tokens=30, ignore_eos=True)
         driver.add("young", prompt(1, 40), max_tokens=12, ignore_eos=True)
         driver.run()
@@ -284,7 +289,7 @@ class TestPreemption:
         finished_as_expected(driver)
 
     def test_counts_add_up_after_preemption(self) -> None:
-        driver = Driver(90, 1, chunk_size=8)
+        driver = Driver(90, 1, chunked_prefill_size=8)
         shared = prompt(0, 20)
         for i in range(8):
             driver.add(f"r{i}", shared + prompt(i + 1, 20), max_tokens=20, ignore_eos=True)
@@ -302,7 +307,7 @@ class TestAbort:
     @pytest.mark.parametrize("after", range(12))
     @pytest.mark.parametrize("page_size", [1, 16])
     def test_at_every_point_of_a_life(self, after: int, page_size: int) -> None:
-        driver = Driver(640 // page_size, page_size, chunk_size=9, max_running=2)
+        driver = Driver(640 // page_size, page_size, chunked_prefill_size=9, max_running_requests=2)
         driver.add("victim", prompt(0, 45), max_tokens=5, ignore_eos=True)
         driver.add("follower", [*prompt(0, 30), *prompt(1, 9)], max_tokens=5)
         driver.add("other", prompt(2, 30), max_tokens=5)
@@ -319,7 +324,7 @@ class TestAbort:
         driver.drain()
 
     def test_a_cancelled_prefill_leaves_its_work_in_the_tree(self) -> None:
-        driver = Driver(1000, 1, chunk_size=10)
+        driver = Driver(1000, 1, chunked_prefill_size=10)
         driver.add("a", prompt(0, 100), max_tokens=1)
         for _ in range(4):
             driver.step()
@@ -327,7 +332,7 @@ class TestAbort:
         assert driver.cache.lookup(prompt(0, 100)).cached_len == 40
 
     def test_a_failed_step_ends_its_requests_and_no_others(self) -> None:
-        driver = Driver(1000, 1, chunk_size=10, max_running=1)
+        driver = Driver(1000, 1, chunked_prefill_size=10, max_running_requests=1)
         driver.add("a", prompt(0, 25), max_tokens=3)
         driver.add("b", prompt(1, 25), max_tokens=3)
         driver.step()
@@ -373,11 +378,11 @@ def test_waiting_requests_are_matched_again_only_where_the_tree_changed(policy: 
     cache = RadixCache(5000)
     publish(cache, prompt(0, 50))
     publish(cache, prompt(1, 50))
-    room = WaitingRoom(cache, policy, 100)
+    room = WaitingQueue(cache, policy, 100)
     for i in range(40):
         tokens = np.asarray([*prompt(i % 2, 30 + i // 2), 2], np.int32)
         request = Request(f"r{i}", tokens, SamplingParams(), 0, frozenset(), 100)
-        room.add(Job(request, i, cache.probe(tokens), 0.0), is_returning=False)
+        room.add(RequestState(request, i, cache.watch(tokens), 0.0), is_returning=False)
     room.refresh()
     walks = count_walks(cache)
     publish(cache, prompt(2, 50))  # elsewhere
@@ -396,19 +401,21 @@ def test_waiting_requests_are_matched_again_only_where_the_tree_changed(policy: 
 def test_a_queue_in_which_nobody_fits_is_not_walked_again(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver(200, 1, policy, max_running=4, chunk_size=200, max_overtake=1000)
+    driver = Driver(
+        200, 1, policy, max_running_requests=4, chunked_prefill_size=200, max_overtake=1000
+    )
     driver.add("running", prompt(0, 100), max_tokens=60, ignore_eos=True)
     driver.step()
     for i in range(50):
         driver.add(f"w{i}", prompt(i + 1, 110), max_tokens=1)
     driver.step()
-    fits, asked = Room.fits, [0]
+    fits, asked = PageBudget.fits, [0]
 
     def counted(*args: object) -> bool:
         asked[0] += 1
         return fits(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Room, "fits", counted)
+    monkeypatch.setattr(PageBudget, "fits", counted)
     for _ in range(20):
         driver.step()
     assert asked[0] == 0
@@ -446,7 +453,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_plain_rows_keep_their_spec_once_their_ends_are_free() -> None:
     """Greedy ones that ask for nothing else; a penalty or log-probabilities need the latest one."""
-    driver = Driver(30, 1, max_running=8)  # too few pages: some are preempted
+    driver = Driver(30, 1, max_running_requests=8)  # too few pages: some are preempted
     common = {"max_tokens": 12, "temperature": 0}
     driver.add("telling", prompt(6, 6), logprobs=1, ignore_eos=True, **common)
     driver.add("drawn", prompt(7, 6), max_tokens=12, ignore_eos=True)

@@ -13,7 +13,7 @@ PROMPT = list(range(2, 30))
 
 def add_score(driver: Driver, name: str, prompt: list[int], candidate: list[int]) -> list[float]:
     """Queue it; returns the scores to come."""
-    driver.add(name, prompt + candidate[:-1], targets=candidate, max_len=100)
+    driver.add(name, prompt + candidate[:-1], logprob_targets=candidate, max_len=100)
     hashes = prefix_hashes(prompt + candidate)
     at = len(prompt) - 1
     return [fake_score(hashes[at + i], token) for i, token in enumerate(candidate)]
@@ -21,9 +21,11 @@ def add_score(driver: Driver, name: str, prompt: list[int], candidate: list[int]
 
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("chunk_size", [3, 64])
-def test_candidates_share_the_prompt(kind: str, page_size: int, chunk_size: int) -> None:
-    driver = Driver(400 // page_size, page_size, chunk_size=chunk_size, kind=kind)
+@pytest.mark.parametrize("chunked_prefill_size", [3, 64])
+def test_candidates_share_the_prompt(kind: str, page_size: int, chunked_prefill_size: int) -> None:
+    driver = Driver(
+        400 // page_size, page_size, chunked_prefill_size=chunked_prefill_size, kind=kind
+    )
     candidates = [[40 + i, *range(3, 3 + 2 * i)] for i in range(5)]
     expected = {str(i): add_score(driver, str(i), PROMPT, c) for i, c in enumerate(candidates)}
     driver.run()
@@ -52,7 +54,7 @@ def test_what_is_cached_is_scored_again() -> None:
 def test_storm(seed: int, page_size: int) -> None:
     """Among others, in a pool in which few fit: nothing is scored twice or lost."""
     rng = random.Random(seed)
-    driver = Driver(160 // page_size, page_size, chunk_size=7, max_running=5)
+    driver = Driver(160 // page_size, page_size, chunked_prefill_size=7, max_running_requests=5)
     known: list[list[int]] = []
     expected: dict[str, list[float]] = {}
     for number in range(40):

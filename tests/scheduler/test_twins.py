@@ -29,10 +29,12 @@ def check_outputs(driver: Driver, names: list[str]) -> None:
 
 @pytest.mark.parametrize("kind", ["radix", "hash"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("chunk_size", [5, 64])
+@pytest.mark.parametrize("chunked_prefill_size", [5, 64])
 class TestOnce:
-    def test_a_prompt_is_computed_once(self, kind: str, page_size: int, chunk_size: int) -> None:
-        driver = Driver(200, page_size, chunk_size=chunk_size, kind=kind)
+    def test_a_prompt_is_computed_once(
+        self, kind: str, page_size: int, chunked_prefill_size: int
+    ) -> None:
+        driver = Driver(200, page_size, chunked_prefill_size=chunked_prefill_size, kind=kind)
         names = add_group(driver, "a", PROMPT, 6, max_tokens=9, ignore_eos=True)
         driver.run()
         check_outputs(driver, names)
@@ -45,8 +47,16 @@ class TestOnce:
         assert stats["prompted_tokens"] == stats["reused_tokens"] + stats["computed_tokens"]
         driver.drain()
 
-    def test_more_of_them_than_may_run(self, kind: str, page_size: int, chunk_size: int) -> None:
-        driver = Driver(200, page_size, chunk_size=chunk_size, kind=kind, max_running=3)
+    def test_more_of_them_than_may_run(
+        self, kind: str, page_size: int, chunked_prefill_size: int
+    ) -> None:
+        driver = Driver(
+            200,
+            page_size,
+            chunked_prefill_size=chunked_prefill_size,
+            kind=kind,
+            max_running_requests=3,
+        )
         names = add_group(driver, "a", PROMPT, 8, max_tokens=7, ignore_eos=True)
         driver.run()
         check_outputs(driver, names)
@@ -55,8 +65,14 @@ class TestOnce:
             assert [u.computed_tokens for u in usages] == [len(PROMPT)] + [0] * 7
         driver.drain()
 
-    def test_one_token_each(self, kind: str, page_size: int, chunk_size: int) -> None:
-        driver = Driver(60, page_size, chunk_size=chunk_size, kind=kind, max_running=2)
+    def test_one_token_each(self, kind: str, page_size: int, chunked_prefill_size: int) -> None:
+        driver = Driver(
+            60,
+            page_size,
+            chunked_prefill_size=chunked_prefill_size,
+            kind=kind,
+            max_running_requests=2,
+        )
         names = add_group(driver, "a", PROMPT, 5, max_tokens=1, ignore_eos=True)
         driver.run()
         check_outputs(driver, names)
@@ -67,7 +83,7 @@ class TestOnce:
 class TestEnds:
     @pytest.mark.parametrize("steps", [0, 1, 3])
     def test_another_one_takes_the_place_of_an_aborted_first(self, steps: int) -> None:
-        driver = Driver(200, 1, chunk_size=5)
+        driver = Driver(200, 1, chunked_prefill_size=5)
         names = add_group(driver, "a", PROMPT, 4, max_tokens=5, ignore_eos=True)
         for _ in range(steps):
             driver.step()
@@ -79,7 +95,7 @@ class TestEnds:
         driver.drain()
 
     def test_an_aborted_twin_is_gone(self) -> None:
-        driver = Driver(200, 1, chunk_size=5)
+        driver = Driver(200, 1, chunked_prefill_size=5)
         names = add_group(driver, "a", PROMPT, 3, max_tokens=5, ignore_eos=True)
         driver.step()
         driver.abort("a.1")
@@ -103,7 +119,14 @@ class TestEnds:
 
     def test_heirs_do_not_hide_who_was_overtaken(self) -> None:
         bound = 2
-        driver = Driver(100, 1, policy="fcfs", chunk_size=64, max_running=16, max_overtake=bound)
+        driver = Driver(
+            100,
+            1,
+            policy="fcfs",
+            chunked_prefill_size=64,
+            max_running_requests=16,
+            max_overtake=bound,
+        )
         driver.add("blocker", [49] * 60, max_tokens=38, ignore_eos=True)
         driver.step()
         names = add_group(driver, "a", PROMPT * 2, 6, max_tokens=5, ignore_eos=True)
@@ -119,7 +142,7 @@ class TestEnds:
         driver.drain()
 
     def test_higher_priorities_come_first(self) -> None:
-        driver = Driver(2000, 1, policy="fcfs", chunk_size=10, max_running=8)
+        driver = Driver(2000, 1, policy="fcfs", chunked_prefill_size=10, max_running_requests=8)
         add_group(driver, "a", PROMPT, 16, max_tokens=50, ignore_eos=True)
         driver.step()
         driver.add("urgent", [45] * 5, max_tokens=5, ignore_eos=True, priority=10)
@@ -131,7 +154,9 @@ class TestEnds:
         driver.drain()
 
     def test_none_passes_one_that_found_no_room(self) -> None:
-        driver = Driver(500, 1, policy="fcfs", chunk_size=200, max_running=3, max_overtake=0)
+        driver = Driver(
+            500, 1, policy="fcfs", chunked_prefill_size=200, max_running_requests=3, max_overtake=0
+        )
         names = add_group(driver, "a", PROMPT, 3, max_tokens=5, ignore_eos=True)
         names += add_group(driver, "b", PROMPT[::-1], 3, max_tokens=5, ignore_eos=True)
         driver.run()
@@ -141,7 +166,7 @@ class TestEnds:
         driver.drain()
 
     def test_a_failed_step_ends_all_that_were_in_it(self) -> None:
-        driver = Driver(200, 1, chunk_size=64)
+        driver = Driver(200, 1, chunked_prefill_size=64)
         add_group(driver, "a", PROMPT, 3)
         schedule = driver.scheduler.schedule()
         assert schedule is not None
@@ -152,7 +177,7 @@ class TestEnds:
         driver.drain()
 
     def test_everything_may_be_failed_at_any_time(self) -> None:
-        driver = Driver(200, 1, chunk_size=5)
+        driver = Driver(200, 1, chunked_prefill_size=5)
         add_group(driver, "a", PROMPT, 4)
         driver.step()
         assert len(driver.scheduler.fail_all(EngineDead("closed"))) == 4
@@ -166,7 +191,9 @@ class TestEnds:
 def test_storm(seed: int, kind: str, page_size: int) -> None:
     """Groups and single requests, aborts, and a pool in which few of them fit."""
     rng = random.Random(seed)
-    driver = Driver(160 // page_size, page_size, kind=kind, chunk_size=7, max_running=5)
+    driver = Driver(
+        160 // page_size, page_size, kind=kind, chunked_prefill_size=7, max_running_requests=5
+    )
     known: list[list[int]] = []
     names: list[str] = []
     for at in range(25):

@@ -1,0 +1,1 @@
+"""What callers hold: `Runtime`, branches, chats, beam search and search over thoughts."""

@@ -1,0 +1,129 @@
+"""A conversation in a JSON file: messages and exact token ids, and which model they are of."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from radixserve.errors import InvalidRequest
+from radixserve.text.chat_format import Answer, Message
+from radixserve.text.prompts import check_messages, is_token_id
+
+_KIND, _VERSION = "radixserve chat", 1
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """What is written and read."""
+
+    model: Mapping[str, Any]  # what ids mean
+    system: str | None
+    template: str | None
+    tools: list[dict[str, Any]] | None
+    turns: Sequence[tuple[Message, Answer, list[int]]]  # with all ids up to the turn's end
+
+
+def write_chat(path: str | os.PathLike[str], chat: SavedChat) -> None:
+    """Raises OSError, or InvalidRequest where a message holds what JSON cannot."""
+    whole = chat.turns[-1][2] if chat.turns else []
+    document = {
+        "kind": _KIND,
+        "version": _VERSION,
+        "model": dict(chat.model),
+        "system": chat.system,
+        "template": chat.template,
+        "tools": chat.tools,
+        "token_ids": whole,
+        "turns": [
+            {
+                "message": message,
+                "answer": {
+                    "text": answer.text,
+                    "token_ids": list(answer.token_ids),
+                    "has_end": answer.has_end,
+                },
+                # all ids behind the turn: the first so many of "token_ids", or others
+                "tokens": len(ids) if whole[: len(ids)] == ids else ids,
+            }
+            for message, answer, ids in chat.turns
+        ],
+    }
+    try:
+        text = json.dumps(document)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the chat cannot be written as JSON: {error}") from None
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def read_chat(path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size: int) -> SavedChat:
+    """Raises OSError, or InvalidRequest for the chat of another model and for other files."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if document["kind"] != _KIND or document["version"] != _VERSION:
+            raise ValueError(f"it is not of kind {_KIND!r}, version {_VERSION}")
+        _check_model(path, document["model"], model)
+        whole = _ids(document["token_ids"], vocab_size)
+        turns = [_turn(turn, whole, vocab_size) for turn in document["turns"]]
+        chat = SavedChat(
+            document["model"],
+            _optional(document["system"], str),
+            _optional(document["template"], str),
+            _tools(document["tools"]),
+            turns,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, InvalidRequest):
+            raise
+        raise InvalidRequest(f"{os.fspath(path)} is no saved chat: {error!r}") from None
+    return chat
+
+
+def _tools(value: Any) -> list[Any] | None:
+    tools: list[Any] | None = _optional(value, list)
+    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("a tool is not an object")
+    return tools
+
+
+def _check_model(
+    path: str | os.PathLike[str], theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> None:
+    other = [
+        f"{name} {theirs.get(name)!r}, here {value!r}"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
+    if other:
+        raise InvalidRequest(f"{os.fspath(path)} is the chat of another model: {'; '.join(other)}")
+
+
+def _turn(turn: Any, whole: list[int], vocab_size: int) -> tuple[Message, Answer, list[int]]:
+    (message,) = check_messages([turn["message"]])
+    told, tokens = turn["answer"], turn["tokens"]
+    own = _ids(told["token_ids"], vocab_size)
+    answer = Answer(_of(told["text"], str), tuple(own), _of(told["has_end"], bool))
+    ids = whole[: _of(tokens, int)] if is_token_id(tokens) else _ids(tokens, vocab_size)
+    if ids[len(ids) - len(own) :] != own:
+        raise ValueError("a turn does not end with its answer")
+    return message, answer, ids
+
+
+def _ids(value: Any, vocab_size: int) -> list[int]:
+    ids = _of(value, list)
+    if not all(is_token_id(token) and 0 <= token < vocab_size for token in ids):
+        raise ValueError("there are ids outside of the vocabulary")
+    return list(ids)
+
+
+def _of(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} should be of type {kind.__name__}"[:200])
+    return value
+
+
+def _optional(value: Any, kind: type) -> Any:
+    return None if value is None else _of(value, kind)

@@ -1,0 +1,125 @@
+"""`SessionHandle`: a branch's session in the cache; the engine closes it after the branch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from radixserve.arrays import IntArray
+from radixserve.engine.engine import Engine
+from radixserve.engine.worker import EngineThread
+
+_LEAST_PRUNED = 16  # forks of a branch that are remembered before those gone are forgotten
+
+
+class SessionHandle:
+    """A session in the engine, opened by the first request that names it.
+
+    A session claims what its own requests reached. So that an open branch keeps also what others
+    computed for it, who lets go hands on: to the nearest open lease above, and to the open ones
+    below. Called from any thread, `close` from the garbage collector, too; none of it waits.
+    """
+
+    __slots__ = ("__weakref__", "_below", "_held_len", "_is_known", "_namespace", "_parent",
+                 "_prune_at", "_worker", "is_open", "name", "tokens")  # fmt: skip
+
+    def __init__(
+        self,
+        worker: EngineThread,
+        number: int,
+        tokens: IntArray,
+        namespace: str,
+        parent: SessionHandle | None,
+    ) -> None:
+        """`parent`: that of the branch forked from, which is open."""
+        self.name = f"branch {number}"
+        self.tokens = tokens  # where the branch stands
+        self.is_open = True
+        self._worker = worker
+        self._namespace = namespace
+        self._parent = parent
+        self._below: list[weakref.ref[SessionHandle]] = []
+        self._prune_at = _LEAST_PRUNED
+        self._held_len = 0  # tokens that the session claims, if they are cached still
+        self._is_known = False  # whether the engine may have a session of that name
+        if parent is not None:
+            parent._adopt(self)
+
+    def take(self) -> str:
+        """The name for a request, which opens the session."""
+        self._is_known = True
+        return self.name
+
+    def move(self, tokens: IntArray, *, is_reached: bool) -> None:
+        """The branch stands at `tokens` now; `is_reached`: a request of the session did."""
+        self.tokens = tokens
+        if is_reached:
+            self._held_len = len(tokens)
+        elif len(tokens) < self._held_len:
+            self._held_len = len(tokens)
+            self._worker.post(self._cut)
+
+    def claim(self) -> None:
+        """Hold what is cached of the branch's tokens, also where another's request computed it."""
+        self._held_len = 0
+        self._worker.post(self._hold)
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        above = self._nearest_above()
+        for lease in self._forks():
+            lease._parent = above
+            if above is not None:
+                above._adopt(lease)
+        if self._is_known:
+            self._worker.post(self._let_go)
+
+    # -- the others ---------------------------------------------------------------------------
+
+    def _adopt(self, lease: SessionHandle) -> None:
+        if len(self._below) >= self._prune_at:
+            self._below = [weakref.ref(fork) for fork in self._forks()]
+            self._prune_at = max(_LEAST_PRUNED, 2 * len(self._below))
+        self._below.append(weakref.ref(lease))
+
+    def _forks(self) -> Iterator[SessionHandle]:
+        """The open ones below, up to the next open one on each path."""
+        for reference in list(self._below):
+            lease = reference()
+            if lease is not None and lease.is_open:
+                yield lease
+
+    def _nearest_above(self) -> SessionHandle | None:
+        above = self._parent
+        while above is not None and not above.is_open:
+            above = above._parent
+        self._parent = above  # keeps chains of forks of forks short
+        return above
+
+    # -- in the engine's thread ---------------------------------------------------------------
+
+    def _let_go(self, engine: Engine) -> None:
+        above = self._nearest_above()
+        for lease in (*self._forks(), *([] if above is None else [above])):
+            lease._hold(engine)
+        engine.close_session(self.name)
+
+    def _cut(self, engine: Engine) -> None:
+        """The branch was rolled back: let go of what is behind."""
+        for lease in self._forks():
+            lease._hold(engine)
+        engine.close_session(self.name)
+        self._held_len = 0
+        self._hold(engine)
+
+    def _hold(self, engine: Engine) -> None:
+        """Claim what is cached of the branch's tokens, unless that is claimed already."""
+        tokens = self.tokens
+        if self._held_len >= len(tokens):
+            return
+        self._is_known = True  # before looking whether it is open: `close` looks in that order, too
+        if self.is_open:
+            self._held_len = engine.claim(self.name, tokens, self._namespace)

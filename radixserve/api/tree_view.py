@@ -1,0 +1,134 @@
+"""The prefix tree as a picture for the terminal, and as plain data.
+
+Both take the nested dicts of `RadixCache.dump`; `decode` turns token ids into text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from rich.tree import Tree
+
+Decode = Callable[[Sequence[int]], str]
+
+_INDENT = 4  # columns that a level of the picture takes
+_LEAST_TEXT = 12  # columns left for the text of an edge
+_LEAST_LABEL = 48  # columns left for a node, as far as the width allows
+_GAP = " … "
+
+
+def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> Tree:
+    """A node a line: tokens, positions, references, sessions, the edge's text shortened to fit.
+
+    Without `decode` edges are shown as token ids.
+    """
+    from rich.text import Text
+    from rich.tree import Tree
+
+    picture = Tree(_summary(dump), highlight=False)
+    deepest = max(1, (width - _LEAST_LABEL) // _INDENT)
+    spaces: Mapping[str, Mapping[str, Any]] = dump["namespaces"]
+    for name, root in spaces.items():
+        is_only = not name and len(spaces) == 1
+        top = picture if is_only else picture.add(Text(f"namespace {name!r}"))
+        level = 1 if is_only else 2
+        stack = [(child, top, level) for child in reversed(root["children"])]
+        while stack:
+            node, place, level = stack.pop()
+            # where there is no room to go further right, the levels below share one column
+            mark = "↳ " if level > deepest else ""
+            branch = place.add(_label(mark, node, decode, width - _INDENT * min(level, deepest)))
+            below = branch if level < deepest else place
+            stack += [(child, below, level + 1) for child in reversed(node["children"])]
+    if dump["truncated"]:
+        picture.add("… and more nodes, which are not drawn")
+    return picture
+
+
+def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
+    """The same as plain data: start, num_tokens, refs, sessions, text and children of each node."""
+    namespaces: dict[str, list[dict[str, Any]]] = {}
+    stack: list[tuple[Mapping[str, Any], list[dict[str, Any]]]] = []
+    for name, root in dump["namespaces"].items():
+        namespaces[name] = []
+        stack.append((root, namespaces[name]))
+    while stack:
+        node, place = stack.pop()
+        for child in node["children"]:
+            facts = {key: child[key] for key in ("start", "num_tokens", "refs", "sessions")}
+            below: list[dict[str, Any]] = []
+            text = None if decode is None else decode(child["tokens"])
+            place.append({**facts, "text": text, "children": below})
+            stack.append((child, below))
+    return {
+        "page_size": dump["page_size"],
+        "truncated": dump["truncated"],
+        "namespaces": namespaces,
+    }
+
+
+def escape(text: str) -> str:
+    """White space other than blanks and control characters as escapes: a text on one line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shorten(text: str, width: int) -> str:
+    """At most `width` characters: the head and the tail, the middle left out."""
+    if len(text) <= width:
+        return text
+    kept = width - len(_GAP)
+    if kept < 2:
+        return text[:width]
+    tail = kept // 3
+    return text[: kept - tail] + _GAP + text[len(text) - tail :]
+
+
+def edge_text(tokens: Sequence[int], decode: Decode | None, width: int) -> str:
+    """The text of an edge in quotes, escaped and shortened; ids where there is no text."""
+    tokens = list(tokens)
+    room = max(1, width - 2)
+    if decode is not None:
+        text = escape(_decode_ends(tokens, decode, room))
+        if text:
+            return f"'{shorten(text, room)}'"
+    ids = " ".join(map(str, tokens[: room + 1]))
+    return shorten(f"ids {ids}", width)
+
+
+def _decode_ends(tokens: list[int], decode: Decode, room: int) -> str:
+    """The text, or of a very long edge as much of both ends as can be shown."""
+    if len(tokens) <= 4 * room:
+        return decode(tokens)
+    return decode(tokens[: 2 * room]) + decode(tokens[-2 * room :])
+
+
+def _summary(dump: Mapping[str, Any]) -> str:
+    nodes = tokens = 0
+    stack = list(dump["namespaces"].values())
+    while stack:
+        node = stack.pop()
+        stack.extend(node["children"])
+        nodes += len(node["children"])
+        tokens += sum(child["num_tokens"] for child in node["children"])
+    many = "" if nodes == 1 else "s"
+    return f"{nodes} node{many}, {tokens:,} tokens, page size {dump['page_size']}"
+
+
+def _label(mark: str, node: Mapping[str, Any], decode: Decode | None, width: int) -> Text:
+    from rich.text import Text
+
+    start, count = node["start"], node["num_tokens"]
+    facts = (
+        f"{mark}{count:,} token{'' if count == 1 else 's'} [{start:,}, {start + count:,})"
+        f" refs {node['refs']} sessions {node['sessions']} "
+    )
+    text = edge_text(node["tokens"], decode, max(_LEAST_TEXT, width - len(facts)))
+    return Text.assemble(
+        (facts, "bold green" if node["sessions"] else "cyan"),
+        text,
+        no_wrap=True,
+        overflow="ellipsis",
+    )

@@ -1,0 +1,1 @@
+"""The engine: requests in, tokens out; its thread, and the way of an answer back to its caller."""

@@ -1,0 +1,152 @@
+"""`Ticket`: one request's way back, from the engine's tokens to its caller's text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from radixserve.output import Chunk, Completion, Finish, RequestOutput
+from radixserve.request import Request
+from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
+
+Event = Chunk | Completion | tuple[Completion, ...] | BaseException
+
+
+class Ticket:
+    """Collects what the engine says of a request and tells the caller through `notify`.
+
+    The engine's thread calls `push`. A streaming caller gets a Chunk for each piece of text; every
+    caller gets exactly one last event: the Completion (in the last Chunk when streaming) or an
+    exception.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        notify: Callable[[Event], None],
+        *,
+        streams: bool,
+    ) -> None:
+        self.request = request
+        self.made_at = time.time()  # seconds since 1970
+        self._notify = notify
+        self.streams = streams
+        self._text = None
+        if tokenizer is not None:
+            self._text = TextStream(tokenizer, request.token_ids.tolist())
+        self._stop = StopText(tuple(request.params.stop))
+        self._is_eager = streams or bool(request.params.stop)  # text is needed at once
+        self._pieces: list[str] = []  # of the text so far
+        self._untold: list[str] = []  # of them, what no chunk has carried yet
+        self._token_ids: list[int] = []
+        self._num_told = 0  # tokens that chunks have carried
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, float]] = []
+        self._has_ended = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens generated so far; not to be changed."""
+        return self._token_ids
+
+    def push(self, output: RequestOutput) -> bool:
+        """Take in a schedule's news. True: a stop string was met, the request has to be ended."""
+        if self._has_ended:
+            return False
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs
+        self._top_logprobs += output.top_logprobs
+        finish = output.finish
+        if finish is not None and finish.error is not None:
+            self.fail(finish.error)
+            return False
+        if self._is_eager and self._text is not None and output.token_ids:
+            visible = output.token_ids[: -1 if self._ends_by_token(finish) else None]
+            self._add_text(self._text.push(visible))
+        if finish is not None:
+            self._complete(finish)
+        elif self.streams:
+            self._tell_chunk()
+        return self._stop.is_stopped and not self._has_ended
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._notify(error)
+
+    def _ends_by_token(self, finish: Finish | None) -> bool:
+        """Whether the last token is an end token, which is not part of the text."""
+        if finish is None or finish.reason != "stop" or not self._token_ids:
+            return False
+        return self._token_ids[-1] in self.request.end_ids and not self._stop.is_stopped
+
+    def _add_text(self, piece: str) -> None:
+        enough = len(self._token_ids) >= self.request.params.min_tokens
+        self._keep(self._stop.push(piece, may_stop=enough))
+
+    def _keep(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            self._untold.append(piece)
+
+    def _complete(self, finish: Finish) -> None:
+        """Make the whole answer, then tell: what raises before leaves the way to `fail` open."""
+        if self._text is not None:
+            if not self._is_eager:
+                ids = self._token_ids[: -1 if self._ends_by_token(finish) else None]
+                self._add_text(self._text.push(ids))
+            self._add_text(self._text.finish())
+            self._keep(self._stop.finish())
+        completion = self._completion(finish)
+        self._has_ended = True
+        if self.streams:
+            self._tell_chunk(completion)
+        else:
+            self._notify(completion)
+
+    def _completion(self, finish: Finish) -> Completion:
+        wanted = self.request.params.logprobs
+        prompt_logprobs, prompt_top_logprobs = self._of_prompt(finish)
+        return Completion(
+            request_id=self.request.request_id,
+            text="".join(self._pieces),
+            token_ids=list(self._token_ids),
+            finish_reason=self._reason(finish),
+            usage=finish.usage,
+            metrics=finish.metrics,
+            miss=finish.miss,
+            logprobs=None if wanted is None else list(self._logprobs),
+            top_logprobs=list(self._top_logprobs) if wanted else None,
+            cumulative_logprob=None if wanted is None else math.fsum(self._logprobs),
+            prompt_logprobs=prompt_logprobs,
+            prompt_top_logprobs=prompt_top_logprobs,
+        )
+
+    def _of_prompt(
+        self, finish: Finish
+    ) -> tuple[list[float | None] | None, list[dict[int, float] | None] | None]:
+        """One entry a token of the prompt, None for the first and for those that were not reached;
+        None where they were not asked for."""
+        wanted = self.request.params.prompt_logprobs
+        if wanted is None:
+            return None, None
+        scores = finish.prompt_scores
+        rest = [None] * (len(self.request.token_ids) - 1 - len(scores))
+        own = [None, *(one.logprob for one in scores), *rest]
+        return own, [None, *(dict(one.top_logprobs) for one in scores), *rest] if wanted else None
+
+    def _reason(self, finish: Finish) -> str:
+        """A stop string in the last text counts even where the length ended the request."""
+        return "stop" if self._stop.is_stopped and finish.reason == "length" else finish.reason
+
+    def _tell_chunk(self, completion: Completion | None = None) -> None:
+        if not self._untold and completion is None and self._text is not None:
+            return
+        token_ids = self._token_ids[self._num_told :]
+        self._num_told = len(self._token_ids)
+        text = "".join(self._untold)
+        self._untold.clear()
+        self._notify(Chunk(self.request.request_id, text, token_ids, completion))

@@ -1,0 +1,159 @@
+"""`TraceRecorder`: writes down finished requests, one JSON line each, for `radixserve replay`.
+
+The first line is a header: {"trace", "kind": "radixserve-log", "version", "started"}. A request is
+
+    {"time", "tokens", "output_tokens", "finish", "cached_tokens", "session"?, "namespace"?}
+
+or, where token ids must not be kept, with "block_size" in the header,
+
+    {"time", "input_length", "output_length", "hash_ids", "finish", "cached_tokens", ...}
+
+"time" is the arrival in seconds since 1970. "hash_ids" are keyed hashes of the prompt's whole
+blocks, each of all tokens up to its end, so that equal prefixes can be told and nothing else;
+sessions and namespaces are hashed as well. The key is random and never written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, BinaryIO
+
+from radixserve.arrays import IntArray
+from radixserve.errors import InvalidRequest
+from radixserve.output import Finish
+from radixserve.request import Request
+
+LOG_KIND = "radixserve-log"  # the "kind" in a log's first line
+_VERSION = 1
+_FLUSH_BYTES = 1 << 20
+_FLUSH_S = 1.0  # between two writes while requests go on finishing
+_log = logging.getLogger("radixserve")
+
+
+class TraceRecorder:
+    """Appends to a file, whole lines at a time. Used by one thread.
+
+    Its cost is that of making the line (some 0.1 us a token); writes are gathered. A write that
+    fails is logged once and ends the recording, never a request. Lines not yet written are lost
+    when the process is killed; a line that was cut off is left out when the file is read or
+    appended to.
+    """
+
+    def __init__(self, path: str, hash_block: int | None = None) -> None:
+        """`hash_block`: tokens a block to record hashes of; None: record token ids.
+
+        Raises InvalidRequest when the file cannot be written.
+        """
+        self._hash_block = hash_block
+        self._key = os.urandom(32)
+        self._lines: list[bytes] = []
+        self._num_bytes = 0
+        self._flushed_at = time.time()
+        try:
+            self._file: BinaryIO | None = open(path, "ab+", buffering=0)  # noqa: SIM115
+            _cut_broken_line(self._file)
+        except OSError as error:
+            raise InvalidRequest(f"trace {path!r} cannot be written: {error.strerror}") from None
+        name = os.path.basename(path)
+        header = {"trace": name, "kind": LOG_KIND, "version": _VERSION, "started": self._flushed_at}
+        self._put(header if hash_block is None else {**header, "block_size": hash_block})
+        self.flush()
+
+    def record(
+        self, request: Request, output_ids: Sequence[int], finish: Finish, *, arrived_at: float
+    ) -> None:
+        """A request has ended, which arrived at that time (seconds since 1970). Never raises.
+
+        One that drew no token is left out.
+        """
+        if self._file is None or not output_ids:
+            return
+        try:
+            self._put(self._line(request, output_ids, finish, arrived_at))
+            late = time.time() - self._flushed_at > _FLUSH_S
+            if late or self._num_bytes > _FLUSH_BYTES:
+                self.flush()
+        except Exception:
+            self._give_up()
+
+    def flush(self) -> None:
+        """Write what has been gathered. Never raises. O(1) when there is nothing."""
+        if self._file is None or not self._lines:
+            return
+        data = memoryview(b"".join(self._lines))
+        self._lines, self._num_bytes, self._flushed_at = [], 0, time.time()
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            self._give_up()
+
+    def close(self) -> None:
+        """Write the rest. Twice does nothing."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _line(
+        self, request: Request, output_ids: Sequence[int], finish: Finish, arrived_at: float
+    ) -> dict[str, Any]:
+        line: dict[str, Any] = {"time": round(arrived_at, 6)}
+        namespace = request.params.namespace
+        if self._hash_block is None:
+            line["tokens"] = request.token_ids.tolist()
+            line["output_tokens"] = list(output_ids)
+        else:
+            line["input_length"] = len(request.token_ids)
+            line["output_length"] = len(output_ids)
+            line["hash_ids"] = self._hash_ids(request.token_ids, namespace, self._hash_block)
+        line["finish"] = finish.reason
+        line["cached_tokens"] = finish.usage.cached_tokens
+        for name, text in (("session", request.session), ("namespace", namespace)):
+            if text:
+                line[name] = text if self._hash_block is None else self._hash(text.encode()).hex()
+        return line
+
+    def _hash_ids(self, token_ids: IntArray, namespace: str, block: int) -> list[int]:
+        """63-bit hashes of the whole blocks, each with all that is before it."""
+        data, width = token_ids.tobytes(), 4 * block
+        ids, digest = [], self._hash(namespace.encode())
+        for at in range(0, len(data) - width + 1, width):
+            digest = self._hash(digest + data[at : at + width])
+            ids.append(int.from_bytes(digest) >> 1)
+        return ids
+
+    def _hash(self, data: bytes) -> bytes:
+        return blake2b(data, digest_size=8, key=self._key).digest()
+
+    def _put(self, line: dict[str, Any]) -> None:
+        data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        self._lines.append(data)
+        self._num_bytes += len(data)
+
+    def _give_up(self) -> None:
+        _log.exception("the trace cannot be written any more; serving goes on without it")
+        self._lines, file, self._file = [], self._file, None
+        if file is not None:
+            file.close()
+
+
+def _cut_broken_line(file: BinaryIO) -> None:
+    """Drop what lies behind the last line's end: its writer was killed."""
+    at = size = file.seek(0, os.SEEK_END)
+    while at:
+        start = max(0, at - (1 << 16))
+        file.seek(start)
+        found = file.read(at - start).rfind(b"\n")
+        if found >= 0:
+            at = start + found + 1
+            break
+        at = start
+    if at < size:
+        file.truncate(at)
+    file.seek(0, os.SEEK_END)

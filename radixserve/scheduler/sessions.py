@@ -1,0 +1,55 @@
+"""`Sessions`: the open sessions of a cache by name."""
+
+from __future__ import annotations
+
+from radixserve.arrays import IntArray
+from radixserve.cache import CacheSession, PrefixCache
+from radixserve.checks import check_str
+from radixserve.errors import InvalidRequest
+
+
+class Sessions:
+    """Keeps what was opened until it is closed; a closed name is forgotten."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._open: dict[str, CacheSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, name: str, lease_s: float | None = None) -> CacheSession:
+        """The open session of that name, made when there is none.
+
+        `lease_s` (seconds; None: the cache's default) counts when it is made. Raises InvalidRequest
+        for an empty name or a lease that the cache refuses.
+        """
+        if not check_str("session", name):
+            raise InvalidRequest("a session's name must not be empty")
+        session = self._open.get(name)
+        if session is None:
+            session = self._open[name] = self._cache.open_session(name, lease_s=lease_s)
+        return session
+
+    def get(self, name: str) -> CacheSession:
+        """The session that a request names: the open one, or a new one."""
+        return self._open.get(name) or self.open(name)
+
+    def claim(self, name: str, tokens: IntArray, namespace: str) -> int:
+        """Let the session of that name claim the whole pages that are cached of `tokens`.
+
+        Returns how many tokens are cached. Nothing is computed. O(tokens).
+        """
+        cache = self._cache
+        cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
+        whole = cached_len - cached_len % cache.page_size  # no head of a page has to be copied
+        if whole:
+            session = self.get(name)
+            cache.acquire(tokens[:whole], namespace, allow_full=True, session=session).release()
+        return cached_len
+
+    def close(self, name: str) -> None:
+        """An unknown name does nothing."""
+        session = self._open.pop(name, None)
+        if session is not None:
+            session.close()

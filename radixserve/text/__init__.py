@@ -1,0 +1,1 @@
+"""Where text meets tokens: tokenizers, prompts and chat templates."""

@@ -1,0 +1,143 @@
+"""What callers may pass as a prompt, and its check: text, token ids or chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.arrays import IntArray
+from radixserve.checks import shown
+from radixserve.errors import InvalidRequest
+from radixserve.request import SamplingParams
+from radixserve.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Message]
+_KINDS = "a prompt is text, a list of token ids, or a list of chat messages"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Turns prompts into checked token ids; knows the model's limits."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    max_seq_len: int  # of prompt and output together
+    limit_name: str  # what sets that limit
+
+    def read(self, prompt: Prompt) -> IntArray:
+        """[n] token ids, 1 <= n < max_seq_len. Raises InvalidRequest."""
+        ids = self._ids(prompt)
+        if not len(ids):
+            raise InvalidRequest("the prompt is empty: at least one token is needed")
+        if len(ids) >= self.max_seq_len:
+            raise InvalidRequest(
+                f"the prompt has {len(ids)} tokens; at most {self.max_seq_len - 1} are allowed "
+                f"({self.limit_name}: {self.max_seq_len}, one token is left for the output)"
+            )
+        return self._checked(ids)
+
+    def read_more(self, tokens: str | Sequence[int] | NDArray[np.integer[Any]]) -> IntArray:
+        """[n] token ids, n >= 0, of text or token ids that go behind others. InvalidRequest."""
+        if isinstance(tokens, str):
+            return self._checked(_as_int64(self._tokenizer().encode_more(tokens)))
+        is_list = isinstance(tokens, list | tuple) and all(map(is_token_id, tokens))
+        if not is_list and not isinstance(tokens, np.ndarray):
+            raise InvalidRequest(f"tokens are text or a list of token ids, got {shown(tokens)}")
+        return self._checked(self._ids(tokens))
+
+    def _checked(self, ids: NDArray[np.integer[Any]]) -> IntArray:
+        if len(ids):
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.vocab_size:
+                raise InvalidRequest(
+                    f"token id {low if low < 0 else high} is out of range: "
+                    f"allowed are 0 to {self.vocab_size - 1}"
+                )
+        return ids.astype(np.int32)
+
+    def _ids(self, prompt: Prompt) -> NDArray[np.integer[Any]]:
+        if isinstance(prompt, str):
+            return np.asarray(self._tokenizer().encode(prompt), np.int64)
+        if isinstance(prompt, np.ndarray):
+            if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
+                raise InvalidRequest(f"token ids must be a flat array of integers, got {prompt!r}")
+            return prompt
+        if isinstance(prompt, list | tuple):
+            if prompt and all(isinstance(part, Mapping) for part in prompt):
+                return np.asarray(self._tokenizer().encode_chat(check_messages(prompt)), np.int64)
+            if all(is_token_id(part) for part in prompt):
+                return _as_int64(prompt)
+        raise InvalidRequest(f"{_KINDS}; got {shown(prompt)}")
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer: give the prompt as token ids")
+        return self.tokenizer
+
+
+def is_token_id(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_batch(prompts: object) -> bool:
+    """Whether it is a list of prompts rather than a prompt; raises InvalidRequest if neither."""
+    if isinstance(prompts, str):
+        return False
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim > 1
+    if not isinstance(prompts, list | tuple):
+        raise InvalidRequest(f"{_KINDS}, or a list of these; got {shown(prompts)}")
+    if not prompts:
+        return False
+    return not is_token_id(prompts[0]) and not isinstance(prompts[0], Mapping)
+
+
+def params_for(params: object, count: int) -> list[SamplingParams]:
+    """One SamplingParams a prompt, from one for all or a list of as many."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, list | tuple) and all(isinstance(p, SamplingParams) for p in params):
+        if len(params) == count:
+            return list(params)
+        raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")
+    raise InvalidRequest(f"params must be SamplingParams or a list of them, got {shown(params)}")
+
+
+def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Chat messages as plain dicts. Raises InvalidRequest."""
+    for message in messages:
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise InvalidRequest(
+                'a chat message is {"role": ..., "content": ...}; got ' + shown(message)
+            )
+        if not _is_text(message["content"]) and not message.get("tool_calls"):
+            raise InvalidRequest(
+                "a chat message's content must be text or a list of "
+                f'{{"type": "text", "text": ...}}, got {shown(message["content"])}'
+            )
+    return [dict(message) for message in messages]
+
+
+def _is_text(content: object) -> bool:
+    if isinstance(content, list | tuple):
+        return bool(content) and all(
+            isinstance(part, Mapping)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+            for part in content
+        )
+    return isinstance(content, str)
+
+
+def _as_int64(ids: Sequence[Any]) -> NDArray[np.integer[Any]]:
+    try:
+        return np.asarray(ids, np.int64)
+    except OverflowError:
+        raise InvalidRequest("a token id is out of range of any vocabulary") from None

@@ -1,0 +1,673 @@
+"""What a user of `Runtime` relies on: every kind of call, counts, errors, nothing that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixserve import (
+    Completion,
+    EngineDead,
+    InvalidRequest,
+    Runtime,
+    SamplingParams,
+)
+from radixserve.runner.model_runner import ModelRunner
+from tests.checkpoints import EOS_ID, VOCAB_SIZE, greedy, load_reference, make_checkpoint
+from tests.pacing import held, until, wait_until
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+def greedy_params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **fields})
+
+
+def encode(rt: Runtime, text: str) -> list[int]:
+    assert rt.tokenizer is not None
+    return rt.tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(
+        tmp_path_factory.mktemp("llama"), "llama", with_tokenizer=True, eos_ids=[EOS_ID, 10]
+    )
+
+
+@pytest.fixture(scope="module")
+def shared_rt(folder: Path) -> Iterator[Runtime]:
+    with Runtime(str(folder), num_pages=4096) as rt:
+        yield rt
+
+
+@pytest.fixture
+def rt(shared_rt: Runtime) -> Iterator[Runtime]:
+    shared_rt.flush_cache()
+    yield shared_rt
+    shared_rt.check()
+    stats = shared_rt.cache_stats()
+    assert stats["pages_private"] == stats["pages_locked"] == stats["running"] == 0
+
+
+class TestCalls:
+    def test_text_ids_and_chat(self, rt: Runtime) -> None:
+        text = rt.generate("hello", GREEDY)
+        assert isinstance(text, Completion)
+        ids = encode(rt, "hello")
+        assert text.token_ids == rt.generate(ids, GREEDY).token_ids
+        assert text.token_ids == rt.generate(np.asarray(ids), GREEDY).token_ids
+        assert text.usage.prompt_tokens == 5
+        chat = rt.generate([{"role": "user", "content": "hello"}], GREEDY)
+        assert chat.usage.prompt_tokens == 8  # <|user|>hello\n<|assistant|>
+
+    def test_a_list_comes_back_in_order(self, rt: Runtime) -> None:
+        prompts = ["abc", encode(rt, "abcd"), [{"role": "user", "content": "x"}], "abc"]
+        outs = rt.generate(prompts, GREEDY)
+        assert [o.token_ids for o in outs] == [rt.generate(p, GREEDY).token_ids for p in prompts]
+        lengths = [o.usage.completion_tokens for o in rt.generate(
+            ["a", "b", "c"], [greedy_params(max_tokens=n) for n in (3, 1, 2)]
+        )]  # fmt: skip
+        assert lengths == [3, 1, 2]
+
+    def test_stream_is_the_completion_in_pieces(self, rt: Runtime) -> None:
+        chunks = list(rt.stream("hello", greedy_params(max_tokens=20)))
+        whole = chunks[-1].completion
+        assert whole is not None
+        assert all(chunk.completion is None for chunk in chunks[:-1])
+        assert {chunk.request_id for chunk in chunks} == {whole.request_id}
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert [t for chunk in chunks for t in chunk.token_ids] == whole.token_ids
+        assert whole.text == rt.generate("hello", greedy_params(max_tokens=20)).text
+
+    def test_leaving_a_stream_aborts_it(self, rt: Runtime) -> None:
+        before = rt.cache_stats()["aborted"]
+        with held(rt):
+            for _ in rt.stream("hello", greedy_params(max_tokens=300)):
+                break
+        wait_until(lambda: rt.cache_stats()["running"] == 0)
+        assert rt.cache_stats()["aborted"] == before + 1
+
+    def test_asyncio(self, rt: Runtime) -> None:
+        async def main() -> None:
+            many = await asyncio.gather(*(rt.agenerate(f"prompt {i}", GREEDY) for i in range(20)))
+            assert [o.token_ids for o in many] == [
+                rt.generate(f"prompt {i}", GREEDY).token_ids for i in range(20)
+            ]
+            pieces = [chunk async for chunk in rt.astream("hello", GREEDY)]
+            assert "".join(p.text for p in pieces) == pieces[-1].completion.text  # type: ignore
+            both = await rt.agenerate(["a", "b"], GREEDY)
+            assert len(both) == 2
+
+        asyncio.run(main())
+
+    def test_cancelling_a_task_aborts_its_request(self, rt: Runtime) -> None:
+        async def main() -> None:
+            task = asyncio.create_task(rt.agenerate("hello", greedy_params(max_tokens=400)))
+            await until(lambda: rt.cache_stats()["running"] == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        with held(rt):
+            asyncio.run(main())
+        wait_until(lambda: rt.cache_stats()["running"] == 0)
+
+    def test_many_threads(self, rt: Runtime) -> None:
+        prompts = [f"thread {i % 7} says {i}" for i in range(40)]
+        expected = [rt.generate(p, GREEDY).token_ids for p in prompts]
+        rt.flush_cache()
+        with ThreadPoolExecutor(8) as pool:
+            outs = list(pool.map(lambda p: rt.generate(p, GREEDY), prompts))
+        assert [o.token_ids for o in outs] == expected
+
+    def test_abort_returns_what_there_is(self, rt: Runtime) -> None:
+        with ThreadPoolExecutor(1) as pool, held(rt):
+            future = pool.submit(
+                lambda: rt.generate("hello", greedy_params(max_tokens=450), request_id="mine")
+            )
+            wait_until(lambda: rt.cache_stats()["running"] == 1)
+            assert rt.abort("mine") == 1
+            out = future.result(timeout=10)
+        assert out.finish_reason == "abort"
+        assert out.usage.cached_tokens + out.usage.computed_tokens == out.usage.prompt_tokens
+        assert rt.abort("mine") == 0
+
+    def test_progress_bar_shows_rates_and_reuse(
+        self, rt: Runtime, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rt.generate(["a b c"] * 3, GREEDY, progress=True)
+        shown = capsys.readouterr().err
+        assert "prefill" in shown
+        assert "decode" in shown
+        assert "reused" in shown
+
+    def test_generate_alone_is_silent(self, rt: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+        rt.generate(["a", "b"], GREEDY)
+        assert capfd.readouterr() == ("", "")
+
+
+class TestCounts:
+    def test_counts_are_the_true_common_prefixes(self, folder: Path) -> None:
+        rng = random.Random(3)
+        for page_size in (1, 2, 16, 64):
+            with Runtime(str(folder), page_size=page_size, num_pages=8192 // page_size) as rt:
+                known: list[list[int]] = []
+                for _ in range(25):
+                    head = rng.choice(known)[: rng.randint(0, 120)] if known else []
+                    prompt = [*head, *(rng.randrange(256) for _ in range(rng.randint(1, 40)))]
+                    expected = max((common(prompt[:-1], other) for other in known), default=0)
+                    assert rt.lookup(prompt).cached_len == expected
+                    out = rt.generate(prompt, greedy_params(max_tokens=rng.randint(1, 6)))
+                    assert out.usage.cached_tokens == expected
+                    assert out.usage.computed_tokens == len(prompt) - expected
+                    assert out.miss is not None
+                    assert out.miss.cached_len == expected
+                    known.append(prompt + out.token_ids[:-1])
+                rt.check()
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_512_shared_tokens_are_computed_once(self, tmp_path: Path, page_size: int) -> None:
+        make_checkpoint(tmp_path, "llama", max_position_embeddings=1024)
+        rng = random.Random(0)
+        shared = [rng.randrange(256) for _ in range(512)]
+        prompts = [[*shared, i, *(rng.randrange(256) for _ in range(31))] for i in range(32)]
+        with Runtime(str(tmp_path), page_size=page_size, num_pages=8192 // page_size) as rt:
+            outs = rt.generate(prompts, greedy_params(max_tokens=2))
+            computed = sorted(out.usage.computed_tokens for out in outs)
+            assert computed == [32] * 31 + [544]
+            assert rt.cache_stats()["computed_tokens"] == 512 + 32 * 32
+
+    def test_second_turn_reuses_the_generated_tokens(self, rt: Runtime) -> None:
+        first = encode(rt, "what is a radix tree?")
+        out = rt.generate(first, GREEDY)
+        history = first + out.token_ids
+        again = rt.generate([*history, *encode(rt, "and why?")], GREEDY)
+        assert again.usage.cached_tokens == len(history) - 1  # its last token was never computed
+
+    def test_namespaces_share_nothing(self, rt: Runtime) -> None:
+        for namespace in ("a", "b"):
+            out = rt.generate("the same words", greedy_params(namespace=namespace))
+            assert out.usage.cached_tokens == 0
+        assert rt.lookup("the same words", "a").reason == "full"
+        rt.flush_cache("a")
+        assert rt.lookup("the same words", "a").cached_len == 0
+        assert rt.lookup("the same words", "b").cached_len == 13
+
+
+def common(left: list[int], right: list[int]) -> int:
+    size = min(len(left), len(right))
+    return next((i for i in range(size) if left[i] != right[i]), size)
+
+
+class TestSampling:
+    def test_a_seed_is_reproducible_whatever_runs_beside_it(self, rt: Runtime) -> None:
+        params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True)
+        alone = rt.generate("story", params).token_ids
+        others = [f"noise {i}" for i in range(9)]
+        noise = SamplingParams(temperature=1.3, max_tokens=25, top_k=5)
+        outs = rt.generate(
+            [*others[:4], "story", *others[4:]], [noise] * 4 + [params] + [noise] * 5
+        )
+        assert outs[4].token_ids == alone
+        assert rt.generate("story", params).token_ids == alone
+        other = SamplingParams(temperature=1.0, top_p=0.9, seed=8, max_tokens=20, ignore_eos=True)
+        assert rt.generate("story", other).token_ids != alone
+
+    def test_the_engine_seed_reproduces_a_whole_run(self, folder: Path) -> None:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        runs = []
+        for seed in (1, 1, 2):
+            with Runtime(str(folder), num_pages=500, seed=seed) as rt:
+                runs.append([o.token_ids for o in rt.generate(["a", "b"], params)])
+        assert runs[0] == runs[1] != runs[2]
+        assert runs[0][0] != runs[0][1]
+
+    def test_end_tokens(self, folder: Path, rt: Runtime) -> None:
+        reference = greedy(load_reference(folder), encode(rt, "hello"), 40)[5:]
+        third = reference[2]
+        out = rt.generate("hello", greedy_params(stop_token_ids=[third], max_tokens=40))
+        assert out.token_ids == reference[: reference.index(third) + 1]
+        assert out.finish_reason == "stop"
+        late = greedy_params(stop_token_ids=[third], max_tokens=40, min_tokens=30)
+        out = rt.generate("hello", late)
+        assert len(out.token_ids) >= 30
+        assert third not in out.token_ids[:30]
+
+    def test_all_eos_ids_of_the_generation_config_end_a_request(self, rt: Runtime) -> None:
+        assert set(rt.model.eos_ids) == {EOS_ID, 10}
+        outs = rt.generate(["x"] * 40, SamplingParams(temperature=3.0, max_tokens=300))
+        ends = {out.token_ids[-1] for out in outs if out.finish_reason == "stop"}
+        assert ends == {EOS_ID, 10}
+
+    def test_logprobs(self, rt: Runtime) -> None:
+        out = rt.generate("hello", greedy_params(logprobs=3))
+        assert out.logprobs is not None
+        assert out.top_logprobs is not None
+        for token, logprob, top in zip(out.token_ids, out.logprobs, out.top_logprobs, strict=True):
+            assert len(top) == 3
+            assert top[token] == logprob == max(top.values())
+        assert rt.generate("hello", GREEDY).logprobs is None
+        assert rt.generate("hello", greedy_params(logprobs=0)).top_logprobs is None
+
+    def test_penalties_reach_the_sampler(self, rt: Runtime) -> None:
+        plain = rt.generate("aaaa", greedy_params(max_tokens=60))
+        fresh = rt.generate("aaaa", greedy_params(max_tokens=60, repetition_penalty=50.0))
+        assert len(set(fresh.token_ids)) == 60
+        assert len(set(plain.token_ids)) < 60
+
+
+class TestStopStrings:
+    def test_text_ends_before_the_stop_string(self, rt: Runtime) -> None:
+        text = rt.generate("hello", greedy_params(max_tokens=60)).text
+        for start in (3, 10, 20):
+            stop = text[start : start + 3]
+            for out in (
+                rt.generate("hello", greedy_params(max_tokens=60, stop=stop)),
+                list(rt.stream("hello", greedy_params(max_tokens=60, stop=[stop])))[-1].completion,
+            ):
+                assert out is not None
+                assert out.text == text[: text.index(stop)]
+                assert out.finish_reason == "stop"
+                assert len(out.token_ids) < 60
+
+    def test_streamed_text_never_shows_a_part_of_it(self, rt: Runtime) -> None:
+        text = rt.generate("hello", greedy_params(max_tokens=60)).text
+        stop = text[10:14]
+        chunks = list(rt.stream("hello", greedy_params(max_tokens=60, stop=stop)))
+        assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
+
+    def test_min_tokens_holds_for_stop_strings(self, rt: Runtime) -> None:
+        text = rt.generate("hello", greedy_params(max_tokens=60)).text
+        out = rt.generate("hello", greedy_params(max_tokens=60, stop=text[4:6], min_tokens=50))
+        assert out.usage.completion_tokens >= 50
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("prompt", "says"),
+        [
+            ("", "empty"),
+            ([], "empty"),
+            ([1, VOCAB_SIZE], "0 to 287"),
+            ([-1], "out of range"),
+            ([2**70], "out of range"),
+            ([1] * 512, "at most 511"),
+            ([1, "a"], "a prompt is"),
+            ([1.5], "a prompt is"),
+            (5, "a prompt is"),
+            (None, "a prompt is"),
+            ([True, False], "a prompt is"),
+            (np.zeros((1, 2, 2), np.int32), "flat"),
+            (np.zeros(3), "integers"),
+            ([{"content": "no role"}], "chat message"),
+            ([{"role": "user", "content": 5}], "must be text"),
+            ([{"role": "user", "content": [{"type": "image"}]}], "must be text"),
+            ("half a pair: \ud800", "Unicode"),
+            ([["a"]], "a prompt is"),
+            (["fine", ""], "empty"),
+        ],
+        ids=str,
+    )
+    def test_prompts(self, rt: Runtime, prompt: Any, says: str) -> None:
+        before = rt.cache_stats()["num_acquired"]
+        with pytest.raises(InvalidRequest, match=says):
+            rt.generate(prompt, GREEDY)
+        assert rt.cache_stats()["num_acquired"] == before
+
+    @pytest.mark.parametrize(
+        ("fields", "says"),
+        [
+            ({"temprature": 1.0}, "unknown.*temprature.*allowed.*temperature"),
+            ({"temperature": float("nan")}, "temperature"),
+            ({"temperature": -0.1}, ">= 0"),
+            ({"temperature": "hot"}, "number"),
+            ({"max_tokens": 0}, ">= 1"),
+            ({"max_tokens": 2.5}, "integer"),
+            ({"max_tokens": True}, "integer"),
+            ({"min_tokens": 9, "max_tokens": 8}, "between 0 and 8"),
+            ({"top_p": 0.0}, "above 0"),
+            ({"top_p": 1.1}, "<= 1"),
+            ({"top_k": -2}, ">= -1"),
+            ({"min_p": float("inf")}, "min_p"),
+            ({"repetition_penalty": 0}, ">= 0.01"),
+            ({"temperature": 1e-320}, ">= 1e-05"),
+            ({"temperature": 10**400}, "<= 100"),
+            ({"presence_penalty": 3}, "<= 2"),
+            ({"stop": [""]}, "non-empty"),
+            ({"stop": 5}, "string"),
+            ({"stop": {"a": 1}}, "string"),
+            ({"stop_token_ids": [1.5]}, "integer"),
+            ({"stop_token_ids": "ab"}, "list of token ids"),
+            ({"stop_token_ids": [-1]}, "stop_token_ids"),
+            ({"seed": -1}, "seed"),
+            ({"logprobs": 1000}, "between 0 and 100"),
+            ({"ignore_eos": 1}, "True or False"),
+            ({"namespace": 3}, "string"),
+            ({"n": 0}, "n must be"),
+        ],
+        ids=str,
+    )
+    def test_params(self, fields: dict[str, Any], says: str) -> None:
+        with pytest.raises(InvalidRequest, match=says):
+            SamplingParams(**fields)
+
+    def test_numpy_numbers_and_any_iterable_will_do(self) -> None:
+        params = SamplingParams(
+            top_k=np.int64(3),  # type: ignore[arg-type]
+            temperature=np.float32(0.5),  # type: ignore[arg-type]
+            stop=(word for word in ("a", "b")),
+            stop_token_ids=range(3),
+        )
+        assert (type(params.top_k), type(params.temperature)) == (int, float)
+        assert (params.stop, params.stop_token_ids) == (("a", "b"), (0, 1, 2))
+
+    def test_min_tokens_needs_a_token_that_does_not_end(self, rt: Runtime) -> None:
+        params = SamplingParams(min_tokens=1, stop_token_ids=range(VOCAB_SIZE))
+        with pytest.raises(InvalidRequest, match="every token ends"):
+            rt.generate("a", params)
+
+    def test_names_of_a_wrong_kind(self, rt: Runtime) -> None:
+        for use in (
+            lambda: rt.lookup("a", namespace=[]),  # type: ignore[arg-type]
+            lambda: rt.flush_cache(5),  # type: ignore[arg-type]
+            lambda: rt.abort([]),  # type: ignore[arg-type]
+            lambda: rt.cache_tree(-1),
+            lambda: rt.generate("a", GREEDY, progress="x"),  # type: ignore[call-overload]
+            lambda: rt.generate("a", GREEDY, request_id="#1"),
+            lambda: rt.generate(["a", "b"], GREEDY, request_id="x"),
+        ):
+            with pytest.raises(InvalidRequest):
+                use()
+        for model in (5, None, b"demo", ""):
+            with pytest.raises(InvalidRequest):
+                Runtime(model)  # type: ignore[arg-type]
+
+    def test_params_of_a_wrong_kind(self, rt: Runtime) -> None:
+        for bad in ({"max_tokens": 3}, [GREEDY], "greedy"):
+            with pytest.raises(InvalidRequest):
+                rt.generate(["a", "b"], bad)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="0 to 287"):
+            rt.generate("a", SamplingParams(stop_token_ids=[300]))
+
+    def test_settings(self, folder: Path) -> None:
+        for bad, says in (
+            ({"page_sise": 4}, "unknown.*page_sise.*allowed.*page_size"),
+            ({"page_size": 0}, "page_size"),
+            ({"cache": "ram"}, "radix, hash, off"),
+            ({"eviction": "random"}, "lru, arc, lfu, fifo, slru, priority"),
+            ({"cache": "hash", "eviction": "arc"}, 'must be "lru" with cache="hash"'),
+            ({"num_pages": 5, "kv_cache_memory": 1000}, "not both"),
+            ({"kv_cache_memory": "lots"}, "512MB"),
+            ({"max_seq_len": 100_000}, "512"),
+            ({"num_pages": 1}, "at least 2"),
+            ({"device": "tpu"}, "device"),
+        ):
+            with pytest.raises(InvalidRequest, match=says):
+                Runtime(str(folder), **bad)
+
+    def test_the_hash_cache_reuses_whole_blocks_and_can_be_looked_into(self, folder: Path) -> None:
+        with Runtime(str(folder), num_pages=64, page_size=16, cache="hash") as rt:
+            prompt = [5 + i % 40 for i in range(40)]
+            first = rt.generate(prompt, GREEDY)
+            second = rt.generate(prompt, GREEDY)
+            assert second.token_ids == first.token_ids
+            assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 32)
+            assert second.miss is not None
+            assert second.miss.reason == rt.lookup(prompt).reason == "full"
+            assert rt.cache_stats()["nodes"] == 2  # the third block is not full
+            (block,) = rt.cache_tree()["namespaces"][""]["children"]
+            assert block["tokens"] == prompt[:16]
+            assert block["children"][0]["tokens"] == prompt[16:32]
+            rt.check()
+            rt.flush_cache()
+            assert rt.lookup(prompt) == (0, "never_seen", 0, None, None)
+
+    def test_the_cache_size_limits_prompts(self, folder: Path) -> None:
+        with Runtime(str(folder), num_pages=20) as rt:
+            with pytest.raises(InvalidRequest, match=r"at most 19 .*the cache's size"):
+                rt.generate([1] * 20, GREEDY)
+            out = rt.generate([1] * 15, greedy_params(max_tokens=50))
+            assert (out.finish_reason, out.usage.completion_tokens) == ("length", 5)
+
+    def test_no_such_model(self, tmp_path: Path) -> None:
+        for name in (str(tmp_path), str(tmp_path / "missing"), "no/such-model"):
+            with pytest.raises(InvalidRequest):
+                Runtime(name)
+
+    def test_without_a_tokenizer_ids_still_work(self, tmp_path: Path) -> None:
+        make_checkpoint(tmp_path, "llama")
+        with Runtime(str(tmp_path), num_pages=100) as rt:
+            out = rt.generate([1, 2, 3], GREEDY)
+            assert (out.text, len(out.token_ids)) == ("", 8)
+            assert [len(c.token_ids) for c in rt.stream([1, 2, 3], GREEDY)] == [1] * 8
+            with pytest.raises(InvalidRequest, match="no tokenizer"):
+                rt.generate("text", GREEDY)
+            with pytest.raises(InvalidRequest, match="no tokenizer"):
+                rt.generate([1], SamplingParams(stop="x"))
+
+    def test_a_bad_request_disturbs_no_other(self, rt: Runtime) -> None:
+        expected = rt.generate("hello", greedy_params(max_tokens=100)).token_ids
+        with ThreadPoolExecutor(1) as pool:
+            good = pool.submit(lambda: rt.generate("hello", greedy_params(max_tokens=100)))
+            for _ in range(20):
+                with pytest.raises(InvalidRequest):
+                    rt.generate([9999], GREEDY)
+            assert good.result(timeout=20).token_ids == expected
+
+    def test_request_ids_in_use(self, rt: Runtime) -> None:
+        with ThreadPoolExecutor(1) as pool, held(rt):
+            first = pool.submit(
+                lambda: rt.generate("hello", greedy_params(max_tokens=400), request_id="twin")
+            )
+            wait_until(lambda: rt.cache_stats()["running"] == 1)
+            with pytest.raises(InvalidRequest, match="in use"):
+                rt.generate("other", GREEDY, request_id="twin")
+            assert rt.cache_stats()["running"] == 1, "the first one was ended for the second"
+            rt.abort("twin")
+            first.result(timeout=10)
+
+
+def num_open(rt: Runtime) -> int:
+    stats = rt.cache_stats()
+    return int(stats["waiting"] + stats["running"])
+
+
+class TestNothingHangs:
+    def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Runtime(str(folder), num_pages=500) as rt:
+            expected = rt.generate("hello", GREEDY).token_ids
+            rt.flush_cache()
+            execute = ModelRunner.execute
+            calls = [0]
+
+            def failing(self: ModelRunner, schedule: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == 2:  # the first that decodes
+                    raise RuntimeError("the device is on fire")
+                return execute(self, schedule)
+
+            monkeypatch.setattr(ModelRunner, "execute", failing)
+            with pytest.raises(EngineDead, match="on fire") as caught:
+                rt.generate(["hello", "world"], GREEDY)
+            assert isinstance(caught.value.__cause__, RuntimeError)
+            rt.check()
+            assert rt.cache_stats()["pages_private"] == 0
+            assert rt.generate("hello", GREEDY).token_ids == expected
+
+    @pytest.mark.parametrize("fails_at", range(8))
+    def test_text_that_cannot_be_made_ends_its_request_only(
+        self, rt: Runtime, monkeypatch: pytest.MonkeyPatch, fails_at: int
+    ) -> None:
+        assert rt.tokenizer is not None
+        decode, calls = rt.tokenizer.decode, [0]
+
+        def failing(*args: Any, **kwargs: Any) -> str:
+            if threading.current_thread().name == "radixserve-engine":
+                calls[0] += 1
+                if calls[0] > fails_at:
+                    raise ValueError("no text")
+            return decode(*args, **kwargs)
+
+        for params in (GREEDY, greedy_params(stop="never")):
+            for use in (
+                lambda p=params: rt.generate("hello", p),
+                lambda p=params: list(rt.stream("hello", p)),
+                lambda p=params: asyncio.run(rt.agenerate("hello", p)),
+            ):
+                calls[0] = 0
+                monkeypatch.setattr(rt.tokenizer, "decode", failing)
+                with ThreadPoolExecutor(1) as pool:
+                    error = pool.submit(use).exception(timeout=20)
+                if error is None:
+                    assert calls[0] <= fails_at
+                else:
+                    assert isinstance(error, EngineDead)
+                    assert "no text" in str(error)
+                monkeypatch.setattr(rt.tokenizer, "decode", decode)
+        assert rt.generate("hello", GREEDY).text
+
+    def test_a_model_that_breaks_ends_its_request_only(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Runtime(str(folder), num_pages=500) as rt:
+            expected = rt.generate("hello", GREEDY).token_ids
+            model = rt._worker._engine._runner._model  # type: ignore[attr-defined]
+            forward = model.forward
+            submitted = threading.Event()
+
+            def breaking(batch: Any, backend: Any) -> Any:
+                assert submitted.wait(20)  # so that some step holds both, however slow the machine
+                logits = forward(batch, backend)
+                if len(logits) == 2:
+                    logits[1] = float("nan")
+                return logits
+
+            monkeypatch.setattr(model, "forward", breaking)
+            outs = asyncio.run(self.both(rt, submitted))
+            assert outs[0].token_ids == expected
+            assert isinstance(outs[1], EngineDead)
+            rt.check()
+            assert rt.cache_stats()["pages_private"] == 0
+
+    @staticmethod
+    async def both(rt: Runtime, submitted: threading.Event) -> list[Any]:
+        calls = [
+            asyncio.ensure_future(rt.agenerate(prompt, GREEDY)) for prompt in ("hello", "world")
+        ]
+        await asyncio.sleep(0)  # each has run up to its first answer
+        submitted.set()
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    def test_a_dead_engine_tells_every_caller(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rt = Runtime(str(folder), num_pages=500)
+        with ThreadPoolExecutor(4) as pool:
+            calls = [
+                pool.submit(rt.generate, f"call {i}", greedy_params(max_tokens=400))
+                for i in range(4)
+            ]
+
+            def broken(*_: Any) -> Any:
+                raise ValueError("a bug in the scheduler")
+
+            with held(rt):
+                wait_until(lambda: num_open(rt) == 4)
+                monkeypatch.setattr(rt._worker._engine._scheduler, "update", broken)
+            for call in calls:
+                with pytest.raises(EngineDead, match="a bug"):
+                    call.result(timeout=10)
+        for use in (lambda: rt.generate("x", GREEDY), rt.cache_stats, lambda: rt.lookup("x")):
+            with pytest.raises(EngineDead, match="a bug"):
+                use()
+        rt.close()
+
+    def test_close_during_work(self, folder: Path) -> None:
+        rt = Runtime(str(folder), num_pages=2000, max_running_requests=2)
+        with ThreadPoolExecutor(6) as pool, held(rt):
+            calls = [
+                pool.submit(rt.generate, f"call {i}", greedy_params(max_tokens=400))
+                for i in range(5)
+            ]
+            streaming = pool.submit(lambda: list(rt.stream("s", greedy_params(max_tokens=400))))
+            wait_until(lambda: num_open(rt) == 6)
+            rt.close()
+            for call in [*calls, streaming]:
+                with pytest.raises(EngineDead, match="closed"):
+                    call.result(timeout=10)
+        rt.close()
+        with pytest.raises(EngineDead, match="closed"):
+            rt.generate("x", GREEDY)
+
+    def test_ctrl_c_ends_a_waiting_call(self, rt: Runtime) -> None:
+        main = threading.get_ident()
+        timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+        # A shell lets processes that it starts in the background ignore the signal.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        timer.start()
+        start = time.monotonic()
+        try:
+            with held(rt), pytest.raises(KeyboardInterrupt):
+                rt.generate([f"p {i}" for i in range(60)], greedy_params(max_tokens=450))
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        assert time.monotonic() - start < 5
+        wait_until(lambda: rt.cache_stats()["running"] == 0)
+        assert rt.generate("hello", GREEDY).finish_reason == "length"
+
+    def test_abort_at_any_moment(self, rt: Runtime) -> None:
+        rng = random.Random(0)
+        for round_number in range(30):
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(
+                    rt.generate, [f"{round_number} {i}" * 9 for i in range(3)], greedy_params()
+                )
+                time.sleep(rng.random() * 0.02)
+                rt.abort()
+                outs = call.result(timeout=10)
+            assert {out.finish_reason for out in outs} <= {"abort", "length"}
+            rt.check()
+
+    def test_a_dropped_runtime_ends_its_thread(self, folder: Path) -> None:
+        rt = Runtime(str(folder), num_pages=100)
+        thread = rt._worker._thread
+        del rt
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def test_bfloat16_stays_close_to_float32(folder: Path, rt: Runtime) -> None:
+    exact = rt.generate("hello there", greedy_params(logprobs=0, max_tokens=1))
+    token = exact.token_ids[0]
+    with Runtime(str(folder), num_pages=500, dtype="bfloat16", page_size=16) as half:
+        assert str(half.model.dtype) == "torch.bfloat16"
+        for _ in range(2):  # cold, warm
+            out = half.generate("hello there", greedy_params(logprobs=100, max_tokens=1))
+            assert out.top_logprobs is not None
+            assert exact.logprobs is not None
+            assert out.top_logprobs[0][token] == pytest.approx(exact.logprobs[0], abs=0.2)
+
+
+def test_the_demo_model_speaks() -> None:
+    with Runtime("demo") as rt:
+        messages = [{"role": "user", "content": "What does json.dumps do?"}]
+        out = rt.generate(messages, SamplingParams(temperature=0.0, max_tokens=40))
+        assert len(out.text.split()) > 5
+        assert out.text.isprintable() or "\n" in out.text
+        assert rt.max_seq_len == 4096
+        again = rt.generate(messages, SamplingParams(temperature=0.0, max_tokens=40))
+        assert again.text == out.text
+        assert again.usage.computed_tokens == 1

@@ -1,0 +1,132 @@
+"""Text that grows: whole characters only, and stop strings across token borders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from radixserve.errors import InvalidRequest
+from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
+from tests.checkpoints import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token a byte: every character beyond ASCII spans several tokens."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    found = Tokenizer.load(folder)
+    assert found is not None
+    return found
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: str = "") -> list[str]:
+    """The pieces that come out when the ids go in by groups of `sizes`."""
+    text = TextStream(tokenizer, tokenizer.encode(prompt))
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(text.push(ids[at : at + size]))
+        at += size
+    pieces.append(text.push(ids[at:]))
+    return [*pieces, text.finish()]
+
+
+SIZES = st.lists(st.integers(0, 5), max_size=40)
+
+
+class TestTextStream:
+    @settings(deadline=None, max_examples=300)
+    @given(text=st.text(max_size=30), sizes=SIZES)
+    def test_pieces_are_whole_characters_and_make_up_the_text(
+        self, tokenizer: Tokenizer, text: str, sizes: list[int]
+    ) -> None:
+        pieces = stream(tokenizer, tokenizer.encode(text), sizes)
+        assert "".join(pieces) == text
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in piece for piece in pieces)
+
+    @settings(deadline=None, max_examples=300)
+    @given(data=st.binary(max_size=60), sizes=SIZES)
+    def test_bytes_that_are_no_text_come_out_the_same_however_they_come(
+        self, tokenizer: Tokenizer, data: bytes, sizes: list[int]
+    ) -> None:
+        alphabet = [tokenizer.encode(chr(code)) for code in range(128)]
+        high = tokenizer.encode("é")  # two tokens: bytes beyond ASCII
+        ids = [alphabet[b][0] if b < 128 else high[b % 2] for b in data]
+        assert "".join(stream(tokenizer, ids, sizes)) == "".join(stream(tokenizer, ids, []))
+
+    def test_a_character_is_held_back_until_it_is_complete(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode("a😀b")
+        assert len(ids) == 6
+        text = TextStream(tokenizer, tokenizer.encode("prompt"))
+        assert [text.push([token]) for token in ids] == ["a", "", "", "", "😀", "b"]
+
+    def test_endless_rubbish_is_let_through(self, tokenizer: Tokenizer) -> None:
+        lead = tokenizer.encode("é")[0]
+        text = TextStream(tokenizer, [])
+        shown = "".join(text.push([lead]) for _ in range(100))
+        assert len(shown) > 80
+
+    def test_a_prompt_that_ends_inside_a_character(self, tokenizer: Tokenizer) -> None:
+        first, second = tokenizer.encode("é")
+        text = TextStream(tokenizer, [first])
+        assert text.push([second, *tokenizer.encode("x")]).endswith("x")
+
+
+class TestStopText:
+    @given(
+        text=st.text("ab", max_size=30),
+        stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+        sizes=st.lists(st.integers(0, 4), max_size=40),
+    )
+    def test_cuts_at_the_stop_string_that_is_complete_first(
+        self, text: str, stops: list[str], sizes: list[int]
+    ) -> None:
+        stop = StopText(stops)
+        out, at = [], 0
+        for size in [*sizes, len(text)]:
+            out.append(stop.push(text[at : at + size]))
+            at += size
+            if stop.is_stopped:
+                break
+        out.append(stop.finish())
+        seen = text[:at]
+        places = [seen.find(s) for s in stops if s in seen]
+        assert stop.is_stopped == bool(places)
+        assert "".join(out) == (seen[: min(places)] if places else text)
+
+    def test_nothing_is_held_without_stop_strings(self) -> None:
+        assert StopText(()).push("abc") == "abc"
+
+    def test_may_stop_lets_pass_what_ends_before(self) -> None:
+        stop = StopText(["xy"])
+        assert stop.push("a xy b", may_stop=False) == "a xy "
+        assert stop.push("c x") == "bc "
+        assert stop.push("y d") == ""
+        assert stop.is_stopped
+
+
+class TestChat:
+    def test_messages_go_through_the_template(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+        assert len(ids) == 5  # <|user|> h i newline <|assistant|>
+
+    def test_a_template_error_is_a_bad_request(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        found = Tokenizer(tmp_path)
+        found._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+        with pytest.raises(InvalidRequest, match="roles must alternate"):
+            found.encode_chat([{"role": "user", "content": "hi"}])
+
+    def test_no_template(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        found = Tokenizer(tmp_path)
+        found._tokenizer.chat_template = None
+        with pytest.raises(InvalidRequest, match="no chat template"):
+            found.encode_chat([{"role": "user", "content": "hi"}])
+
+    def test_no_tokenizer(self, tmp_path: Path) -> None:
+        assert Tokenizer.load(tmp_path) is None
