@@ -231,7 +231,6 @@ def _declare(library: ctypes.CDLL) -> None:
         "decoder": (pointer, (flag, pointer, pointer, pointer, pointer, pointer)),
         "delete_decoder": (None, (pointer,)),
         "run": (None, (pointer, pointer, pointer, pointer, number)),
-        "decode_steps": (number, (flag, pointer, pointer, flag, number, pointer, number)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"radixserve_{name}")

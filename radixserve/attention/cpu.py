@@ -58,11 +58,6 @@ class CpuBackend:
         self._slot_mapping = batch.slot_mapping
 
     @property
-    def merge_tokens(self) -> int | None:
-        """As `Plan` takes it."""
-        return _merge_tokens(self._shares)
-
-    @property
     def planned(self) -> Plan:
         """The current plan, for kernels that do more than attention."""
         assert self._planned is not None, "used before plan"
@@ -84,8 +79,4 @@ def plan_step(
     host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
 ) -> Plan:
     """Jobs: one for each shared node, level by level, then one for each row in the last level."""
-    return Plan(host, page_size, heads, _merge_tokens(shares))
-
-
-def _merge_tokens(shares: bool) -> int | None:
-    return MERGE_TOKENS if shares else None
+    return Plan(host, page_size, heads, MERGE_TOKENS if shares else None)

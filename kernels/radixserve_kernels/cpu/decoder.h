@@ -17,15 +17,10 @@ template <class T> class FusedDecoder : public AnyDecoder {
                  const Weight<T> &head)
         : shape(shape), layers(layers, layers + shape.num_layers), embedding(embedding), norm(norm), head(head) {}
 
-    Heads heads() const {
-        return {shape.num_heads, shape.num_kv_heads, shape.head_dim,
-                1.0f / __builtin_sqrtf(float(shape.head_dim))};
-    }
-
     void run(const Step &step, const Plan &plan, void *kv, int64_t layer_size) override {
         const int64_t tokens = step.num_tokens, dim = shape.head_dim;
         const int64_t q = shape.num_heads * dim, qkv = q + 2 * shape.num_kv_heads * dim;
-        const Heads heads = this->heads();
+        const Heads heads{shape.num_heads, shape.num_kv_heads, dim, 1.0f / __builtin_sqrtf(float(dim))};
         hidden_stride = row_size<T>(shape.hidden), qkv_stride = row_size<T>(qkv);
         const int64_t q_stride = row_size<T>(q), inner_stride = row_size<T>(shape.intermediate);
         x = x_scratch.get<T>(tokens * hidden_stride), normed = normed_scratch.get<T>(tokens * hidden_stride);
@@ -59,9 +54,8 @@ template <class T> class FusedDecoder : public AnyDecoder {
         linear<T, float>(normed, hidden_stride, step.num_sampled, head, nullptr, step.logits, shape.vocab);
     }
 
-    const DecoderShape shape;
-
   private:
+    const DecoderShape shape;
     const std::vector<Layer<T>> layers;
     const T *embedding, *norm;
     const Weight<T> head;

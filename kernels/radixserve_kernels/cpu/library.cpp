@@ -1,6 +1,8 @@
 // The C interface, see cpu_library.py. No function takes Python's lock; running out of memory ends the
 // process. is_bf16: numbers are bfloat16, else float32.
-#include "steps.h"
+#include "argmax.h"
+#include "cascade.h"
+#include "decoder.h"
 
 #if defined(RADIXSERVE_AMX) && defined(__linux__)
 #include <sys/syscall.h>
@@ -117,14 +119,5 @@ void radixserve_delete_decoder(void *decoder) { delete (AnyDecoder *)decoder; }
 
 void radixserve_run(void *decoder, const Step *step, void *plan, void *kv, int64_t layer_size) {
     ((AnyDecoder *)decoder)->run(*step, ((NativePlan *)plan)->plan, kv, layer_size);
-}
-
-int64_t radixserve_decode_steps(int is_bf16, void *decoder, DecodeSteps *wanted, int shares,
-                                int64_t merge_tokens, void *kv, int64_t layer_size) {
-    return with_type(is_bf16, [&](auto zero) {
-        using T = decltype(zero);
-        return decode_steps(*wanted, *(FusedDecoder<T> *)(AnyDecoder *)decoder, shares, merge_tokens, (T *)kv,
-                            layer_size);
-    });
 }
 }
