@@ -8,7 +8,7 @@ from typing import Any
 from radixserve.replay import Study
 from radixserve.replay.answers import Gain, best_fits, next_gigabyte, page_losses
 from radixserve.replay.kv_bytes import DEFAULT_KV_BYTES
-from radixserve.replay.tables import format_tokens
+from radixserve.replay.report import format_tokens
 
 _LRU = ("lru", 1)  # label and page size
 

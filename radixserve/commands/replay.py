@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     from radixserve.replay import read_trace, study_trace
     from radixserve.replay.document import study_document
     from radixserve.replay.pictures import check_picture, draw
-    from radixserve.replay.tables import print_study
+    from radixserve.replay.report import print_study
 
     specs, servings, size = _specs(args), _servings(args), _bytes_per_token(args)
     limit = None if args.limit is None else check_int("--limit", args.limit, 1)

@@ -13,11 +13,11 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.replay.hash_tokens import HashTokens, runs_of
 from radixserve.replay.lines import Line
 from radixserve.replay.packed_tokens import PackedTokens
 from radixserve.replay.splitmix import block_tokens
 from radixserve.replay.text_tokens import tokenize
+from radixserve.replay.tokens import HashTokens, runs_of
 from radixserve.replay.trace import Ints
 
 FORMS = '"hash_ids", "hash_runs", "text", "tokens" or "prompt"'

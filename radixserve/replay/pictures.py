@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from radixserve.errors import InvalidRequest
+from radixserve.replay.report import format_tokens
 from radixserve.replay.study import Study
-from radixserve.replay.tables import format_tokens
 
 _SIZE = (5.2, 3.9)  # inches a picture
 

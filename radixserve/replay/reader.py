@@ -23,8 +23,8 @@ import numpy as np
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay.forms import FORMS, Chosen, HashReader, TextReader, TokenReader
-from radixserve.replay.hash_tokens import HashTokens
 from radixserve.replay.lines import Line, read_lines
+from radixserve.replay.tokens import HashTokens
 from radixserve.replay.trace import Trace
 
 

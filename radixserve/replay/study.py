@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.caches import CacheSpec
 from radixserve.replay.direct import DirectResult, replay_direct
-from radixserve.replay.oracle import clairvoyant_hits
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.reuse import ReuseDistances, reuse_distances, reuse_spans
 from radixserve.replay.scheduled import replay_scheduled

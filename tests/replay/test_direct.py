@@ -10,8 +10,8 @@ import pytest
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay import CacheSpec, Trace, build_paths, cross, read_trace, replay_direct
+from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.caches import parse_tokens
-from radixserve.replay.oracle import clairvoyant_hits
 from tests.replay.naive_lru import naive_lru_hits
 from tests.replay.traces import SHARED, make_trace, random_turns, synthetic_trace
 

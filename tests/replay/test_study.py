@@ -14,8 +14,8 @@ from radixserve.replay.answers import best_fits, mean_gaps, next_gigabyte, page_
 from radixserve.replay.document import study_document
 from radixserve.replay.kv_bytes import GIB, kv_bytes_per_token
 from radixserve.replay.pictures import draw
+from radixserve.replay.report import format_tokens
 from radixserve.replay.study import default_sizes
-from radixserve.replay.tables import format_tokens
 from tests.replay.traces import make_trace, synthetic_trace
 
 SIZES = (1000, 4000, 16000)
