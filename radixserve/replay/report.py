@@ -1,11 +1,22 @@
-"""A study for people: tables on a rich console, and the answers in words."""
+"""A study as tables and sentences on a rich console, and as plain data for JSON."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from radixserve.replay.answers import best_fits, mean_gaps, next_gigabyte, page_losses
-from radixserve.replay.study import Study
+from radixserve.replay.caches import ReplayResult
+from radixserve.replay.serving import ScheduledResult
+from radixserve.replay.study import (
+    Kind,
+    Study,
+    best_fits,
+    mean_gaps,
+    next_gigabyte,
+    page_losses,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +32,7 @@ def format_tokens(count: float) -> str:
 
 
 def print_study(console: Console, study: Study, bytes_per_token: int) -> None:
-    """Everything that the study found out."""
+    """All findings of a study."""
     _say(console, f"{study.trace.name}", style="bold")
     for line in _facts(study):
         _say(console, line)
@@ -49,14 +60,12 @@ def _facts(study: Study) -> list[str]:
 
 def _print_rates(console: Console, study: Study) -> None:
     sizes = sorted(study.bounds)
-    table = _table("cache", "page", *map(format_tokens, sizes))
-    kinds: dict[tuple[str, int], dict[int, str]] = {}
-    for result in study.direct:
-        row = kinds.setdefault((result.spec.label, result.spec.page_size), {})
-        mark = "*" if result.num_too_large else ""
-        row[result.spec.cache_tokens] = f"{100 * result.hit_rate:.2f}{mark}"
-    for (label, page_size), row in kinds.items():
-        table.add_row(label, str(page_size), *(row.get(size, "") for size in sizes))
+    cells = [
+        (kind, size, f"{100 * result.hit_rate:.2f}{'*' if result.num_too_large else ''}")
+        for kind, by_size in study.by_kind().items()
+        for size, result in by_size.items()
+    ]
+    table = _pivot(sizes, [format_tokens(size) for size in sizes], cells)
     bounds = [f"{100 * study.bound_rate(size):.2f}" for size in sizes]
     table.add_row("clairvoyant bound", "1", *bounds, style="bold")
     _section(console, "hit rate, % of prompt tokens, by cache size in tokens", table)
@@ -91,37 +100,33 @@ def _print_scheduled(console: Console, study: Study) -> None:
 
 
 def _print_gains(console: Console, study: Study, bytes_per_token: int) -> None:
-    gains = next_gigabyte(study, bytes_per_token)
-    spans = sorted({(gain.from_tokens, gain.to_tokens) for gain in gains})
-    if not spans:
-        return
-    heads = [f"{format_tokens(low)} to {format_tokens(high)}" for low, high in spans]
-    table = _table("cache", "page", *heads)
-    kinds: dict[tuple[str, int], dict[tuple[int, int], str]] = {}
-    for gain in gains:
-        row = kinds.setdefault((gain.label, gain.page_size), {})
-        row[gain.from_tokens, gain.to_tokens] = format_tokens(max(0.0, gain.tokens_per_gib))
-    for (label, page_size), row in kinds.items():
-        table.add_row(label, str(page_size), *(row.get(span, "") for span in spans))
-    title = f"what the next GiB is worth: tokens more reused, at {bytes_per_token:,} bytes a token"
-    _section(console, title, table)
+    cells = [
+        (
+            (gain.label, gain.page_size),
+            (gain.from_tokens, gain.to_tokens),
+            format_tokens(max(0.0, gain.tokens_per_gib)),
+        )
+        for gain in next_gigabyte(study, bytes_per_token)
+    ]
+    spans = sorted({span for _, span, _ in cells})
+    if spans:
+        heads = [f"{format_tokens(low)} to {format_tokens(high)}" for low, high in spans]
+        title = f"what the next GiB is worth: tokens more reused, at {bytes_per_token:,} bytes"
+        _section(console, f"{title} a token", _pivot(spans, heads, cells))
 
 
 def _print_losses(console: Console, study: Study) -> None:
     losses = page_losses(study)
-    pages = {result.spec.page_size for result in study.direct}
     if not losses:
-        if pages != {1}:
+        if any(result.spec.page_size != 1 for result in study.direct):
             _say(console, "what pages lose: add page size 1 to see it")
         return
     sizes = sorted({loss.cache_tokens for loss in losses})
-    table = _table("cache", "page", *map(format_tokens, sizes))
-    kinds: dict[tuple[str, int], dict[int, str]] = {}
-    for loss in losses:
-        row = kinds.setdefault((loss.label, loss.page_size), {})
-        row[loss.cache_tokens] = f"{100 * loss.rate:+.2f}"
-    for (label, page_size), row in kinds.items():
-        table.add_row(label, str(page_size), *(row.get(size, "") for size in sizes))
+    cells = [
+        ((loss.label, loss.page_size), loss.cache_tokens, f"{100 * loss.rate:+.2f}")
+        for loss in losses
+    ]
+    table = _pivot(sizes, [format_tokens(size) for size in sizes], cells)
     _section(console, "what a page or block size loses, points of hit rate against page 1", table)
 
 
@@ -143,8 +148,17 @@ def _print_fits(console: Console, study: Study) -> None:
         )
 
 
-def _percent(rate: float) -> str:
-    return f"{100 * rate:.2f} %"
+def _pivot(
+    columns: Sequence[Any], heads: Sequence[str], cells: Iterable[tuple[Kind, Any, str]]
+) -> Table:
+    """A row for each kind of cache, from (kind, column, text) of each cell."""
+    rows: dict[Kind, dict[Any, str]] = {}
+    for kind, column, text in cells:
+        rows.setdefault(kind, {})[column] = text
+    table = _table("cache", "page", *heads)
+    for (label, page_size), row in rows.items():
+        table.add_row(label, str(page_size), *(row.get(column, "") for column in columns))
+    return table
 
 
 def _table(*heads: str) -> Table:
@@ -165,3 +179,77 @@ def _section(console: Console, title: str, table: Table | None) -> None:
 
 def _say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False)
+
+
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.2f} %"
+
+
+# -- as plain data --------------------------------------------------------------------------------
+
+
+def study_document(study: Study, bytes_per_token: int) -> dict[str, Any]:
+    """Counts are tokens of prompts unless the name says otherwise; rates are 0.0 to 1.0."""
+    trace, paths = study.trace, study.paths
+    return {
+        "trace": trace.name,
+        "requests": len(trace),
+        "sessions": trace.num_sessions,
+        "sessions_inferred": trace.sessions_inferred,
+        "span_s": float(trace.times[-1]),
+        "prompt_tokens": trace.prompt_tokens,
+        "output_tokens": int(trace.num_output.sum()),
+        "longest_request": trace.longest,
+        "distinct_tokens": paths.distinct_tokens,
+        "reusable_tokens": paths.reusable_tokens,
+        "ideal_hit_rate": study.ideal_rate,
+        "bounds": [
+            {"cache_tokens": size, "hit_tokens": hits, "hit_rate": study.bound_rate(size)}
+            for size, hits in sorted(study.bounds.items())
+        ],
+        "runs": [_run(result) for result in study.direct],
+        "scheduled": [_scheduled(result) for result in study.scheduled],
+        "reusable_share_percentiles": study.reusable_shares().tolist(),
+        "reuse_distance": {
+            "tokens": study.reuse.edges[1:].tolist(),
+            "reused_within": study.reuse.tokens.cumsum().tolist(),
+        },
+        "answers": {
+            "bytes_per_token": bytes_per_token,
+            "next_gigabyte": [
+                {**asdict(gain), "tokens_per_gib": gain.tokens_per_gib}
+                for gain in next_gigabyte(study, bytes_per_token)
+            ],
+            "page_loss": [asdict(loss) for loss in page_losses(study)],
+            "best": [{**asdict(fit), "gap": fit.gap} for fit in best_fits(study)],
+            "mean_gap": [
+                {"label": label, "page_size": page_size, "gap": gap}
+                for (label, page_size), gap in mean_gaps(study).items()
+            ],
+        },
+    }
+
+
+def _run(result: ReplayResult) -> dict[str, Any]:
+    return {
+        "label": result.spec.label,
+        **asdict(result.spec),
+        "hit_tokens": result.hit_tokens,
+        "hit_rate": result.hit_rate,
+        "too_large_requests": result.num_too_large,
+        "evicted_tokens": result.evicted_tokens,
+        "seconds": result.seconds,
+    }
+
+
+def _scheduled(result: ScheduledResult) -> dict[str, Any]:
+    times = {f"ttft_p{at}_s": result.ttft_at(at) for at in (50, 95, 99)}
+    times["ttft_mean_s"] = result.mean_ttft_s
+    counts = ("computed_tokens", "needed_tokens", "repeated_tokens", "max_overtaken")
+    return {
+        **_run(result),
+        **asdict(result.serving),
+        **{name: None if math.isnan(value) else value for name, value in times.items()},
+        **{name: getattr(result, name) for name in (*counts, "preemptions", "steps", "span_s")},
+        "compute_once_ratio": result.compute_ratio,
+    }
