@@ -7,7 +7,6 @@ decoder know; others are refused by name.
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from radixserve.errors import ModelNotSupported
 from radixserve.models.gguf_file import GgufFile
-from radixserve.models.weights import TensorCheck
+from radixserve.models.weights import TensorReader
 
 ROPE_FACTORS = "rope_freqs.weight"  # [D / 2] inverse frequencies are divided by these (Llama 3.1)
 _UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight|rope_factors_.*")
@@ -97,53 +96,24 @@ def is_half_or_less(file: GgufFile) -> bool:
     return file.tensors["token_embd.weight"].type_id != 0
 
 
-class GgufWeights:
-    """See `TensorSource`. Tensors are widened one by one as they are taken."""
+class GgufWeights(TensorReader):
+    """The tensors of a GGUF file by their names in transformers, widened one by one."""
 
     def __init__(self, file: GgufFile, dtype: torch.dtype, device: torch.device) -> None:
-        self._file, self._dtype, self._device = file, dtype, device
-        self._family = _family(file)
-        self._check = TensorCheck(str(file.path), file.tensors)
-        self._check.skip(_UNUSED.pattern)
+        self._file, self._family = file, _family(file)
+        names = _transformers_names(file)
+        self._own = {theirs: own for own, theirs in names.items()}
+        unnamed = {own for own in file.tensors if own not in names and not _UNUSED.fullmatch(own)}
+        super().__init__(file.path, {*self._own, *unnamed}, dtype, device)
 
-    @property
-    def num_parameters(self) -> int:
-        return self._check.num_parameters
-
-    @num_parameters.setter
-    def num_parameters(self, count: int) -> None:
-        self._check.num_parameters = count
-
-    def __contains__(self, name: str) -> bool:
-        return self._name(name) in self._file.tensors
-
-    def skip(self, pattern: str) -> None:
-        """Names of transformers; no tensor of the file has one of those."""
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor of that name in transformers, in the dtype and on the device of the source."""
-        own = self._name(name)
-        given = self._file.tensors[own].shape if own in self._file.tensors else None
-        if not self._check.note(own, given, shape):
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+    def _read(self, name: str) -> Tensor:
+        own = self._own[name]
         numbers = self._file.read(own)
         if self._family.has_paired_rotation and re.search(r"attn_[qk]\.", own):
-            numbers = _to_halves(numbers, self._num_heads(own))
-        return torch.from_numpy(np.array(numbers)).to(self._device, self._dtype)
-
-    def finish(self) -> None:
-        self._check.finish()
-
-    def _name(self, name: str) -> str:
-        found = _name_map(self._file.architecture, self._file.field("block_count")).get_name(
-            name, try_suffixes=(".weight", ".bias")
-        )
-        return name if found is None else str(found)
-
-    def _num_heads(self, name: str) -> int:
-        num_heads = self._file.field("attention.head_count")
-        is_key = "attn_k." in name
-        return int(self._file.field("attention.head_count_kv", num_heads) if is_key else num_heads)
+            heads = "attention.head_count" + ("_kv" if "attn_k." in own else "")
+            num_heads = self._file.field(heads, self._file.field("attention.head_count"))
+            numbers = _to_halves(numbers, num_heads)
+        return torch.from_numpy(np.array(numbers))
 
 
 def rope_factors(file: GgufFile) -> NDArray[np.float32] | None:
@@ -185,10 +155,32 @@ def _to_halves(numbers: NDArray[np.float32], num_heads: int) -> NDArray[np.float
     return pairs.swapaxes(1, 2).reshape(numbers.shape)
 
 
-@functools.lru_cache(maxsize=8)
-def _name_map(architecture: str, num_layers: int) -> Any:
-    """From names in transformers to those in GGUF files."""
-    import gguf
-
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    return gguf.get_tensor_name_map(kinds[architecture], num_layers)
+def _transformers_names(file: GgufFile) -> dict[str, str]:
+    """Names of the file's tensors -> names in transformers, for those that have one."""
+    layer = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    others = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+    }
+    found = {}
+    for own in file.tensors:
+        stem, _, kind = own.rpartition(".")  # kind: weight or bias
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+        if match and match[2] in layer:
+            found[own] = f"model.layers.{match[1]}.{layer[match[2]]}.{kind}"
+        elif stem in others:
+            found[own] = f"{others[stem]}.{kind}"
+    return found

@@ -83,7 +83,7 @@ class ModelRunner:
         device = choose_device(config.device, config.attention_backend)
         check_dtype(config.dtype, device)
         source = find_model(model_path, config.seed)
-        self.folder = source.folder
+        self.model_path = source.path
         self._device = device
         if device.type == "cpu":
             keep_freed_memory()

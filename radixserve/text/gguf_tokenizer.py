@@ -60,8 +60,8 @@ def gguf_tokenizer(file: GgufFile) -> Any:
             f"possible are gpt2 with {', '.join(PRE_TOKENIZERS)}"
         )
     split = PRE_TOKENIZERS[pre]
-    tokens = fields["tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["merges"]]
+    tokens = fields.get("tokens", [])
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.takes_whole_words))
     steps: list[Any] = []

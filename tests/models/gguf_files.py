@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -15,18 +14,24 @@ CONTROL, NORMAL = 3, 1  # tokenizer.ggml.token_type
 
 
 def write_gguf(
-    path: Path, folder: Path, kind: str = "F32", *, pre: str = "gpt-2", **fields: Any
+    path: Path,
+    folder: Path,
+    kind: str = "F32",
+    *,
+    pre: str = "gpt-2",
+    rope_factors: NDArray[np.float32] | None = None,
+    num_layers: int | None = None,
 ) -> Path:
     """Convert a tiny checkpoint of llama, qwen2 or qwen3 into `path`.
 
-    kind: a name of gguf.GGMLQuantizationType, of all matrices. fields: further ones, by full name
-    with "." as "__".
+    kind: a name of gguf.GGMLQuantizationType, of all matrices. rope_factors: [D / 2], as Llama 3.1
+    files have them. num_layers: what the file says of itself.
     """
     config = json.loads((folder / "config.json").read_text())
     name, num_heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
     writer = gguf.GGUFWriter(path, name)
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(num_layers or config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -39,8 +44,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder, pre, config["vocab_size"])
-    for key, value in fields.items():
-        writer.add_key_value(key.replace("__", "."), value, _type_of(value))
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors)
     names = gguf.get_tensor_name_map(
         {n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[name], config["num_hidden_layers"]
     )
@@ -80,9 +85,3 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, pre: str, vocab_size: 
     writer.add_bos_token_id(tokens.index(settings["bos_token"]))
     if template.is_file():
         writer.add_chat_template(template.read_text())
-
-
-def _type_of(value: Any) -> gguf.GGUFValueType:
-    if isinstance(value, str):
-        return gguf.GGUFValueType.STRING
-    return gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
