@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from radixserve.attention import flashinfer as flashinfer_backend
-from radixserve.attention import sharing
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda import sharing
 from radixserve.models.sizes import SIZES
 from radixserve.output import Completion
 from tests.attention.fake_flashinfer import Fake, mark_sides

@@ -20,7 +20,7 @@ from gpu_jobs import Skip
 from gpu_runtime import open_runtime
 
 from radixserve import Runtime, SamplingParams
-from radixserve.attention import sharing
+from radixserve.attention.cuda import sharing
 from radixserve.output import Completion
 from radixserve.runner.cuda_graph import DecodeGraph
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from radixserve.attention import flashinfer_calls
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.cpu import CpuBackend
-from radixserve.attention.flashinfer import FlashInferBackend
-from radixserve.attention.torch import TorchBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda import flashinfer_calls
+from radixserve.attention.cuda.flashinfer import FlashInferBackend
+from radixserve.attention.cuda.triton import TritonBackend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels import cpu_ops, gpu_ops
 
@@ -23,7 +23,7 @@ _BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
     "cpu": CpuBackend,
     "flashinfer": FlashInferBackend,
     "triton": TritonBackend,
-    "torch": TorchBackend,
+    "torch": ReferenceBackend,
 }
 _ON_CUDA = ("flashinfer", "triton", "torch")  # the first that can be had is what "auto" stands for
 _ON_CPU = ("cpu", "torch")

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from radixserve.attention.base import ForwardBatch, HostIndex
-from radixserve.attention.paged_plan import PagedPlan
-from radixserve.attention.parts import Part as PagedPart
-from radixserve.attention.torch import Dense, Group, Keys, Part, Plan, Single
+from radixserve.attention.cuda.paged_plan import PagedPlan
+from radixserve.attention.cuda.parts import Part as PagedPart
+from radixserve.attention.reference import Dense, Group, Keys, Part, Plan, Single
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_ops import BEGINS, CAUSAL, ENDS, Jobs
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from radixserve.attention import choice, flashinfer_calls
+from radixserve.attention import choice
 from radixserve.attention.choice import choose_backend, make_backend
-from radixserve.attention.torch import TorchBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda import flashinfer_calls
+from radixserve.attention.cuda.triton import TritonBackend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import registry
@@ -99,7 +100,7 @@ def test_backends_are_made_by_name() -> None:
     kv = torch.zeros(1, 2, 4, 2, 2, 64)
     assert isinstance(make_backend("triton", kv, 4), TritonBackend)
     backend = make_backend("torch", kv, 4, shares=False)
-    assert isinstance(backend, TorchBackend)
+    assert isinstance(backend, ReferenceBackend)
     assert backend.name == "torch"
     with pytest.raises(ModelNotSupported, match="flashinfer backend cannot be used: FlashInfer"):
         make_backend("flashinfer", kv, 4)

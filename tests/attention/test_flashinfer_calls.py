@@ -16,16 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.attention import flashinfer as flashinfer_backend
-from radixserve.attention.flashinfer import (
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda.flashinfer import (
     FlashInferBackend,
     can_merge,
     fixed_workspace_bytes,
     wants_tensor_cores,
     workspace_bytes,
 )
-from radixserve.attention.flashinfer_calls import HeadShape, compile_modules, not_installed, unfit
-from radixserve.attention.plan_upload import PlanUpload, layout
+from radixserve.attention.cuda.flashinfer_calls import (
+    HeadShape,
+    compile_modules,
+    not_installed,
+    unfit,
+)
+from radixserve.attention.cuda.plan_upload import PlanUpload, layout
 from radixserve.errors import ModelNotSupported
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import MakePaged

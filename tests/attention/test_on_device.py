@@ -14,9 +14,9 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import why_not
-from radixserve.attention.flashinfer import FlashInferBackend
-from radixserve.attention.paged import PagedBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda.flashinfer import FlashInferBackend
+from radixserve.attention.cuda.paged import PagedBackend
+from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.runner.forward_batch import build_forward_batch
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase
 from tests.attention.fake_flashinfer import Fake

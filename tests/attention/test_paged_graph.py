@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixserve.attention import sharing
-from radixserve.attention import triton as triton_backend
-from radixserve.attention.paged import PagedBackend, PagedGraph
+from radixserve.attention.cuda import sharing
+from radixserve.attention.cuda import triton as triton_backend
+from radixserve.attention.cuda.paged import PagedBackend, PagedGraph
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops

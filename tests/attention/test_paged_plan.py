@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from radixserve.attention.base import HostIndex
-from radixserve.attention.cascade import SharedNode, find_shared
-from radixserve.attention.levels import drop_levels, limit_levels, saved_pages, tree_order
-from radixserve.attention.paged_plan import (
+from radixserve.attention.cuda.cascade import SharedNode, find_shared
+from radixserve.attention.cuda.levels import drop_levels, limit_levels, saved_pages, tree_order
+from radixserve.attention.cuda.paged_plan import (
     FixedShape,
     PagedPlan,
     num_groups_for,
     plan_fixed,
     plan_rows,
 )
-from radixserve.attention.parts import MAX_VIEW, view_size
-from radixserve.attention.sharing import SharingCost, find_nodes, pays_in_place
+from radixserve.attention.cuda.parts import MAX_VIEW, view_size
+from radixserve.attention.cuda.sharing import SharingCost, find_nodes, pays_in_place
 from radixserve.request import BeamParams
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest

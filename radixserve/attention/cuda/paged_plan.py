@@ -17,9 +17,9 @@ from itertools import groupby
 import numpy as np
 
 from radixserve.attention.base import HostIndex, IndexArray
-from radixserve.attention.cascade import SharedNode, covered_pages
-from radixserve.attention.levels import level_part, saved_pages, spread_part, tree_order
-from radixserve.attention.parts import Part, own_part, pad_part, view_part
+from radixserve.attention.cuda.cascade import SharedNode, covered_pages
+from radixserve.attention.cuda.levels import level_part, saved_pages, spread_part, tree_order
+from radixserve.attention.cuda.parts import Part, own_part, pad_part, view_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from radixserve.attention.base import ForwardBatch
-from radixserve.attention.paged_plan import PagedPlan
-from radixserve.attention.parts import Part
-from radixserve.attention.plan_upload import PlanUpload, Staged
+from radixserve.attention.cuda.paged_plan import PagedPlan
+from radixserve.attention.cuda.parts import Part
+from radixserve.attention.cuda.plan_upload import PlanUpload, Staged
 
 
 class StagedPart(NamedTuple):

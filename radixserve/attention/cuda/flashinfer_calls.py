@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from radixserve.attention.launches import PartBuffers, StagedPart
+from radixserve.attention.cuda.launches import PartBuffers, StagedPart
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import ForwardBatch, HostIndex, kv_view
-from radixserve.attention.launches import (
+from radixserve.attention.cuda.launches import (
     FixedLaunch,
     Launch,
     PagedKernels,
@@ -24,16 +24,16 @@ from radixserve.attention.launches import (
     roles_of,
     stage_parts,
 )
-from radixserve.attention.paged_plan import (
+from radixserve.attention.cuda.paged_plan import (
     FixedShape,
     PagedPlan,
     num_groups_for,
     plan_fixed,
     plan_rows,
 )
-from radixserve.attention.parts import view_size
-from radixserve.attention.plan_upload import PlanUpload, layout
-from radixserve.attention.sharing import MAX_LEVELS, NodeFinder
+from radixserve.attention.cuda.parts import view_size
+from radixserve.attention.cuda.plan_upload import PlanUpload, layout
+from radixserve.attention.cuda.sharing import MAX_LEVELS, NodeFinder
 from radixserve_kernels.torch_ops import store_kv
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import check_dtype, kv_view
-from radixserve.attention.launches import Launch, PartBuffers, StagedPart
-from radixserve.attention.paged import PagedBackend
-from radixserve.attention.parts import Part, view_size
+from radixserve.attention.cuda.launches import Launch, PartBuffers, StagedPart
+from radixserve.attention.cuda.paged import PagedBackend
+from radixserve.attention.cuda.parts import Part, view_size
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels import gpu_ops
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.attention.flashinfer_calls import (
+from radixserve.attention.cuda.flashinfer_calls import (
     DecodeCalls,
     Fixed,
     HeadShape,
@@ -23,9 +23,9 @@ from radixserve.attention.flashinfer_calls import (
     not_installed,
     unfit,
 )
-from radixserve.attention.launches import Launch, PartBuffers, StagedPart
-from radixserve.attention.paged import PagedBackend
-from radixserve.attention.parts import view_size
+from radixserve.attention.cuda.launches import Launch, PartBuffers, StagedPart
+from radixserve.attention.cuda.paged import PagedBackend
+from radixserve.attention.cuda.parts import view_size
 from radixserve.errors import ModelNotSupported
 
 WORKSPACE_BYTES = 256 << 20  # where keys are split: partial results of all parts, one after another

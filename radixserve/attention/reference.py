@@ -25,7 +25,7 @@ from torch import Tensor
 
 from radixserve.attention import dense
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray, check_dtype, kv_view
-from radixserve.attention.cascade import SharedNode, covered_pages, find_shared
+from radixserve.attention.cuda.cascade import SharedNode, covered_pages, find_shared
 from radixserve.attention.segments import (
     Segments,
     cut_segments,
@@ -95,7 +95,7 @@ class Plan:
     out_index: Tensor | None  # [T] each token's place in the parts laid end to end; None: in order
 
 
-class TorchBackend:
+class ReferenceBackend:
     """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float32 or bfloat16.
 
     `shares`: whether rows attend together to leading pages that they have in common, where that
