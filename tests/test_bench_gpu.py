@@ -352,8 +352,8 @@ def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """FlashInfer, in torch operations on the CPU."""
     library = Fake()
-    monkeypatch.setattr(flashinfer_backend, "unfit", lambda *_: "")
-    monkeypatch.setattr(flashinfer_backend, "not_installed", lambda: "")
+    monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "")
     monkeypatch.setattr(flashinfer_backend, "load_library", lambda: library.library)
     mark_sides(monkeypatch)
     return library

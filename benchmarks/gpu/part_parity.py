@@ -71,7 +71,7 @@ class Agreement:
 
 
 def run(bench: Bench, group: str) -> None:
-    if reason := bench.why_not(group, _probe(group)):
+    if reason := bench.unsupported_reason(group, _probe(group)):
         raise Skip(f"no {group}: {reason}")
     prompts = make_prompts(bench)
     expected: dict[str, list[Completion]] = {}

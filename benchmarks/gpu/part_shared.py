@@ -68,9 +68,9 @@ class Prefix:
         """Of all layers; together: whether or not that pays."""
         backend = make_backend(self._name, self._kv, self._heads, shares=together)
         backend.prepare()
-        graph = backend.for_graph(len(self._rows), self._num_pages, int(together))
+        graph = backend.capture_backend(len(self._rows), self._num_pages, int(together))
         batch = build_forward_batch(self._rows, self._bench.settings.page_size, self._bench.device)
-        if together and not backend.levels_for_graph(batch):
+        if together and not backend.shared_levels(batch):
             raise RuntimeError("the backend finds nothing to read together")
         graph.plan(batch)
 

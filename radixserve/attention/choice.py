@@ -41,8 +41,10 @@ def choose_backend(
     """
     candidates = _ON_CUDA if device.type == "cuda" else _ON_CPU
     if asked != "auto":
-        if reason := why_not(asked, dtype, device, head_dim):
-            others = [one for one in candidates if not why_not(one, dtype, device, head_dim)]
+        if reason := unsupported_reason(asked, dtype, device, head_dim):
+            others = [
+                one for one in candidates if not unsupported_reason(one, dtype, device, head_dim)
+            ]
             allowed = f'"auto" and "{", ".join(others)}" can'.replace(", ", '", "')
             raise ModelNotSupported(
                 f'attention_backend="{asked}" cannot be used: {reason}'
@@ -51,7 +53,7 @@ def choose_backend(
         return asked
     reasons: list[str] = []
     for name in candidates:
-        reason = why_not(name, dtype, device, head_dim)
+        reason = unsupported_reason(name, dtype, device, head_dim)
         if not reason:
             _tell(name, device, reasons)
             return name
@@ -59,7 +61,7 @@ def choose_backend(
     raise ModelNotSupported(f"no attention backend can be used: {'; '.join(reasons)}")
 
 
-def why_not(
+def unsupported_reason(
     name: str, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
 ) -> str:
     """Why the backend `name` cannot run there; "" if it can."""
@@ -69,7 +71,9 @@ def why_not(
     if name == "cpu":
         return cpu_ops.unavailable(dtype)
     if name == "flashinfer":
-        return flashinfer_calls.unfit(dtype, head_dim) or flashinfer_calls.not_installed()
+        return (
+            flashinfer_calls.unsupported_reason(dtype, head_dim) or flashinfer_calls.import_error()
+        )
     if name == "triton":
         return gpu_ops.unavailable() if device.type == "cuda" else ""
     if dtype == torch.float16:

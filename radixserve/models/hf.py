@@ -25,7 +25,7 @@ from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.weights import (
     architecture_of,
     check_sliding_window,
@@ -63,7 +63,7 @@ class _Slot:
             self.backend = None
 
 
-class TransformersModel:
+class TransformersModel(LanguageModel):
     """See `LanguageModel`. Made by `load_transformers`."""
 
     def __init__(self, model: Any, slot: _Slot, info: ModelInfo) -> None:

@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_calls, "not_installed", lambda: "")
+    monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "")
     monkeypatch.setattr(choice.gpu_ops, "unavailable", lambda: "")
     monkeypatch.setattr(choice.cpu_ops, "unavailable", lambda _: "")
 
@@ -55,7 +55,7 @@ def test_auto_on_cuda(
 def test_auto_takes_what_can_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(flashinfer_calls, "not_installed", lambda: "it is not installed")
+    monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "it is not installed")
     assert choose_backend("auto", BF16, CUDA) == "triton"
     monkeypatch.setattr(choice.gpu_ops, "unavailable", lambda: "Triton is not installed")
     assert choose_backend("auto", BF16, CUDA) == "torch"
@@ -114,9 +114,9 @@ def test_a_broken_flashinfer_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(flashinfer_calls, "load_library", fails)
     monkeypatch.setattr(flashinfer_calls.importlib.util, "find_spec", lambda _: object())
-    assert flashinfer_calls.not_installed() == "importing FlashInfer failed: OSError: no such file"
+    assert flashinfer_calls.import_error() == "importing FlashInfer failed: OSError: no such file"
     monkeypatch.setattr(flashinfer_calls.importlib.util, "find_spec", lambda _: None)
-    assert "not installed" in flashinfer_calls.not_installed()
+    assert "not installed" in flashinfer_calls.import_error()
 
 
 @pytest.mark.parametrize(("head_dim", "name"), [(80, "triton"), (128, "flashinfer")])
