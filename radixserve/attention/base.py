@@ -9,26 +9,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels.host_index import HostIndex as HostIndex
+from radixserve_kernels.host_index import IndexArray as IndexArray
 from radixserve_kernels.torch_ops import store_kv
-
-IndexArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class HostIndex:
-    """The numpy copies of a batch's index tensors, for planning on the host."""
-
-    start: IndexArray  # [R] position of each row's first new token
-    qo_indptr: IndexArray  # [R + 1] row r's new tokens are [qo_indptr[r], qo_indptr[r + 1])
-    kv_indptr: IndexArray  # [R + 1] row r's pages are kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
-    kv_indices: NDArray[np.int32]  # [total pages] page ids
-    seq_lens: IndexArray  # [R] tokens of each row after the step
 
 
 @dataclass(frozen=True, slots=True)
