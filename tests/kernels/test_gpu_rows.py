@@ -1,4 +1,4 @@
-"""Kernels over token rows and pages, and their twins, against what they stand for."""
+"""Kernels over token rows and pages, and their references, against what they stand for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from radixserve_kernels import gpu_ops, torch_ops
 
-both = pytest.mark.usefixtures("path")  # the twins, and the kernels interpreted
+both = pytest.mark.usefixtures("path")  # the references, and the kernels interpreted
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from radixserve_kernels.gpu import best, decode, extend, merge, norm, pages, rope, sampling
+from radixserve_kernels.gpu import argmax, decode, extend, merge, norm, pages, rope, sampling
 from radixserve_kernels.gpu.launch import Capability, Launch
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
 
@@ -134,7 +134,7 @@ def _logit_variants() -> Iterator[Variant]:
     kind = f"V={VOCAB_SIZE}"
     logits = _float(NUM_ROWS, VOCAB_SIZE)
     ids, row, flags = _long(NUM_ROWS), _float(NUM_ROWS), _tensor(NUM_ROWS, dtype=torch.bool)
-    for launch in best.token_logprob(logits, ids, row):
+    for launch in argmax.token_logprob(logits, ids, row):
         yield Variant(kind, launch)
     exact = _double(NUM_ROWS)
     for launch in sampling.sample(logits, row, _index(NUM_ROWS), exact, row, exact, ids, flags):
