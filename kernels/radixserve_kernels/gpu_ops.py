@@ -129,12 +129,7 @@ def copy_heads(kv: Tensor, copies: Tensor) -> None:
     kv [L, 2, num_pages, P, Hkv, D] contiguous; copies [n, 3] int32 on the device: source page,
     destination page, tokens (0: nothing). No page is written twice, or both written and read.
     """
-    _run(kv, "pages", "copy_pages", kv, copies)
-
-
-def copy_pages(kv: Tensor, copies: Tensor) -> None:
-    """`copy_heads` of whole pages: copies [n, 2] int32, source page and destination page."""
-    _run(kv, "pages", "copy_pages", kv, copies)
+    _run(kv, "pages", "copy_heads", kv, copies)
 
 
 def flat_indices(

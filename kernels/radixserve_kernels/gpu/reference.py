@@ -60,13 +60,11 @@ def rope_and_store(
     out.copy_(qk[:, :num_heads])
 
 
-def copy_pages(kv: Tensor, copies: Tensor) -> None:
+def copy_heads(kv: Tensor, copies: Tensor) -> None:
     """All reads before all writes: the pages may overlap."""
-    sizes = copies[:, 2].tolist() if copies.shape[1] == 3 else [kv.shape[3]] * len(copies)
-    pairs = copies[:, :2].tolist()
-    read = [kv[:, :, pair[0], :size].clone() for pair, size in zip(pairs, sizes, strict=True)]
-    for (_, destination), size, tokens in zip(pairs, sizes, read, strict=True):
-        kv[:, :, destination, :size] = tokens
+    read = [kv[:, :, source, :count].clone() for source, _, count in copies.tolist()]
+    for (_, destination, count), tokens in zip(copies.tolist(), read, strict=True):
+        kv[:, :, destination, :count] = tokens
 
 
 def flat_indices(

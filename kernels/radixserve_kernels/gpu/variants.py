@@ -109,9 +109,8 @@ def _head_variants(dtype: torch.dtype, head_dim: int, every: bool) -> Iterator[V
         for launch in launches:
             yield Variant(f"{kind}{'' if qk_norm is None else ' qk_norm'}", launch)
     kv = _tensor(32, 2, 64, 16, num_kv_heads, head_dim, dtype=dtype)
-    for columns in (3, 2) if every else (3,):
-        for launch in pages.copy_pages(kv, _index(4, columns)):
-            yield Variant(f"{kind} {'heads' if columns == 3 else 'pages'}", launch)
+    for launch in pages.copy_heads(kv, _index(4, 3)):
+        yield Variant(kind, launch)
 
 
 def _row_variants(every: bool) -> Iterator[Variant]:
