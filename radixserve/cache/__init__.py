@@ -4,7 +4,7 @@ from radixserve.cache.hash_cache import HashBlockCache
 from radixserve.cache.hash_sequence import HashSequence
 from radixserve.cache.interface import CacheSequence, CacheSession, PrefixCache, PrefixWatch
 from radixserve.cache.lookup import Lookup
-from radixserve.cache.probe import Probe
+from radixserve.cache.watch import RadixPrefixWatch
 from radixserve.cache.radix_cache import RadixCache
 from radixserve.cache.sequence import CachedSequence
 from radixserve.errors import OutOfPages

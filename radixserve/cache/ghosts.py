@@ -1,44 +1,44 @@
-"""`GhostList`: a bounded memory of what was evicted, so that a miss can be explained."""
+"""`EvictedHistory`: a bounded memory of what was evicted, so that a miss can be explained."""
 
 from __future__ import annotations
 
-Place = tuple[int | str, int, bytes]  # node serial, position, first token (int32 bytes) behind it
+EvictionPoint = tuple[int | str, int, bytes]  # node serial, position, first token (int32 bytes) behind it
 
 
-class GhostList:
+class EvictedHistory:
     """Remembers where evicted branches began; the oldest are forgotten, half of them at a time.
 
     The value of a place is the first page of what was dropped there, so that a later look-up can
     tell how far it would have matched. O(1).
     """
 
-    __slots__ = ("_old", "half", "young")
+    __slots__ = ("_older", "max_recent", "recent")
 
     def __init__(self, capacity: int = 8192) -> None:
-        self.half = capacity // 2
-        self.young: dict[Place, bytes] = {}  # whoever puts more than `half` into it calls `turn`
-        self._old: dict[Place, bytes] = {}
+        self.max_recent = capacity // 2
+        self.recent: dict[EvictionPoint, bytes] = {}  # whoever puts more than `max_recent` into it calls `rotate`
+        self._older: dict[EvictionPoint, bytes] = {}
 
     def __len__(self) -> int:
-        return len(self.young) + len(self._old)
+        return len(self.recent) + len(self._older)
 
-    def remember(self, place: Place, page: bytes) -> None:
+    def remember(self, point: EvictionPoint, page: bytes) -> None:
         """`page`: the int32 bytes of the first tokens dropped there, at most a page."""
-        self.young[place] = page
-        if len(self.young) > self.half:
-            self.turn()
+        self.recent[point] = page
+        if len(self.recent) > self.max_recent:
+            self.rotate()
 
-    def turn(self) -> dict[Place, bytes]:
-        """Forget the older half; returns the new `young`, which is empty."""
-        self._old, self.young = self.young, {}
-        return self.young
+    def rotate(self) -> dict[EvictionPoint, bytes]:
+        """Forget the older half; returns the new `recent`, which is empty."""
+        self._older, self.recent = self.recent, {}
+        return self.recent
 
-    def forget(self, serial: int | str) -> None:
-        """Nothing was ever dropped below the node `serial`. O(capacity)."""
-        for places in (self.young, self._old):
-            for place in [place for place in places if place[0] == serial]:
-                del places[place]
+    def forget(self, node_id: int | str) -> None:
+        """Nothing was ever dropped below the node `node_id`. O(capacity)."""
+        for points in (self.recent, self._older):
+            for point in [point for point in points if point[0] == node_id]:
+                del points[point]
 
-    def find(self, place: Place) -> bytes:
+    def find(self, point: EvictionPoint) -> bytes:
         """The first page dropped at that place, or b""."""
-        return self.young.get(place) or self._old.get(place, b"")
+        return self.recent.get(point) or self._older.get(point, b"")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 
-from radixserve.cache.block import Block, Space
+from radixserve.cache.block import Block, BlockNamespace
 from radixserve.cache.block_pool import BlockPool
 from radixserve.cache.interface import PageCopy
 from radixserve.cache.node import TOKEN_BYTES
@@ -39,7 +39,7 @@ class HashSequence(PagedTokens):
     def __init__(
         self,
         pool: BlockPool,
-        space: Space,
+        namespace: BlockNamespace,
         tokens: bytearray,
         blocks: list[Block],
         source: Block | None = None,
@@ -50,7 +50,7 @@ class HashSequence(PagedTokens):
         private `page`. It owns the arrays from now on."""
         self._begin(tokens, array("i", [block.page for block in blocks]))
         self._pool = pool
-        self._space = space
+        self._space = namespace
         self._blocks = blocks
         self._partial: Block | None = None  # of the page behind `_blocks`, where that is shared
         self._source = source  # locked until the copy has been made from it
@@ -63,7 +63,7 @@ class HashSequence(PagedTokens):
         if source is not None:
             self._pages.append(page)
             self.cow_copies.append((source.page, page, self._committed % pool.block_size))
-        pool.register(self, space)
+        pool.register(self, namespace)
 
     def __repr__(self) -> str:
         state = "" if self._is_open else ", released"
@@ -108,7 +108,7 @@ class HashSequence(PagedTokens):
         self._check_open()
         if self._num_unknown:
             self._refuse_to_extend()
-        data = self._data_behind(tokens, num_unknown)
+        data = self._data_after(tokens, num_unknown)
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = self._pool.pages_for(length) - len(self._pages)
         if wanted > 0:
@@ -228,7 +228,7 @@ class HashSequence(PagedTokens):
         if index < len(self._blocks):
             return self._blocks[index]
         shared = self._partial if index == len(self._blocks) else None
-        if shared is not None and shared.refs > 1 and length < self._committed:
+        if shared is not None and shared.lock_ref > 1 and length < self._committed:
             return shared
         return None
 

@@ -8,10 +8,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from radixserve.cache.child_index import common_head
-from radixserve.cache.node import TOKEN_BYTES, Node, Space
+from radixserve.cache.node import TOKEN_BYTES, Node, NamespaceTree
 from radixserve.cache.radix_tree import Match, RadixTree
 
-_OTHER_SPACES = 64  # namespaces asked at most when explaining a miss
+_MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
 
 
 class Lookup(NamedTuple):
@@ -39,20 +39,20 @@ NOTHING = Lookup(0, "never_seen", 0)
 _lookup: Callable[[tuple[int, str, int, None, None]], Lookup] = partial(tuple.__new__, Lookup)
 
 
-def explain(tree: RadixTree, space: Space, match: Match, data: memoryview, limit: int) -> Lookup:
+def explain(tree: RadixTree, namespace: NamespaceTree, match: Match, data: memoryview, limit: int) -> Lookup:
     """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
     length, _, resume = match
     if length >= limit:
         return _lookup((length, "full", length, None, None))
-    place = resume.end
-    if place > length:  # inside an edge, which may have been cut here and grown again
-        place = length - length % tree.page_size
-    page = data[place : min(limit, place + tree.page_size)].tobytes()
-    ghost = tree.ghosts.find((resume.serial, place, page[:TOKEN_BYTES]))
-    if ghost and common_head(ghost, page) > length - place:
+    point = resume.end
+    if point > length:  # inside an edge, which may have been cut here and grown again
+        point = length - length % tree.page_size
+    page = data[point : min(limit, point + tree.page_size)].tobytes()
+    evicted_page = tree.evicted_history.find((resume.node_id, point, page[:TOKEN_BYTES]))
+    if evicted_page and common_head(evicted_page, page) > length - point:
         return _lookup((length, "evicted", length, None, None))
-    has_others = len(tree.spaces) > 1 or space.name not in tree.spaces
-    if has_others and _is_elsewhere(tree, space, data, limit, length):
+    has_others = len(tree.namespaces) > 1 or namespace.name not in tree.namespaces
+    if has_others and _is_elsewhere(tree, namespace, data, limit, length):
         return _lookup((length, "namespace", length, None, None))
     expected = _next_token(match) if length else None
     if expected is None:
@@ -60,10 +60,10 @@ def explain(tree: RadixTree, space: Space, match: Match, data: memoryview, limit
     return Lookup(length, "diverged", length, expected, data[length])
 
 
-def _is_elsewhere(tree: RadixTree, space: Space, data: memoryview, limit: int, length: int) -> bool:
-    others = islice(tree.spaces.values(), _OTHER_SPACES)
+def _is_elsewhere(tree: RadixTree, namespace: NamespaceTree, data: memoryview, limit: int, length: int) -> bool:
+    others = islice(tree.namespaces.values(), _MAX_NAMESPACES)
     return any(
-        tree.match(other, data, limit).length > length for other in others if other is not space
+        tree.match(other, data, limit).length > length for other in others if other is not namespace
     )
 
 

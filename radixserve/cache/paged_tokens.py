@@ -26,14 +26,14 @@ _NO_TABLE: IntArray = np.empty(0, np.int32)
 class PagedTokens(ABC):
     """A base: who derives calls `_begin` first, and `_pages_change` where it replaces pages."""
 
-    __slots__ = ("_num_told", "_num_unknown", "_pages", "_table", "_tokens")
+    __slots__ = ("_num_synced", "_num_unknown", "_pages", "_synced_pages", "_tokens")
 
     def _begin(self, tokens: bytearray, pages: array[int]) -> None:
         self._tokens = tokens  # int32 bytes
         self._pages = pages
         self._num_unknown = 0  # tokens at the end
-        self._table = _NO_TABLE  # the pages as they were told; never a view of `_pages`
-        self._num_told = 0  # leading pages that are what they were then
+        self._synced_pages = _NO_TABLE  # the pages as they were told; never a view of `_pages`
+        self._num_synced = 0  # leading pages that are what they were then
 
     @property
     def tokens(self) -> IntArray:
@@ -61,24 +61,24 @@ class PagedTokens(ABC):
 
         The array stays as it is until the next call. O(pages that differ), amortised.
         """
-        pages, first, table = self._pages, self._num_told, self._table
+        pages, first, table = self._pages, self._num_synced, self._synced_pages
         size = len(pages)
         if first < size:
             if size > len(table):
                 table = np.empty(max(16, size * 3 // 2), np.int32)
-                table[:first] = self._table[:first]
-                self._table = table
+                table[:first] = self._synced_pages[:first]
+                self._synced_pages = table
             if first + 1 == size:
                 table[first] = pages[first]
             else:
                 table[first:size] = np.frombuffer(pages, np.int32)[first:]
-            self._num_told = size
+            self._num_synced = size
         return table[:size], first
 
     def _pages_change(self, first: int) -> None:
         """Pages from index `first` on are about to be replaced or let go."""
-        if first < self._num_told:
-            self._num_told = first
+        if first < self._num_synced:
+            self._num_synced = first
 
     # -- tokens that are not known yet --------------------------------------------------------
 
@@ -113,7 +113,7 @@ class PagedTokens(ABC):
         self._tokens[start : start + len(data)] = data
         self._num_unknown = left
 
-    def _data_behind(self, tokens: TokenIds, num_unknown: int) -> bytes:
+    def _data_after(self, tokens: TokenIds, num_unknown: int) -> bytes:
         """What `extend` appends, as int32 bytes. Raises InvalidRequest."""
         if type(num_unknown) is not int or num_unknown < 0:
             num_unknown = check_int("num_unknown", num_unknown, 0)

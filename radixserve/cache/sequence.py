@@ -3,7 +3,7 @@
     tokens     [0 .................... published) [ ... committed) [ ... length)
     pages      [ shared with the tree, read-only ][ private to this sequence   )
 
-`_node` is the locked anchor: it or its ancestors hold the tokens [0, published). The last shared
+`_last_node` is the locked anchor: it or its ancestors hold the tokens [0, published). The last shared
 page may be partial: then this sequence put it there and is the only one to write behind its end.
 `published` lags `committed` by less than a page, where the tree held those tokens already.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 from array import array
 
 from radixserve.cache.child_index import child_covering, covered_children
-from radixserve.cache.eviction import Use
+from radixserve.cache.eviction import PathUse
 from radixserve.cache.interface import PageCopy
 from radixserve.cache.node import TOKEN_BYTES, Node
 from radixserve.cache.paged_tokens import PagedTokens
 from radixserve.cache.radix_tree import common_tokens
-from radixserve.cache.retention import RadixHolder
-from radixserve.cache.store import OpenSequence, PageStore
+from radixserve.cache.session_eviction import RadixSession
+from radixserve.cache.allocator import OpenSequence, PageAllocator
 from radixserve.cache.tokens import TokenIds
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
@@ -33,49 +33,49 @@ class CachedSequence(OpenSequence, PagedTokens):
     __slots__ = (
         "_committed",
         "_has_run",
-        "_is_author",
+        "_has_published",
         "_is_open",
-        "_node",
+        "_last_node",
         "_num_shared",
         "_priority",
         "_published",
         "_reused",
         "_session",
-        "_store",
+        "_allocator",
         "cached_len",
         "cow_copies",
     )
 
     def __init__(
         self,
-        store: PageStore,
+        allocator: PageAllocator,
         node: Node,
         tokens: bytearray,
         shared: array[int],
         copy: PageCopy | None,
         reused: int,
-        session: RadixHolder | None,
+        session: RadixSession | None,
         priority: int,
     ) -> None:
         """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence; it owns
         the arrays from now on. `copy` fills its last page. `reused`: tokens that count as a use of
         what was cached before."""
         self._begin(tokens, shared)
-        self._store = store
-        self._node = node
+        self._allocator = allocator
+        self._last_node = node
         self._num_shared = len(shared)  # leading pages that belong to the tree
         self._published = self._committed = self.cached_len = len(tokens) // TOKEN_BYTES
         self._reused = reused
         self._session = session
         self._priority = priority
-        self._is_author = False  # has it published what was not there?
+        self._has_published = False  # has it published what was not there?
         self._is_open = True
         self._has_run = False  # has it taken pages a few at a time?
         self.cow_copies: list[PageCopy] = []  # (source page, destination page, tokens of its head)
         if copy is not None:
             self._pages.append(copy[1])
             self.cow_copies.append(copy)
-        store.live.add(self)
+        allocator.live_sequences.add(self)
 
     def __repr__(self) -> str:
         state = "" if self._is_open else ", released"
@@ -98,11 +98,11 @@ class CachedSequence(OpenSequence, PagedTokens):
     @property
     def is_stale(self) -> bool:
         """Its namespace was reset: what it commits is not found by others."""
-        return self._node.space.is_dead
+        return self._last_node.namespace.is_dead
 
     def pages_wanted(self, num_tokens: int) -> int:
         """New pages that `extend` by that many tokens would take."""
-        return self._store.pages_for(self.length + num_tokens) - len(self._pages)
+        return self._allocator.pages_for(self.length + num_tokens) - len(self._pages)
 
     # -- growing ------------------------------------------------------------------------------
 
@@ -115,15 +115,15 @@ class CachedSequence(OpenSequence, PagedTokens):
         if self._num_unknown or not self._is_open:
             self._check_open()
             self._refuse_to_extend()
-        data, pages = self._data_behind(tokens, num_unknown), self._pages
+        data, pages = self._data_after(tokens, num_unknown), self._pages
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
-        wanted = -(-length // self._store.page_size) - len(pages)
+        wanted = -(-length // self._allocator.page_size) - len(pages)
         if wanted > 0:
             if wanted <= FEW_PAGES and pages:
-                more = self._store.allocate_behind(pages[-1], wanted)
+                more = self._allocator.allocate_after(pages[-1], wanted)
                 self._has_run = True
             else:
-                more = self._store.allocate(wanted)
+                more = self._allocator.allocate(wanted)
             try:
                 pages += more
             except BufferError:  # somebody still looks at a view of the shorter state
@@ -153,7 +153,7 @@ class CachedSequence(OpenSequence, PagedTokens):
             )
         if self.cow_copies:
             self.cow_copies.clear()
-        self._store.counters.committed_tokens += length - self._committed
+        self._allocator.counters.committed_tokens += length - self._committed
         self._committed = length
         if length > self._published:
             self._publish()
@@ -164,16 +164,16 @@ class CachedSequence(OpenSequence, PagedTokens):
         Raises OutOfPages when that page cannot be had.
         """
         self._check_open()
-        store, size = self._store, self._store.page_size
+        allocator, size = self._allocator, self._allocator.page_size
         whole, extra = divmod(self._committed, size)
-        page = store.allocate(1)[0] if extra else -1  # may narrow our own anchor
+        page = allocator.allocate(1)[0] if extra else -1  # may narrow our own anchor
         if self._published < self._committed and self._num_shared * size <= self._published:
             self._publish()
         copy = (self._tree_page(whole), page, extra) if extra else None
-        store.tree.lock(self._node)
+        allocator.tree.lock(self._last_node)
         tokens, shared = self._tokens[: self._committed * TOKEN_BYTES], self._pages[:whole]
-        node, session = self._node, self._session
-        twin = CachedSequence(store, node, tokens, shared, copy, 0, session, self._priority)
+        node, session = self._last_node, self._session
+        twin = CachedSequence(allocator, node, tokens, shared, copy, 0, session, self._priority)
         twin._published = self._published
         return twin
 
@@ -187,10 +187,10 @@ class CachedSequence(OpenSequence, PagedTokens):
         length = check_int("length", length, 0)
         if length > self.length:
             raise InvalidRequest(f"truncate takes a length up to {self.length}, got {length}")
-        whole, extra = divmod(length, self._store.page_size)
+        whole, extra = divmod(length, self._allocator.page_size)
         copy = None
         if extra and whole < self._num_shared and length < self._published:
-            copy = (self._pages[whole], self._store.allocate(1)[0], extra)
+            copy = (self._pages[whole], self._allocator.allocate(1)[0], extra)
         self._cut_pages(whole + (1 if extra else 0), copy)
         if extra:  # a copy that is still to be made must not reach behind the cut
             last = self._pages[whole]
@@ -204,7 +204,7 @@ class CachedSequence(OpenSequence, PagedTokens):
         self.cached_len = min(self.cached_len, length)
         self._reused = min(self._reused, length)
         if not self.cow_copies:  # a pending copy's source is protected by the old anchor
-            self._move_to(self._holder_of(self._published))
+            self._move_lock(self._node_covering(self._published))
         if copy is not None:
             self.cow_copies.append(copy)
 
@@ -213,33 +213,33 @@ class CachedSequence(OpenSequence, PagedTokens):
         if not self._is_open:
             return
         self._is_open = False
-        store, tree = self._store, self._store.tree
+        allocator, tree = self._allocator, self._allocator.tree
         if self._has_run and self._pages:
-            store.pool.leave(self._pages[-1])
+            allocator.pool.release_run(self._pages[-1])
         if len(self._pages) > self._num_shared:
-            store.free(self._pages[self._num_shared :])
-        if tree.retention is not None:
-            self._leave_the_rest()
-        node = self._node
-        if tree.order.tracks_use and not node.space.is_dead:
-            reused = self._reused - self._reused % store.page_size
-            tree.order.used(node, Use(reused, self._is_author, self._priority))
-        if tree.retention is not None:
+            allocator.free(self._pages[self._num_shared :])
+        if tree.session_eviction is not None:
+            self._split_at_end()
+        node = self._last_node
+        if tree.order.tracks_use and not node.namespace.is_dead:
+            reused = self._reused - self._reused % allocator.page_size
+            tree.order.on_path_used(node, PathUse(reused, self._has_published, self._priority))
+        if tree.session_eviction is not None:
             if self._session is not None:
-                tree.retention.claim(self._session, node)
+                tree.session_eviction.claim(self._session, node)
             else:
-                tree.retention.publish(node)
-        store.unlock(node)
-        store.live.discard(self)
+                tree.session_eviction.publish(node)
+        allocator.unlock(node)
+        allocator.live_sequences.discard(self)
 
     # -- publishing ---------------------------------------------------------------------------
 
     def _publish(self) -> None:
         """Make the tree hold [0, committed), walking on from the anchor."""
-        size, leaf = self._store.page_size, self._node
+        size, leaf = self._allocator.page_size, self._last_node
         base = self._published - self._published % size
         writes_tail = self._num_shared * size > self._published  # on the tree's last page
-        is_alone = writes_tail or (base == self._published and leaf.refs == 1)
+        is_alone = writes_tail or (base == self._published and leaf.lock_ref == 1)
         if (
             is_alone
             and leaf.start < base
@@ -250,10 +250,10 @@ class CachedSequence(OpenSequence, PagedTokens):
             # A leaf with whole pages: behind its end nothing can collide with what we append.
             self._extend_leaf(leaf, self._published)
             return
-        node = self._holder_of(base)
+        node = self._node_covering(base)
         if writes_tail:
-            if leaf.refs == 1:
-                self._take_back(leaf)
+            if leaf.lock_ref == 1:
+                self._withdraw_leaf(leaf)
             else:
                 key = self._data(base, min(base + size, self._committed))
                 if key not in node.children:
@@ -267,7 +267,7 @@ class CachedSequence(OpenSequence, PagedTokens):
     def _walk(self, node: Node, pos: int) -> None:
         """Follow the tree from `pos` (a page boundary inside or at the end of `node`), taking over
         its pages, and add what it does not have."""
-        size = self._store.page_size
+        size = self._allocator.page_size
         tokens, end = self._tokens, self._committed
         while True:
             offset = pos - node.start
@@ -276,10 +276,10 @@ class CachedSequence(OpenSequence, PagedTokens):
                 agreed = common_tokens(node.tokens, tokens, pos, end, offset)
                 whole = agreed - agreed % size
                 first = offset // size
-                self._switch(pos // size, node.pages[first : first + whole // size])
+                self._take_tree_pages(pos // size, node.pages[first : first + whole // size])
                 pos += whole
                 if pos + agreed - whole == end:
-                    self._settle(node)
+                    self._adopt_prefix(node)
                     return
                 if whole < rest:
                     self._branch(node, pos, is_prefix=agreed == rest)
@@ -294,40 +294,40 @@ class CachedSequence(OpenSequence, PagedTokens):
 
     def _branch(self, node: Node, pos: int, *, is_prefix: bool) -> None:
         """`node` goes on differently after `pos`, or ends within the page that begins there."""
-        tree = self._store.tree
-        mine = node is self._node
-        is_free = node.refs == (1 if mine else 0)
+        tree = self._allocator.tree
+        mine = node is self._last_node
+        is_free = node.lock_ref == (1 if mine else 0)
         if is_prefix and is_free and self._may_grow(node):
             if not mine:
-                self._move_to(node)
-            self._store.free(array("i", [tree.take_tail_page(node)]))
+                self._move_lock(node)
+            self._allocator.free(array("i", [tree.take_tail_page(node)]))
             self._extend_leaf(node, pos)
             return
         upper = tree.split(node, pos - node.start)
-        key = self._data(pos, min(pos + self._store.page_size, self._committed))
+        key = self._data(pos, min(pos + self._allocator.page_size, self._committed))
         if is_prefix and is_free:  # what is left below is covered by our first page
             self._drop_prefixes(upper, key)
         self._attach(upper, pos, key)
 
     def _may_grow(self, leaf: Node) -> bool:
         """Whether what we append to `leaf` is reached by the same ones as the leaf."""
-        claims, is_public = leaf.claims, self._session is None
-        if claims is None:
+        session_refs, is_public = leaf.session_refs, self._session is None
+        if session_refs is None:
             return is_public
-        return claims.is_public == is_public and not claims.sessions
+        return session_refs.is_public == is_public and not session_refs.sessions
 
     def _add_child(self, node: Node, pos: int, key: bytes) -> None:
         """No child of `node`, which ends at `pos`, begins with the page `key`."""
-        size = self._store.page_size
+        size = self._allocator.page_size
         if size > 1 and node.children:
             if len(key) < size * TOKEN_BYTES:
                 cover = child_covering(node, key)
                 if cover is not None:
-                    self._settle(cover)
+                    self._adopt_prefix(cover)
                     return
             self._drop_prefixes(node, key)
         is_leaf = node.parent is not None and not node.children
-        if node is self._node and node.refs == 1 and is_leaf and self._may_grow(node):
+        if node is self._last_node and node.lock_ref == 1 and is_leaf and self._may_grow(node):
             self._extend_leaf(node, pos)
         else:
             self._attach(node, pos, key)
@@ -335,40 +335,40 @@ class CachedSequence(OpenSequence, PagedTokens):
     def _drop_prefixes(self, node: Node, key: bytes) -> None:
         """Remove unused leaves whose tokens are a proper head of `key`: they are covered now."""
         for leaf in covered_children(node, key):
-            if leaf.refs == 0:
-                self._store.free(self._store.tree.detach(leaf))
-            elif leaf is self._node and leaf.refs == 1:
-                self._take_back(leaf)
+            if leaf.lock_ref == 0:
+                self._allocator.free(self._allocator.tree.detach(leaf))
+            elif leaf is self._last_node and leaf.lock_ref == 1:
+                self._withdraw_leaf(leaf)
 
-    def _take_back(self, leaf: Node) -> None:
+    def _withdraw_leaf(self, leaf: Node) -> None:
         """Remove the leaf that only this sequence holds; keep its page if it is our own."""
-        tree, parent = self._store.tree, leaf.parent
+        tree, parent = self._allocator.tree, leaf.parent
         assert parent is not None
         tree.lock(parent)
         pages = tree.reclaim(leaf)
-        self._node = parent
+        self._last_node = parent
         self._published = parent.end
-        if self._num_shared * self._store.page_size > parent.end:
+        if self._num_shared * self._allocator.page_size > parent.end:
             self._num_shared -= 1
         else:
-            self._store.free(pages)
+            self._allocator.free(pages)
 
     def _extend_leaf(self, leaf: Node, pos: int) -> None:
         """Append our tokens [pos, committed) and the pages that the leaf lacks."""
-        size, committed = self._store.page_size, self._committed
+        size, committed = self._allocator.page_size, self._committed
         first, last = leaf.start // size + len(leaf.pages), -(-committed // size)
         tokens = self._tokens[pos * TOKEN_BYTES : committed * TOKEN_BYTES]
-        self._store.tree.extend(leaf, tokens, self._pages[first:last])
+        self._allocator.tree.extend(leaf, tokens, self._pages[first:last])
         self._num_shared = last
         self._published = committed
-        self._is_author = True
+        self._has_published = True
 
     def _attach(self, parent: Node, pos: int, key: bytes) -> None:
         """Add our tokens [pos, committed), first page `key`, as a leaf below `parent`, which is on
         our path."""
-        size, committed, tree = self._store.page_size, self._committed, self._store.tree
+        size, committed, tree = self._allocator.page_size, self._committed, self._allocator.tree
         last = -(-committed // size)
-        is_anchor, is_public = parent is self._node, self._session is None
+        is_anchor, is_public = parent is self._last_node, self._session is None
         leaf = tree.attach(
             parent,
             pos,
@@ -380,24 +380,24 @@ class CachedSequence(OpenSequence, PagedTokens):
         )
         self._num_shared = last
         self._published = committed
-        self._is_author = True
+        self._has_published = True
         if is_anchor:
-            self._node = leaf
+            self._last_node = leaf
         else:
-            self._move_to(leaf)
-        if is_public and tree.retention is not None:
-            tree.retention.publish(parent)
+            self._move_lock(leaf)
+        if is_public and tree.session_eviction is not None:
+            tree.session_eviction.publish(parent)
 
     def _data(self, start: int, end: int) -> bytes:
         """Tokens [start, end) as int32 bytes."""
         return bytes(self._tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
-    def _settle(self, node: Node) -> None:
+    def _adopt_prefix(self, node: Node) -> None:
         """`node` covers all that is committed; a partial last page stays our own."""
         self._published = self._committed
-        self._move_to(node)
+        self._move_lock(node)
 
-    def _switch(self, first: int, pages: array[int]) -> None:
+    def _take_tree_pages(self, first: int, pages: array[int]) -> None:
         """Use the tree's `pages` from index `first` on; give our own ones back."""
         if not pages:
             return
@@ -405,16 +405,16 @@ class CachedSequence(OpenSequence, PagedTokens):
         last = first + len(pages)
         own = self._pages[max(first, self._num_shared) : last]
         if own:
-            self._store.counters.duplicate_tokens += len(own) * self._store.page_size
-            self._store.free(own)
+            self._allocator.counters.duplicate_tokens += len(own) * self._allocator.page_size
+            self._allocator.free(own)
         self._pages[first:last] = pages
         self._num_shared = max(self._num_shared, last)
 
     # -- anchoring ----------------------------------------------------------------------------
 
-    def _holder_of(self, length: int) -> Node:
+    def _node_covering(self, length: int) -> Node:
         """The node on our path that holds the token before `length`; the root for 0."""
-        node = self._node
+        node = self._last_node
         while node.parent is not None and node.start >= length:
             node = node.parent
         return node
@@ -423,62 +423,62 @@ class CachedSequence(OpenSequence, PagedTokens):
         """The tree's page with that index on our path (it may be longer filled than our own)."""
         if index < self._num_shared:
             return self._pages[index]
-        size = self._store.page_size
-        node = self._holder_of(index * size + 1)
+        size = self._allocator.page_size
+        node = self._node_covering(index * size + 1)
         return node.pages[index - node.start // size]
 
-    def _move_to(self, node: Node) -> None:
-        if node is not self._node:
-            self._store.tree.lock(node)
-            self._store.tree.unlock(self._node)
-            self._node = node
+    def _move_lock(self, node: Node) -> None:
+        if node is not self._last_node:
+            self._allocator.tree.lock(node)
+            self._allocator.tree.unlock(self._last_node)
+            self._last_node = node
 
     def _cut_pages(self, keep: int, copy: PageCopy | None) -> None:
         """Keep the first `keep` pages, the last of them replaced when `copy` is given."""
         if copy is not None:
             keep -= 1
         self._pages_change(keep)
-        dropped = self._pages[max(keep, self._num_shared) :]
-        self._store.free(dropped)
-        self.cow_copies[:] = [c for c in self.cow_copies if c[1] not in dropped]
+        on_evicted = self._pages[max(keep, self._num_shared) :]
+        self._allocator.free(on_evicted)
+        self.cow_copies[:] = [c for c in self.cow_copies if c[1] not in on_evicted]
         self._pages = self._pages[:keep]
         self._num_shared = min(self._num_shared, keep)
         if copy is not None:
             self._pages.append(copy[1])
 
-    def narrow(self) -> None:
+    def shrink_lock(self) -> None:
         """Stop protecting what lies behind our own tokens in the anchor (memory is short)."""
-        size = self._store.page_size
+        size = self._allocator.page_size
         if self._num_shared * size > self._published:
             return  # our own leaf: nothing lies behind
         keep = self._published
         end = -(-keep // size) * size
         if end > keep and not self.cow_copies:
             keep = end = keep - keep % size  # we have that page's head in a page of our own
-        node = self._holder_of(keep)
+        node = self._node_covering(keep)
         if node.end > end:
-            node = self._store.tree.split(node, end - node.start)
+            node = self._allocator.tree.split(node, end - node.start)
         self._published = keep
-        self._move_to(node)
+        self._move_lock(node)
         if keep < self._committed:
             key = self._data(keep, self._committed)
             if key not in node.children:
                 self._attach(node, keep, key)  # our own page holds that head now: let it be found
 
-    def _leave_the_rest(self) -> None:
+    def _split_at_end(self) -> None:
         """Where others go on behind our end in the anchor, only our part of it is to be ours."""
-        size, node, claims = self._store.page_size, self._node, self._node.claims
+        size, node, session_refs = self._allocator.page_size, self._last_node, self._last_node.session_refs
         end = -(-self._published // size) * size
-        if node.end <= end or end <= node.start or node.space.is_dead:
+        if node.end <= end or end <= node.start or node.namespace.is_dead:
             return
         if self._session is None:
-            is_ours = claims is None or claims.is_public
+            is_ours = session_refs is None or session_refs.is_public
         else:
             is_ours = not self._session.is_open or self._session in (
-                claims.sessions if claims else ()
+                session_refs.sessions if session_refs else ()
             )
         if not is_ours:
-            self._move_to(self._store.tree.split(node, end - node.start))
+            self._move_lock(self._allocator.tree.split(node, end - node.start))
 
     def _check_open(self) -> None:
         if not self._is_open:
