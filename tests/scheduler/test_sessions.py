@@ -138,7 +138,7 @@ def test_the_engine_passes_them_on(cache: str) -> None:
 
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_the_engine_has_every_eviction_that_the_cache_has(eviction: str) -> None:
-    from radixserve.cache.policies import EVICTION_POLICIES
+    from radixserve.config import EVICTION_POLICIES
 
     class Runner(FakeRunner):
         num_pages = 64

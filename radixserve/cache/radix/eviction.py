@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from radixserve.cache.evicted_history import EvictionPoint
-from radixserve.cache.node import Node
+from radixserve.cache.radix.evicted_history import EvictionPoint
+from radixserve.cache.radix.node import Node
 
 
 class PathUse(NamedTuple):
@@ -22,7 +22,7 @@ class PathUse(NamedTuple):
 
 
 class EvictionOrder(ABC):
-    """All unlocked nodes of living namespaces. The tree alone calls it; it writes only `policy_key`.
+    """All unlocked nodes of living namespaces. Only the tree calls it; it writes `policy_key`.
 
     No operation may cost more than O(log nodes), amortized, whatever the tree's size. The tree adds
     the nodes of a path deepest first, and locks (discards) a node before anything below it changes.

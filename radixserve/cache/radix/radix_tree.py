@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixserve.cache.child_index import add_key, closest_child, has_longer, remove_key
-from radixserve.cache.eviction import EvictionOrder
-from radixserve.cache.evicted_history import EvictedHistory
-from radixserve.cache.node import NO_CHILDREN, TOKEN_BYTES, SessionRefs, Node, NamespaceTree
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.session_eviction import SessionAwareEviction
-from radixserve.cache.watch_registry import WatchRegistry
+from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
+from radixserve.cache.radix.evicted_history import EvictedHistory
+from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.node import NO_CHILDREN, NamespaceTree, Node, SessionRefs
+from radixserve.cache.radix.session_eviction import SessionAwareEviction
+from radixserve.cache.radix.watch_registry import WatchRegistry
+from radixserve.cache.tokens import TOKEN_BYTES
 
 
 class Match(NamedTuple):
@@ -51,7 +52,9 @@ class RadixTree:
         self.page_size = page_size
         self.namespaces: dict[str, NamespaceTree] = {}
         self.order = order  # of the unlocked nodes
-        self.session_eviction: SessionAwareEviction | None = None  # the same, once there are sessions
+        self.session_eviction: SessionAwareEviction | None = (
+            None  # the same, once there are sessions
+        )
         self.evicted_history = EvictedHistory()
         self.watch_registry = WatchRegistry()
         self.num_pages = 0  # in nodes, dead ones included
@@ -160,7 +163,11 @@ class RadixTree:
     def prune(self, namespace: NamespaceTree) -> None:
         """Forget a namespace that holds nothing and that nobody holds."""
         root = namespace.root
-        if not root.lock_ref and not root.children and self.namespaces.get(namespace.name) is namespace:
+        if (
+            not root.lock_ref
+            and not root.children
+            and self.namespaces.get(namespace.name) is namespace
+        ):
             del self.namespaces[namespace.name]
 
     # -- changing -----------------------------------------------------------------------------
@@ -312,7 +319,11 @@ class RadixTree:
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
         order, evicted_history, wanted = self.order, self.evicted_history, num_pages
-        recent, max_recent, tracks_evictions = evicted_history.recent, evicted_history.max_recent, order.tracks_evictions
+        recent, max_recent, tracks_evictions = (
+            evicted_history.recent,
+            evicted_history.max_recent,
+            order.tracks_evictions,
+        )
         has_long_pages = self.page_size > 1
         gone: list[array[int]] = []  # counted at the end
         num_spare = 0  # bytes that the tokens of partial pages lack

@@ -11,12 +11,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from radixserve.cache.block import Block, BlockNamespace
-from radixserve.cache.block_hash import BlockChain, ChainMemo, Digest
-from radixserve.cache.block_watch import KeyWatchRegistry, EvictedKeys
-from radixserve.cache.node import TOKEN_BYTES
+from radixserve.cache.hash.block import Block, BlockNamespace
+from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
+from radixserve.cache.hash.block_watch import EvictedKeys, KeyWatchRegistry
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.allocator import CacheStats
+from radixserve.cache.stats import CacheStats
+from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.errors import OutOfPages
 
 _LEAST_MEMORY = 4096  # evicted blocks remembered at least; else as many as there are pages
@@ -59,7 +59,9 @@ class BlockPool:
     def chain(self, namespace: str, data: bytes) -> BlockChain:
         """The whole blocks of `data`, int32 bytes, under that namespace."""
         block_namespace = self.namespaces.get(namespace)
-        root_key = self.chains.root_key(namespace) if block_namespace is None else block_namespace.root_key
+        root_key = (
+            self.chains.root_key(namespace) if block_namespace is None else block_namespace.root_key
+        )
         return self.chains.get(root_key, data)
 
     def match(self, namespace: str, chain: BlockChain, found: list[Block]) -> list[Block]:
@@ -93,7 +95,9 @@ class BlockPool:
         """The living space of that name, made when missing."""
         block_namespace = self.namespaces.get(name)
         if block_namespace is None:
-            block_namespace = self.namespaces[name] = BlockNamespace(name, self.chains.root_key(name))
+            block_namespace = self.namespaces[name] = BlockNamespace(
+                name, self.chains.root_key(name)
+            )
         return block_namespace
 
     def register(self, sequence: object, block_namespace: BlockNamespace) -> None:
@@ -109,7 +113,11 @@ class BlockPool:
 
     def _prune(self, block_namespace: BlockNamespace) -> None:
         """Forget a namespace that holds nothing and that nobody uses."""
-        if not block_namespace.blocks and not block_namespace.num_sequences and not block_namespace.is_dead:
+        if (
+            not block_namespace.blocks
+            and not block_namespace.num_sequences
+            and not block_namespace.is_dead
+        ):
             del self.namespaces[block_namespace.name]
 
     # -- pages --------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from typing import Any
 
 from sortedcontainers import SortedDict
 
-from radixserve.cache.eviction import EvictionOrder, PathUse
-from radixserve.cache.evicted_history import EvictionPoint
-from radixserve.cache.node import SessionRefs, Node, path
+from radixserve.cache.radix.evicted_history import EvictionPoint
+from radixserve.cache.radix.eviction import EvictionOrder, PathUse
+from radixserve.cache.radix.node import Node, SessionRefs, path
 from radixserve.errors import InvalidRequest
 
 Deadline = tuple[float, int]  # its end on the cache's clock, and a number that makes it unique
@@ -34,10 +34,10 @@ Deadline = tuple[float, int]  # its end on the cache's clock, and a number that 
 class RadixSession:
     """A session's anchors in one `RadixCache`, which made it with `open_session`."""
 
-    __slots__ = ("_retention", "end_nodes", "is_open", "lease_s", "name")
+    __slots__ = ("_eviction", "end_nodes", "is_open", "lease_s", "name")
 
     def __init__(self, session_eviction: SessionAwareEviction, name: str, lease_s: float) -> None:
-        self._retention = session_eviction
+        self._eviction = session_eviction
         self.name = name
         self.lease_s = lease_s  # 0: none
         self.is_open = True
@@ -53,14 +53,14 @@ class RadixSession:
         O(nodes that nobody else claims).
         """
         if self.is_open:
-            self._retention.close(self)
+            self._eviction.close(self)
 
     def belongs_to(self, session_eviction: SessionAwareEviction | None) -> bool:
-        return self._retention is session_eviction
+        return self._eviction is session_eviction
 
 
 class SessionAwareEviction(EvictionOrder):
-    """Sessions above a policy. Owns every `SessionRefs`; a cache without sessions does not have it."""
+    """Sessions above a policy. Owns every `SessionRefs`; a cache without sessions has none."""
 
     def __init__(self, policy: EvictionOrder, max_leased: int, clock: Callable[[], float]) -> None:
         self._policy = policy
@@ -159,7 +159,9 @@ class SessionAwareEviction(EvictionOrder):
     def publish(self, node: Node) -> None:
         """A sequence without a session reached `node`, which is locked. O(nodes not public yet)."""
         at = node
-        while at.parent is not None and at.session_refs is not None and not at.session_refs.is_public:
+        while (
+            at.parent is not None and at.session_refs is not None and not at.session_refs.is_public
+        ):
             at.session_refs.is_public = True
             self._reclassify(at)
             at = at.parent
@@ -209,7 +211,9 @@ class SessionAwareEviction(EvictionOrder):
             assert session.is_open, f"{session!r} is among the open ones"
             for node, lease in session.end_nodes.items():
                 assert node.parent is not None, f"{session!r} is anchored in a node that is gone"
-                assert session in _session_refs(node).sessions, f"{session!r} is unknown to its anchor"
+                assert session in _session_refs(node).sessions, (
+                    f"{session!r} is unknown to its anchor"
+                )
                 if lease is not None:
                     leases[lease] = (session, node)
         assert leases == dict(self._leases), "leases and anchors disagree"

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from sortedcontainers import SortedList
 
-from radixserve.cache.node import TOKEN_BYTES, Node
+from radixserve.cache.radix.node import Node
+from radixserve.cache.tokens import TOKEN_BYTES
 
 _SCAN_UP_TO = 8  # up to this many keys a scan is faster than an index
 

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from dataclasses import dataclass
 
-from radixserve.cache.eviction import EvictionOrder
-from radixserve.cache.node import Node
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.radix_tree import RadixTree
+from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.node import Node
+from radixserve.cache.radix.radix_tree import RadixTree
+from radixserve.cache.stats import CacheStats
 from radixserve.errors import OutOfPages
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Tokens since the cache was made."""
-
-    acquired_tokens: int = 0  # asked for by acquire
-    matched_tokens: int = 0  # of those, found
-    copied_tokens: int = 0  # of those, in page heads that had to be copied
-    committed_tokens: int = 0  # whose K/V was published
-    duplicate_tokens: int = 0  # of those, published by another first; whole pages only
-    num_acquired: int = 0  # sequences
-    num_resets: int = 0
 
 
 class OpenSequence(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixserve.cache.node import NO_WATCHERS, Node, Watcher
+from radixserve.cache.radix.node import NO_WATCHERS, Node, Watcher
 
 
 class WatchRegistry:

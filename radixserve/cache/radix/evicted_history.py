@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-EvictionPoint = tuple[int | str, int, bytes]  # node serial, position, first token (int32 bytes) behind it
+EvictionPoint = tuple[
+    int | str, int, bytes
+]  # node serial, position, first token (int32 bytes) behind it
 
 
 class EvictedHistory:
@@ -16,7 +18,9 @@ class EvictedHistory:
 
     def __init__(self, capacity: int = 8192) -> None:
         self.max_recent = capacity // 2
-        self.recent: dict[EvictionPoint, bytes] = {}  # whoever puts more than `max_recent` into it calls `rotate`
+        self.recent: dict[
+            EvictionPoint, bytes
+        ] = {}  # whoever puts more than `max_recent` into it calls `rotate`
         self._older: dict[EvictionPoint, bytes] = {}
 
     def __len__(self) -> int:

@@ -1,45 +1,27 @@
-"""`Lookup`: how much of a prompt is cached, and why not more."""
+"""Why a look-up in the tree stops where it stops."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
-from radixserve.cache.child_index import common_head
-from radixserve.cache.node import TOKEN_BYTES, Node, NamespaceTree
-from radixserve.cache.radix_tree import Match, RadixTree
+from radixserve.cache.interface import Lookup
+from radixserve.cache.radix.child_index import common_head
+from radixserve.cache.radix.node import NamespaceTree, Node
+from radixserve.cache.radix.radix_tree import Match, RadixTree
+from radixserve.cache.tokens import TOKEN_BYTES
 
 _MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
-
-
-class Lookup(NamedTuple):
-    """The answer of `RadixCache.lookup`.
-
-    reason is one of
-      full        all that may be reused is cached
-      diverged    cached sequences go on with another token at `position`
-      evicted     what follows was cached and has been dropped
-      namespace   another namespace holds more of these tokens
-      never_seen  nothing cached goes on from here, and nothing that is remembered did
-
-    cached_len is less than position, by a part of a page, where no page can be had for the copy of
-    that page's head. A reset forgets; what was evicted is remembered up to a bound.
-    """
-
-    cached_len: int  # tokens that acquire() would reuse now
-    reason: str
-    position: int  # where the prompt and the cached tokens stop agreeing
-    expected: int | None = None  # for diverged: a token cached at that position
-    found: int | None = None  # for diverged: the prompt's token there
 
 
 NOTHING = Lookup(0, "never_seen", 0)
 _lookup: Callable[[tuple[int, str, int, None, None]], Lookup] = partial(tuple.__new__, Lookup)
 
 
-def explain(tree: RadixTree, namespace: NamespaceTree, match: Match, data: memoryview, limit: int) -> Lookup:
+def explain(
+    tree: RadixTree, namespace: NamespaceTree, match: Match, data: memoryview, limit: int
+) -> Lookup:
     """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
     length, _, resume = match
     if length >= limit:
@@ -60,7 +42,9 @@ def explain(tree: RadixTree, namespace: NamespaceTree, match: Match, data: memor
     return Lookup(length, "diverged", length, expected, data[length])
 
 
-def _is_elsewhere(tree: RadixTree, namespace: NamespaceTree, data: memoryview, limit: int, length: int) -> bool:
+def _is_elsewhere(
+    tree: RadixTree, namespace: NamespaceTree, data: memoryview, limit: int, length: int
+) -> bool:
     others = islice(tree.namespaces.values(), _MAX_NAMESPACES)
     return any(
         tree.match(other, data, limit).length > length for other in others if other is not namespace

@@ -29,7 +29,16 @@ class Block:
     nobody can find it, and it is there because a fork has still to copy that head.
     """
 
-    __slots__ = ("is_listed", "key", "page", "parent", "lock_ref", "block_id", "namespace", "tokens")
+    __slots__ = (
+        "block_id",
+        "is_listed",
+        "key",
+        "lock_ref",
+        "namespace",
+        "page",
+        "parent",
+        "tokens",
+    )
 
     def __init__(self, namespace: BlockNamespace, page: int, block_id: int) -> None:
         self.namespace = namespace

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.cache.block import Block
-from radixserve.cache.block_pool import BlockPool
-from radixserve.cache.hash_sequence import HashSequence
+from radixserve.cache.hash.block import Block
+from radixserve.cache.hash.block_pool import BlockPool
+from radixserve.cache.hash.sequence import HashSequence
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -67,7 +67,9 @@ def _check_locks(pool: BlockPool, blocks: list[Block]) -> None:
             held[id(block)] = held.get(id(block), 0) + 1
     for block in blocks:
         wanted = held.get(id(block), 0)
-        assert block.lock_ref == wanted, f"block {block.block_id} has {block.lock_ref} locks, not {wanted}"
+        assert block.lock_ref == wanted, (
+            f"block {block.block_id} has {block.lock_ref} locks, not {wanted}"
+        )
 
 
 def _check_block(pool: BlockPool, block: Block) -> None:
@@ -83,7 +85,9 @@ def _check_block(pool: BlockPool, block: Block) -> None:
     root_key = namespace.root_key if parent is None else parent.key
     assert block.key == pool._digest(root_key + block.tokens), f"{name} has a wrong key"
     if block.is_listed:
-        assert pool.namespaces.get(namespace.name) is namespace, f"{name} is in a namespace that is gone"
+        assert pool.namespaces.get(namespace.name) is namespace, (
+            f"{name} is in a namespace that is gone"
+        )
         assert parent is None or parent.is_listed, f"{name} is found and its parent is not"
     if parent is not None and block.lock_ref:
         assert parent.lock_ref, f"{name} is held and its parent is not"
@@ -107,7 +111,7 @@ def _check_namespaces(pool: BlockPool) -> None:
     for name, namespace in pool.namespaces.items():
         assert namespace.name == name, f"namespace {namespace.name!r} is under the name {name!r}"
         assert not namespace.is_dead, f"namespace {name!r} is dead and can be found"
-        users = sum(sequence._space is namespace for sequence in sequences(pool))
+        users = sum(sequence._namespace is namespace for sequence in sequences(pool))
         assert namespace.num_sequences == users, f"namespace {name!r} miscounts its sequences"
         assert namespace.blocks or users, f"namespace {name!r} is empty"
         gone = [key for key in namespace.blocks if pool.evicted.find(key) == name]
@@ -127,7 +131,7 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
     for at, block in enumerate(blocks):
         parent = blocks[at - 1] if at else None
         assert block.parent is parent, f"{name} holds blocks that are not a chain"
-        assert block.namespace is sequence._space, f"{name} holds a block of another namespace"
+        assert block.namespace is sequence._namespace, f"{name} holds a block of another namespace"
         assert block.tokens == data[at * pool.width : (at + 1) * pool.width], f"{name}: tokens"
         assert block.page == pages[at], f"{name} uses another page than its block {at}"
     if sequence._partial is not None:
@@ -145,10 +149,10 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
 
 def dump_pool(pool: BlockPool, max_nodes: int) -> dict[str, Any]:
     """See `HashBlockCache.dump`."""
-    sessions: dict[int, int] = {}
+    num_sequences: dict[int, int] = {}
     for sequence in sequences(pool):
         for block in sequence._blocks:
-            sessions[id(block)] = sessions.get(id(block), 0) + 1
+            num_sequences[id(block)] = num_sequences.get(id(block), 0) + 1
     below: dict[int, list[Block]] = {}  # by the identity of their parent or of their space
     for namespace in pool.namespaces.values():
         for block in namespace.blocks.values():
@@ -158,15 +162,17 @@ def dump_pool(pool: BlockPool, max_nodes: int) -> dict[str, Any]:
     queue: deque[tuple[int, dict[str, Any]]] = deque()
     for name, namespace in sorted(pool.namespaces.items()):
         users = namespace.num_sequences
-        namespaces[name] = _as_dict(0, b"", [], lock_ref=users, sessions=users)
+        namespaces[name] = _as_dict(0, b"", [], lock_ref=users, sequences=users)
         queue.append((id(namespace), namespaces[name]))
     count = 0
     while queue and count < max_nodes:
         above_id, picture = queue.popleft()
         start = picture["start"] + picture["num_tokens"]
         for block in below.get(above_id, [])[: max_nodes - count]:
-            users = sessions.get(id(block), 0)
-            node = _as_dict(start, block.tokens, [block.page], lock_ref=block.lock_ref, sessions=users)
+            users = num_sequences.get(id(block), 0)
+            node = _as_dict(
+                start, block.tokens, [block.page], lock_ref=block.lock_ref, sequences=users
+            )
             picture["children"].append(node)
             queue.append((id(block), node))
             count += 1
@@ -178,7 +184,7 @@ def dump_pool(pool: BlockPool, max_nodes: int) -> dict[str, Any]:
 
 
 def _as_dict(
-    start: int, tokens: bytes, pages: list[int], *, lock_ref: int, sessions: int
+    start: int, tokens: bytes, pages: list[int], *, lock_ref: int, sequences: int
 ) -> dict[str, Any]:
     ids = np.frombuffer(tokens, np.int32).tolist()
     return {
@@ -186,7 +192,7 @@ def _as_dict(
         "num_tokens": len(ids),
         "tokens": ids,
         "pages": pages,
-        "refs": lock_ref,
-        "sessions": sessions,
+        "lock_ref": lock_ref,
+        "sequences": sequences,
         "children": [],
     }

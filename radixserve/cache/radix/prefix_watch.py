@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from radixserve.arrays import IntArray
-from radixserve.cache.node import Node, NamespaceTree, Watcher
-from radixserve.cache.radix_tree import Match, RadixTree
+from radixserve.cache.radix.node import NamespaceTree, Node, Watcher
+from radixserve.cache.radix.radix_tree import Match, RadixTree
 from radixserve.cache.tokens import as_view
 
 

@@ -14,18 +14,23 @@ from dataclasses import asdict
 from typing import Any
 
 from radixserve.arrays import IntArray
-from radixserve.cache.audit import check_cache, dump_trees
-from radixserve.cache.interface import CacheSession, PageCopy, PrefixWatch
-from radixserve.cache.lookup import NOTHING, Lookup, explain
-from radixserve.cache.node import Node, NamespaceTree
-from radixserve.cache.policies import EVICTION_POLICIES, make_eviction
-from radixserve.cache.watch import RadixPrefixWatch
-from radixserve.cache.radix_tree import Match
-from radixserve.cache.session_eviction import RadixSession, SessionAwareEviction, check_session
-from radixserve.cache.sequence import CachedSequence
-from radixserve.cache.allocator import PageAllocator
+from radixserve.cache.interface import CacheSession, Lookup, PageCopy, PrefixWatch
+from radixserve.cache.radix.allocator import PageAllocator
+from radixserve.cache.radix.audit import check_cache, dump_trees
+from radixserve.cache.radix.miss_reason import NOTHING, explain
+from radixserve.cache.radix.node import NamespaceTree, Node
+from radixserve.cache.radix.policies import make_eviction
+from radixserve.cache.radix.prefix_watch import RadixPrefixWatch
+from radixserve.cache.radix.radix_tree import Match
+from radixserve.cache.radix.sequence import CachedSequence
+from radixserve.cache.radix.session_eviction import (
+    RadixSession,
+    SessionAwareEviction,
+    check_session,
+)
 from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
+from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import OutOfPages
 
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
@@ -109,7 +114,9 @@ class RadixCache:
     def watch(self, tokens: IntArray, namespace: str = "") -> RadixPrefixWatch:
         """A look-up that stays: see `changed_watches`. It has to be closed."""
         check_str("namespace", namespace)
-        return RadixPrefixWatch(self._allocator.tree, as_token_ids(tokens), namespace, reuse=self._reuse)
+        return RadixPrefixWatch(
+            self._allocator.tree, as_token_ids(tokens), namespace, reuse=self._reuse
+        )
 
     def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open probes whose match may have changed since the last call; returns them.
@@ -146,7 +153,9 @@ class RadixCache:
         namespace_tree = tree.namespaces.get(namespace) if self._reuse else None
         if namespace_tree is None:
             check_str("namespace", namespace)
-            namespace_tree = tree.namespace(namespace) if self._reuse else NamespaceTree(namespace, is_dead=True)
+            namespace_tree = (
+                tree.namespace(namespace) if self._reuse else NamespaceTree(namespace, is_dead=True)
+            )
         limit = len(data) if allow_full else max(0, len(data) - 1)
         size, copy = tree.page_size, None
         match = tree.match(namespace_tree, data, limit)
@@ -207,7 +216,9 @@ class RadixCache:
         lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
         tree = self._allocator.tree
         if tree.session_eviction is None:
-            tree.set_session_eviction(SessionAwareEviction(tree.order, self._max_leased, self._clock))
+            tree.set_session_eviction(
+                SessionAwareEviction(tree.order, self._max_leased, self._clock)
+            )
         assert tree.session_eviction is not None
         return tree.session_eviction.open(name, lease)
 
@@ -271,7 +282,7 @@ class RadixCache:
         """The trees as nested dicts, breadth first up to `max_nodes` nodes; "truncated" tells.
 
         {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
-        "num_tokens", "pages", "refs", "sessions", "children"}.
+        "num_tokens", "pages", "lock_ref", "sequences", "children"}.
         """
         return dump_trees(self._allocator, check_int("max_nodes", max_nodes, 0))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from radixserve.arrays import IntArray
-from radixserve.cache.block import Block, BlockWatcher
-from radixserve.cache.block_pool import BlockPool
+from radixserve.cache.hash.block import Block, BlockWatcher
+from radixserve.cache.hash.block_pool import BlockPool
 
 
 class HashPrefixWatch(BlockWatcher):

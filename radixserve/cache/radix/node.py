@@ -1,4 +1,4 @@
-"""`Node` and `NamespaceTree`: the records that a tree is made of. `RadixTree` alone changes them."""
+"""`Node` and `NamespaceTree`: the records of a tree. `RadixTree` alone changes them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radixserve.cache.tokens import TOKEN_BYTES
+
 if TYPE_CHECKING:
     from sortedcontainers import SortedList
-
-TOKEN_BYTES = 4  # tokens are kept as int32 bytes: one memcmp compares an edge
 
 
 class Watcher:
@@ -55,15 +55,15 @@ class Node:
 
     __slots__ = (
         "children",
-        "session_refs",
         "first_token_index",
         "key",
-        "policy_key",
+        "lock_ref",
+        "namespace",
+        "node_id",
         "pages",
         "parent",
-        "lock_ref",
-        "node_id",
-        "namespace",
+        "policy_key",
+        "session_refs",
         "start",
         "tokens",
         "watchers",
@@ -86,12 +86,16 @@ class Node:
         self.tokens = tokens
         self.pages = pages
         self.node_id = node_id  # names the node for the memory of evictions
-        self.watchers: dict[bytes, set[Watcher]] = NO_WATCHERS  # by the token that they look for next
+        self.watchers: dict[bytes, set[Watcher]] = (
+            NO_WATCHERS  # by the token that they look for next
+        )
         self.lock_ref = 0  # sequences that hold this very node + locked children
         self.policy_key = 0  # the eviction policy's own
         self.session_refs: SessionRefs | None = None
         self.children = NO_CHILDREN
-        self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = None  # see child_index
+        self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = (
+            None  # see child_index
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -1,10 +1,10 @@
-"""`KeyWatchRegistry`: who has to look again because a block came or went. `EvictedKeys`: what went."""
+"""`KeyWatchRegistry`: watches by block key. `EvictedKeys`: a bounded memory of evictions."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from radixserve.cache.block import BlockWatcher
+from radixserve.cache.hash.block import BlockWatcher
 
 
 class KeyWatchRegistry:

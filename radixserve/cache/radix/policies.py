@@ -1,7 +1,7 @@
 """The eviction policies besides LRU: FIFO, LFU, priority, SLRU, ARC; `make_eviction` picks one.
 
-A node's `policy_key` is theirs: a stamp, a count, a priority or a segment. Along a path marks never rise
-towards the leaves, which makes every victim a leaf.
+A node's `policy_key` is theirs: a stamp, a count, a priority or a segment. Along a path keys never
+rise towards the leaves, which makes every victim a leaf.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Iterable
 
 from sortedcontainers import SortedDict
 
-from radixserve.cache.eviction import LRU, EvictionOrder, PathUse
-from radixserve.cache.evicted_history import EvictionPoint
-from radixserve.cache.node import TOKEN_BYTES, Node, path
-
-EVICTION_POLICIES = ("lru", "arc", "lfu", "fifo", "slru", "priority")
+from radixserve.cache.radix.evicted_history import EvictionPoint
+from radixserve.cache.radix.eviction import LRU, EvictionOrder, PathUse
+from radixserve.cache.radix.node import Node, path
+from radixserve.cache.tokens import TOKEN_BYTES
 
 
 def make_eviction(policy: str, num_pages: int) -> EvictionOrder:
@@ -234,7 +233,9 @@ class ARC(_Segmented):
                 continue
             cut = (use.reused - at.start) * TOKEN_BYTES  # where it had been cut short
             if cut < len(at.tokens):
-                self._take_evicted((at.node_id, use.reused, bytes(at.tokens[cut : cut + TOKEN_BYTES])))
+                self._take_evicted(
+                    (at.node_id, use.reused, bytes(at.tokens[cut : cut + TOKEN_BYTES]))
+                )
             break
         super().on_path_used(node, use)
         self._mark_above(node)
@@ -277,7 +278,9 @@ class _EvictedList:
         self._max_pages = max_pages
         self._max_places = max_places
         self._pages: OrderedDict[EvictionPoint, int] = OrderedDict()
-        self._tails: dict[int | str, EvictionPoint] = {}  # node serial -> where its tail was cut off
+        self._tails: dict[
+            int | str, EvictionPoint
+        ] = {}  # node serial -> where its tail was cut off
         self.num_pages = 0
 
     def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:

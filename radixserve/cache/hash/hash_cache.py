@@ -12,15 +12,13 @@ from itertools import islice
 from typing import Any
 
 from radixserve.arrays import IntArray
-from radixserve.cache.block_hash import BlockChain, make_digest
-from radixserve.cache.block_pool import BlockPool
-from radixserve.cache.hash_audit import check_pool, dump_pool
-from radixserve.cache.hash_probe import HashPrefixWatch
-from radixserve.cache.hash_sequence import HashSequence
-from radixserve.cache.interface import CacheSession, PrefixWatch
-from radixserve.cache.lookup import Lookup
-from radixserve.cache.node import TOKEN_BYTES
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.hash.audit import check_pool, dump_pool
+from radixserve.cache.hash.block_hash import BlockChain, make_digest
+from radixserve.cache.hash.block_pool import BlockPool
+from radixserve.cache.hash.prefix_watch import HashPrefixWatch
+from radixserve.cache.hash.sequence import HashSequence
+from radixserve.cache.interface import CacheSession, Lookup, PrefixWatch
+from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.checks import check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
 
@@ -179,7 +177,9 @@ class HashBlockCache:
         counters.num_acquired += 1
         counters.acquired_tokens += len(ids)
         counters.matched_tokens += length
-        return HashSequence(pool, block_namespace, bytearray(chain.data[: length * TOKEN_BYTES]), blocks)
+        return HashSequence(
+            pool, block_namespace, bytearray(chain.data[: length * TOKEN_BYTES]), blocks
+        )
 
     def open_session(self, name: str, *, lease_s: float | None = None) -> HashSession:
         """A handle to pass to `acquire`. It keeps nothing in the cache: `lease_s` (seconds, >= 0)
@@ -236,7 +236,9 @@ class HashBlockCache:
             "pages_private": pool.num_private,
             "sequences": len(pool.live_sequences),
             "namespaces": len(pool.namespaces),
-            "nodes": sum(len(block_namespace.blocks) for block_namespace in pool.namespaces.values()),
+            "nodes": sum(
+                len(block_namespace.blocks) for block_namespace in pool.namespaces.values()
+            ),
             "splits": 0,
             "evicted_tokens": pool.num_evicted_tokens,
             **asdict(pool.counters),

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.cache.child_index import check_index, has_longer
-from radixserve.cache.node import TOKEN_BYTES, Node, NamespaceTree
-from radixserve.cache.sequence import CachedSequence
-from radixserve.cache.allocator import PageAllocator
+from radixserve.cache.radix.allocator import PageAllocator
+from radixserve.cache.radix.child_index import check_index, has_longer
+from radixserve.cache.radix.node import NamespaceTree, Node
+from radixserve.cache.radix.sequence import CachedSequence
+from radixserve.cache.tokens import TOKEN_BYTES
 
 
 def check_cache(allocator: PageAllocator) -> None:
@@ -105,8 +106,12 @@ def _check_locks(allocator: PageAllocator, nodes: list[Node]) -> None:
     for sequence in sequences(allocator):
         held[id(sequence._last_node)] = held.get(id(sequence._last_node), 0) + 1
     for node in nodes:
-        wanted = held.get(id(node), 0) + sum(1 for child in node.children.values() if child.lock_ref)
-        assert node.lock_ref == wanted, f"node {node.node_id} has {node.lock_ref} locks, not {wanted}"
+        wanted = held.get(id(node), 0) + sum(
+            1 for child in node.children.values() if child.lock_ref
+        )
+        assert node.lock_ref == wanted, (
+            f"node {node.node_id} has {node.lock_ref} locks, not {wanted}"
+        )
 
 
 def _check_counts(allocator: PageAllocator, nodes: list[Node]) -> None:
@@ -123,10 +128,14 @@ def _check_counts(allocator: PageAllocator, nodes: list[Node]) -> None:
     )
     for namespace in tree.namespaces.values():
         mine = [node for node in nodes if node.namespace is namespace]
-        assert namespace.num_pages == sum(len(n.pages) for n in mine), f"pages of {namespace.name!r}"
+        assert namespace.num_pages == sum(len(n.pages) for n in mine), (
+            f"pages of {namespace.name!r}"
+        )
         locked = sum(len(n.pages) for n in mine if n.lock_ref)
         assert namespace.num_locked == locked, f"locked pages of {namespace.name!r}"
-        assert namespace.root.children or namespace.root.lock_ref, f"namespace {namespace.name!r} is empty"
+        assert namespace.root.children or namespace.root.lock_ref, (
+            f"namespace {namespace.name!r} is empty"
+        )
 
 
 def _check_order(allocator: PageAllocator, nodes: list[Node]) -> None:
@@ -139,7 +148,9 @@ def _check_order(allocator: PageAllocator, nodes: list[Node]) -> None:
     for node in nodes:
         if node.namespace.is_dead:
             continue
-        assert (id(node) in rank) == (not node.lock_ref), f"node {node.node_id}: locked and evictable"
+        assert (id(node) in rank) == (not node.lock_ref), (
+            f"node {node.node_id}: locked and evictable"
+        )
         if node.lock_ref or node.parent is None or id(node.parent) not in rank:
             continue
         assert rank[id(node)] < rank[id(node.parent)], f"node {node.node_id} outlives its parent"
@@ -153,27 +164,36 @@ def _check_session_refs(allocator: PageAllocator, nodes: list[Node]) -> None:
     if session_eviction is None:
         assert not any(node.session_refs for node in nodes), "a claim without sessions"
         return
-    leased = sum(len(n.pages) for n in nodes if n.session_refs is not None and n.session_refs.num_leased)
+    leased = sum(
+        len(n.pages) for n in nodes if n.session_refs is not None and n.session_refs.num_leased
+    )
     assert session_eviction.num_leased_pages == leased, "leased pages miscounted"
     for node in nodes:
         if node.namespace.is_dead:
             continue
         name, session_refs = f"node {node.node_id}", node.session_refs
         below = [child.session_refs for child in node.children.values()]
-        end_nodes = [h.end_nodes[node] for h in session_eviction.open_sessions if node in h.end_nodes]
+        end_nodes = [
+            h.end_nodes[node] for h in session_eviction.open_sessions if node in h.end_nodes
+        ]
         num_open = len(end_nodes) + sum(1 for c in below if c is not None and c.num_open)
         num_leased = sum(1 for lease in end_nodes if lease is not None)
         num_leased += sum(1 for c in below if c is not None and c.num_leased)
         is_public = any(
-            child.session_refs is None or child.session_refs.is_public for child in node.children.values()
+            child.session_refs is None or child.session_refs.is_public
+            for child in node.children.values()
         )
         if session_refs is None:
             assert not num_open, f"{name} is claimed and does not know it"
             continue
-        assert session_refs.num_open == num_open, f"{name}: {session_refs.num_open} claims, not {num_open}"
+        assert session_refs.num_open == num_open, (
+            f"{name}: {session_refs.num_open} claims, not {num_open}"
+        )
         assert session_refs.num_leased == num_leased, f"{name}: wrong number of leases"
         assert session_refs.num_leased <= session_refs.num_open, f"{name} is leased and not claimed"
-        assert session_refs.is_public or not is_public or node.lock_ref, f"{name} has public children"
+        assert session_refs.is_public or not is_public or node.lock_ref, (
+            f"{name} has public children"
+        )
     session_eviction.check()
 
 
@@ -216,16 +236,16 @@ def _path(node: Node) -> tuple[bytes, list[int]]:
 
 def dump_trees(allocator: PageAllocator, max_nodes: int) -> dict[str, Any]:
     """See `RadixCache.dump`."""
-    sessions: dict[int, int] = {}
+    num_sequences: dict[int, int] = {}
     for sequence in sequences(allocator):
         at: Node | None = sequence._last_node
         while at is not None:
-            sessions[id(at)] = sessions.get(id(at), 0) + 1
+            num_sequences[id(at)] = num_sequences.get(id(at), 0) + 1
             at = at.parent
     namespaces: dict[str, Any] = {}
     queue: deque[tuple[Node, dict[str, Any]]] = deque()
     for name, namespace in sorted(allocator.tree.namespaces.items(), key=lambda item: item[0]):
-        namespaces[name] = _as_dict(namespace.root, sessions)
+        namespaces[name] = _as_dict(namespace.root, num_sequences)
         queue.append((namespace.root, namespaces[name]))
     count = 0
     while queue and count < max_nodes:
@@ -233,13 +253,14 @@ def dump_trees(allocator: PageAllocator, max_nodes: int) -> dict[str, Any]:
         for child in node.children.values():
             if count >= max_nodes:
                 break
-            below = _as_dict(child, sessions)
+            below = _as_dict(child, num_sequences)
             picture["children"].append(below)
             queue.append((child, below))
             count += 1
     return {
         "page_size": allocator.page_size,
-        "truncated": count < sum(_count_nodes(namespace) for namespace in allocator.tree.namespaces.values()),
+        "truncated": count
+        < sum(_count_nodes(namespace) for namespace in allocator.tree.namespaces.values()),
         "namespaces": namespaces,
     }
 
@@ -253,14 +274,14 @@ def _count_nodes(namespace: NamespaceTree) -> int:
     return count
 
 
-def _as_dict(node: Node, sessions: dict[int, int]) -> dict[str, Any]:
+def _as_dict(node: Node, num_sequences: dict[int, int]) -> dict[str, Any]:
     count = len(node.tokens) // TOKEN_BYTES
     return {
         "start": node.start,
         "num_tokens": count,
         "tokens": np.frombuffer(bytes(node.tokens), np.int32).tolist(),
         "pages": node.pages.tolist(),
-        "refs": node.lock_ref,
-        "sessions": sessions.get(id(node), 0),
+        "lock_ref": node.lock_ref,
+        "sequences": num_sequences.get(id(node), 0),
         "children": [],
     }
