@@ -18,7 +18,7 @@ import torch
 import radixserve
 from radixserve.cli import main
 from radixserve.commands import demo, info
-from radixserve.commands.demo_run import Answer, Part, Performance
+from radixserve.commands.demo_run import Answer, DemoRun, Part
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
@@ -243,8 +243,8 @@ def test_demo_fails_when_counts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
     usage = Usage(prompt_tokens=10, cached_tokens=4, computed_tokens=5, completion_tokens=1)
     completion = Completion("r", "a", [5], "length", usage, Metrics(0.0, 0.1, 0.2), None)
     tree = {"page_size": 1, "truncated": False, "namespaces": {}}
-    broken = Performance((Part("part", (Answer("Why?", completion),), 1.0),), tree)
-    monkeypatch.setattr(demo, "perform", lambda *_: broken)
+    broken = DemoRun((Part("part", (Answer("Why?", completion),), 1.0),), tree)
+    monkeypatch.setattr(demo, "run_demo", lambda *_: broken)
     code, out, err = run("demo", "--json")
     assert code == 1
     assert json.loads(out)["adds_up"] is False
@@ -372,7 +372,7 @@ def test_replay_for_people(trace: str) -> None:
     for words in ("reusable at all", "next GiB", "block size loses", "which policy fits", "TTFT"):
         assert words in out
     rows = [line.split() for line in out.splitlines()]
-    for label in ("lru", "arc", "lru+holders", "arc+holders", "hash", "clairvoyant"):
+    for label in ("lru", "arc", "lru+sessions", "arc+sessions", "hash", "clairvoyant"):
         assert any(row[:1] == [label] for row in rows), label
     assert max(map(len, out.splitlines())) <= 100
 
