@@ -21,7 +21,7 @@ USAGE = re.compile(r"^reused (\d+) \+ computed (\d+) = (\d+), first token ")
 def talk(
     monkeypatch: pytest.MonkeyPatch, *lines: str, flags: list[str] | None = None
 ) -> tuple[list[str], list[tuple[int, ...]]]:
-    """What is printed for these lines, and (reused, computed, prompt) of each answer."""
+    """The printed lines for this input, and (reused, computed, prompt) of each answer."""
     feed(monkeypatch, "".join(line + "\n" for line in lines).encode())
     code, out, err = run("chat", *GREEDY, *(flags or []))
     assert (code, err) == (0, "")

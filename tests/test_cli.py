@@ -320,7 +320,7 @@ def test_generate_json_lines(tmp_path: Path) -> None:
     code, out, err = run("generate", "--jsonl", str(source), "--output", str(target), *GREEDY)
     assert (code, out, err) == (1, "", "")
     answers = [json.loads(line) for line in target.read_text().splitlines()]
-    assert len(answers) == len(LINES)  # one was empty, one came behind
+    assert len(answers) == len(LINES)  # one was empty, one was added
     good = [answer for answer in answers if "error" not in answer]
     assert [answer.get("id") for answer in good] == ["a", [1], None, "z"]
     assert len(good[1]["token_ids"]) == len(good[1]["logprobs"]) == 2

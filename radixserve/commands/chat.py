@@ -8,6 +8,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,10 +215,9 @@ class ChatTerminal:
             self._note(self._line_about(name))
         tokenizer = self._runtime.tokenizer
         assert tokenizer is not None, "chats need one"
-        dump, width = self._runtime.cache_tree(_MAX_NODES), self._console.width
-        self._console.print(
-            draw_tree(dump, lambda ids: tokenizer.decode(ids, keep_special=True), width=width)
-        )
+        dump = self._runtime.cache_tree(_MAX_NODES)
+        decode = partial(tokenizer.decode, keep_special=True)
+        self._console.print(draw_tree(dump, decode, width=self._console.width))
 
     def _stats(self, _: str) -> None:
         stats = self._runtime.cache_stats()

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
@@ -92,9 +93,8 @@ def run(args: argparse.Namespace) -> int:
             "architecture": runtime.model.architecture,
             **asdict(params),
         }
-    decode: Decode | None = None
-    if tokenizer is not None:  # an edge's text as the model reads it, role markers included
-        decode = lambda token_ids: tokenizer.decode(token_ids, keep_special=True)  # noqa: E731
+    # The text of an edge as the model reads it, role markers included.
+    decode = None if tokenizer is None else partial(tokenizer.decode, keep_special=True)
     if report is None:
         print(json.dumps(_document(facts, cached, uncached, decode), indent=2))
     else:

@@ -1,4 +1,4 @@
-"""What is recorded of finished requests, by itself and by a Runtime."""
+"""The recorded lines of finished requests, alone and with a Runtime."""
 
 from __future__ import annotations
 
