@@ -170,7 +170,7 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
     step = {}
     for flag, (field, per_second, _, _) in _STEP_FLAGS.items():
         value = getattr(args, flag.strip("-").replace("-", "_"))
-        step[field] = check_float(flag, value, 0.0, 1e6 * per_second) / per_second
+        step[field] = check_float(flag, value, 0.0, 1e3 * per_second) / per_second
     make = partial(
         Serving,
         chunked_prefill_size=check_int("--chunked-prefill-size", args.chunked_prefill_size, 1),
