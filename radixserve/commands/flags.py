@@ -38,9 +38,10 @@ def add_command(
 
 
 def add_flags(group: argparse._ActionsContainer, flags: Mapping[str, str], **options: Any) -> None:
-    """Flags from {"--name METAVAR": help}; a switch without METAVAR.
+    """Flags from {"--name METAVAR": help}; without a METAVAR it is a switch.
 
-    `options`: of all of them, as `add_argument` takes them.
+    The METAVAR gives the type: N int, X and SECONDS float, else text. `options` go to
+    `add_argument` for each flag.
     """
     for usage, text in flags.items():
         flag, _, metavar = usage.partition(" ")
