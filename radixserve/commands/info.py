@@ -139,7 +139,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     """Every backend on the device that "auto" takes; it takes the first usable one."""
     import torch
 
-    from radixserve.attention.choice import why_not
+    from radixserve.attention.choice import unsupported_reason
     from radixserve.runner.device import choose_device, why_no_cuda
 
     device = choose_device("auto")
@@ -148,7 +148,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     for name in _ORDER[device.type]:
         package = _OPTIONAL_BACKENDS.get(name)
         version = __version__ if name == "cpu" else _installed(package or "torch")
-        reason = why_not(name, dtype, device)
+        reason = unsupported_reason(name, dtype, device)
         if package is not None:
             reason = "not installed" if version is None else reason
             if device.type == "cpu" and version is not None:
