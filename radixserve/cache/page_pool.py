@@ -61,24 +61,31 @@ class PagePool:
         """
         if count > len(self._free) + self._num_kept:
             return self.allocate(count)
-        taken, runs = array("i"), self._runs
+        runs, first = self._runs, page + 1
+        if count == 1 and first in runs:  # the usual case
+            end = runs.pop(first)
+            self._num_kept -= 1
+            if first + 1 < end:
+                runs[first + 1] = end
+            return array("i", (first,))
+        taken = array("i")
         while count:
-            first = page + 1
             end = runs.pop(first, 0)
             if not end:
                 run = self._begin_run()
                 if run is None:
                     taken += self.allocate(1)
-                    page = taken[-1]
+                    first = taken[-1] + 1
                     count -= 1
                     continue
                 first, end = run
-            page = min(end, first + count) - 1
-            taken.extend(range(first, page + 1))
-            self._num_kept -= page + 1 - first
-            count -= page + 1 - first
-            if page + 1 < end:
-                runs[page + 1] = end
+            stop = min(end, first + count)
+            taken.extend(range(first, stop))
+            self._num_kept -= stop - first
+            count -= stop - first
+            first = stop
+            if stop < end:
+                runs[stop] = end
         return taken
 
     def release_run(self, page: int) -> None:
@@ -145,10 +152,10 @@ class PageOwner(Protocol):
 
     @property
     def num_evictable(self) -> int:
-        """Pages that `make_room` could free now."""
+        """Pages that `make_room` can free now."""
 
-    def make_room(self, num_pages: int) -> None:
-        """Free that many pages at least; at most `num_evictable` are asked for."""
+    def make_room(self, num_pages: int) -> bool:
+        """Free that many pages; False, and nothing is freed, where fewer can be."""
 
     def evict(self, num_pages: int) -> int:
         """Free up to that many pages of living namespaces; returns how many."""
@@ -195,18 +202,15 @@ class PageAllocator:
         """
         pool, owner = self.pool, self._owner
         missing = count - pool.num_free
-        if missing > 0:
-            if missing > owner.num_evictable:
-                if may_shrink_locks:
-                    for sequence in self.live_sequences:
-                        sequence.shrink_lock()
-                missing = count - pool.num_free
-                if missing > owner.num_evictable:
-                    raise OutOfPages(
-                        f"{count} pages wanted: {pool.num_free} free and "
-                        f"{owner.num_evictable} evictable of {pool.num_pages}"
-                    )
-            owner.make_room(missing)
+        if missing > 0 and not owner.make_room(missing):
+            if may_shrink_locks:
+                for sequence in self.live_sequences:
+                    sequence.shrink_lock()
+            if not owner.make_room(count - pool.num_free):
+                raise OutOfPages(
+                    f"{count} pages wanted: {pool.num_free} free and "
+                    f"{owner.num_evictable} evictable of {pool.num_pages}"
+                )
         return pool.allocate(count)
 
     def allocate_after(self, page: int, count: int) -> array[int]:

@@ -23,7 +23,7 @@ from radixserve.errors import InvalidRequest
 
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens of its head)
 
-_PLACEHOLDER = np.array([-1], np.int32).tobytes()
+_PLACEHOLDER: IntArray = np.array([-1], np.int32)
 _NO_PAGES: IntArray = np.empty(0, np.int32)
 FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
 
@@ -168,21 +168,7 @@ class CacheSequence(ABC):
                 f"{self._num_unknown} tokens at the end are unknown: fill them before others "
                 f"follow, or append more placeholders"
             )
-        self._append(as_token_ids(tokens).tobytes())
-
-    def append_placeholders(self, num_tokens: int) -> None:
-        """Room for tokens that are not known yet, as `extend` does for known ones.
-
-        Raises OutOfPages, and changes nothing, when there is not enough.
-        """
-        if not self._is_open:
-            self._check_open()
-        if type(num_tokens) is not int or num_tokens < 1:
-            num_tokens = check_int("num_tokens", num_tokens, 1)
-        self._append(_PLACEHOLDER * num_tokens)
-        self._num_unknown += num_tokens
-
-    def _append(self, data: bytes) -> None:
+        data = as_token_ids(tokens).tobytes()
         pages, allocator = self._pages, self._allocator
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = -(-length // allocator.page_size) - len(pages)
@@ -200,6 +186,20 @@ class CacheSequence(ABC):
             self._tokens += data
         except BufferError:
             self._tokens = self._tokens + data
+
+    def append_placeholders(self, num_tokens: int) -> None:
+        """Room for tokens that are not known yet, as `extend` does for known ones.
+
+        Raises OutOfPages, and changes nothing, when there is not enough.
+        """
+        if type(num_tokens) is not int or num_tokens < 1:
+            num_tokens = check_int("num_tokens", num_tokens, 1)
+        before, self._num_unknown = self._num_unknown, 0
+        try:
+            self.extend(_PLACEHOLDER if num_tokens == 1 else _PLACEHOLDER.repeat(num_tokens))
+            before += num_tokens
+        finally:
+            self._num_unknown = before
 
     def fill(self, tokens: TokenIds) -> None:
         """Replace the first placeholders. InvalidRequest where there are not as many."""

@@ -112,8 +112,8 @@ class BlockPool:
         self.num_evicted_tokens += len(freed) * self.block_size
         return len(freed)
 
-    def make_room(self, num_pages: int) -> None:
-        self.evict(num_pages)
+    def make_room(self, num_pages: int) -> bool:
+        return num_pages <= len(self.unused) and self.evict(num_pages) >= num_pages
 
     def reset(self, name: str | None) -> None:
         """Forget a namespace, or all. O(blocks and memories of evicted ones); blocks in use are

@@ -15,10 +15,9 @@ from radixserve.cache.audit import (
 )
 from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.radix.child_index import check_index, has_longer
-from radixserve.cache.radix.insertion import node_covering
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.sequence import CachedSequence
+from radixserve.cache.radix.sequence import CachedSequence, node_covering
 from radixserve.cache.tokens import TOKEN_BYTES
 
 

@@ -8,8 +8,9 @@ from itertools import islice
 
 from radixserve.cache.interface import Lookup
 from radixserve.cache.radix.child_index import common_head
+from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.node import NamespaceTree, Node
-from radixserve.cache.radix.radix_tree import Match, RadixTree
+from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.tokens import TOKEN_BYTES
 
 _MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
@@ -34,7 +35,9 @@ def explain(
         return _lookup((length, "evicted", length, None, None))
     if len(tree.namespaces) > 1 or namespace.name not in tree.namespaces:
         for other in islice(tree.namespaces.values(), _MAX_NAMESPACES):
-            if other is not namespace and tree.match(other, data, limit).length > length:
+            if other is namespace:
+                continue
+            if find_match(other, data, limit, tree.page_size).length > length:
                 return _lookup((length, "namespace", length, None, None))
     below: Node | None = node
     if node.end <= length:  # the newest child: iterating from the front is slow after deletions

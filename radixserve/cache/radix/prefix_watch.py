@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from radixserve.arrays import IntArray
+from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.node import NamespaceTree, path
-from radixserve.cache.radix.radix_tree import Match, RadixTree
+from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.tokens import as_view
 from radixserve.cache.watch import Place, PrefixWatch
 
@@ -45,7 +46,8 @@ class RadixPrefixWatch(PrefixWatch):
             root = NamespaceTree(name).root
             self._match = match = Match(0, root, root)
         else:
-            self._match = match = tree.match(namespace, self._data, len(self._data))
+            data, size = self._data, tree.page_size
+            self._match = match = find_match(namespace, data, len(data), size)
         self.cached_len = match.length
         # The token that would continue the match there, b"" at the prompt's end. Two nodes where
         # it ends in a child's first page: another child may share more of it.

@@ -16,11 +16,12 @@ from radixserve.arrays import IntArray
 from radixserve.cache.interface import CacheSession, Lookup, PrefixCache
 from radixserve.cache.page_pool import PageAllocator, PagePool
 from radixserve.cache.radix.audit import check_tree, dump_tree
+from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.miss_reason import NEVER_SEEN, explain
 from radixserve.cache.radix.node import NamespaceTree, Node
 from radixserve.cache.radix.policies import POLICIES
 from radixserve.cache.radix.prefix_watch import RadixPrefixWatch
-from radixserve.cache.radix.radix_tree import Match, RadixTree
+from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import CachedSequence
 from radixserve.cache.radix.session_eviction import (
     RadixSession,
@@ -95,7 +96,7 @@ class RadixCache(PrefixCache):
         if limit >= size and tree.never_saw(found, ids[:size].tobytes()):
             return NEVER_SEEN
         data, limit = token_view(ids), max(0, limit)
-        match = tree.match(found, data, limit)
+        match = find_match(found, data, limit, size)
         answer = explain(tree, found, match, data, limit)
         extra = match[0] % size
         if not extra or self._can_copy_head(match):
@@ -135,16 +136,16 @@ class RadixCache(PrefixCache):
                 if self._reuse
                 else NamespaceTree(namespace, is_dead=True)
             )
-        limit = len(data) if allow_full else max(0, len(data) - 1)
-        size, copy = tree.page_size, None
-        match = tree.match(found, data, limit)
+        size, count, copy = tree.page_size, len(data), None
+        limit = count - 1 if count and not allow_full else count
+        match = find_match(found, data, limit, size)
         length, node, _ = match
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
         if length % size:
             node, length, copy = self._copy_head(match)
         stats.num_acquired += 1
-        stats.acquired_tokens += len(data)
+        stats.acquired_tokens += count
         stats.matched_tokens += length
         if copy is not None:
             stats.copied_tokens += copy[2]

@@ -14,11 +14,6 @@ shorter than a page), so siblings may share the head of a page but never a whole
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
-
-import numpy as np
 
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
@@ -29,20 +24,6 @@ from radixserve.cache.radix.session_eviction import SessionAwareEviction
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.cache.watch import Place, WatchRegistry
 
-
-class Match(NamedTuple):
-    """Where a walk stopped: `length` tokens agree, the last of them in `node`.
-
-    `resume` is the deepest node whose tokens agree from its start on whole pages; it differs
-    from `node` when only the head of a child's first page agrees.
-    """
-
-    length: int
-    node: Node
-    resume: Node
-
-
-_match: Callable[[tuple[int, Node, Node]], Match] = partial(tuple.__new__, Match)  # 0.1 us less
 _NO_PAGES = array("i")  # of nodes that are gone; stays empty
 
 
@@ -56,6 +37,7 @@ class RadixTree:
         self.session_eviction: SessionAwareEviction | None = None  # `order` with sessions
         self.evicted_history = EvictedHistory()
         self.watch_registry = WatchRegistry()
+        self._watched = self.watch_registry.watched
         self.num_pages = 0  # in nodes, dead ones included
         self.num_locked = 0  # of those, in locked nodes
         self.num_dead = 0  # of those, unlocked in a dead namespace: as good as free
@@ -86,35 +68,6 @@ class RadixTree:
         """The namespace of that name, as a place that watches rest on."""
         return (name,), b""
 
-    def match(self, namespace: NamespaceTree, data: memoryview, limit: int) -> Match:
-        """Longest common prefix of the first `limit` tokens of `data` (int32) with anything in
-        `namespace`. Read-only.
-
-        O(tokens matched) in memcmp, plus O(log children) a node at page sizes above 1.
-        """
-        node, pos, width = namespace.root, 0, self.page_size
-        while pos < limit:
-            stop = pos + width
-            child = node.children.get(data[pos : stop if stop < limit else limit].tobytes())
-            if child is None:
-                break
-            edge = child.tokens
-            stop = pos + len(edge) // TOKEN_BYTES
-            if stop > limit:
-                if edge.startswith(data[pos:limit]):
-                    return _match((limit, child, child))
-                return _match((pos + common_tokens(edge, data, pos, limit), child, child))
-            if edge != data[pos:stop]:
-                return _match((pos + common_tokens(edge, data, pos, stop), child, child))
-            node, pos = child, stop
-            if pos % width:
-                return _match((pos, node, node))
-        if width > 1 and pos < limit:
-            head, agreed = closest_child(node, data[pos : min(pos + width, limit)].tobytes())
-            if head is not None:
-                return _match((pos + agreed, head, node))
-        return _match((pos, node, node))
-
     def never_saw(self, namespace: NamespaceTree, first_page: bytes) -> bool:
         """Whether nothing begins with the first token of that page, nor did anything that is
         remembered. May say no where a closer look says yes. O(1)."""
@@ -137,10 +90,10 @@ class RadixTree:
             if node.lock_ref > 1 or parent is None:
                 return
             self.order.discard(node)
-            pages = len(node.pages)
+            pages, namespace = len(node.pages), node.namespace
             self.num_locked += pages
-            node.namespace.num_locked += pages
-            if node.namespace.is_dead:
+            namespace.num_locked += pages
+            if namespace.is_dead:
                 self.num_dead -= pages
             node = parent
 
@@ -155,10 +108,10 @@ class RadixTree:
                 return
             if node.lock_ref:
                 return
-            pages = len(node.pages)
+            pages, namespace = len(node.pages), node.namespace
             self.num_locked -= pages
-            node.namespace.num_locked -= pages
-            if node.namespace.is_dead:
+            namespace.num_locked -= pages
+            if namespace.is_dead:
                 self.num_dead += pages
                 self.pending_free.extend(node.children.values())
                 self.free(self.remove(node))
@@ -188,16 +141,17 @@ class RadixTree:
         self,
         parent: Node,
         start: int,
+        key: bytes,
         tokens: bytearray,
         pages: array[int],
         *,
         held: Node,
         is_public: bool,
     ) -> Node:
-        """A new leaf that owns `tokens` and `pages` from now on; the caller's lock on `held`, which
+        """A new leaf that owns `tokens`, whose first page is `key`, and `pages` from now on; the
+        caller's lock on `held`, which
         is `parent` or on its path, moves to it. `is_public`: not of a session."""
         namespace, size = parent.namespace, len(pages)
-        key = bytes(tokens[: self._key_bytes])
         self._next_id = node_id = self._next_id + 1
         self.num_nodes += 1
         leaf = Node(namespace, parent, start, key, tokens, pages, node_id)
@@ -206,9 +160,14 @@ class RadixTree:
             leaf.session_refs = SessionRefs(is_public=False)
         self.num_pages += size
         namespace.num_pages += size
-        self._link(parent, leaf)
-        watched = self.watch_registry.watched
-        if watched and parent.node_id in watched:
+        children = parent.children
+        assert key not in children
+        if children is NO_CHILDREN:
+            children = parent.children = {}
+        children[key] = leaf
+        if self.page_size > 1:
+            add_key(parent, key)
+        if self._watched:
             self.watch_registry.notify(parent.node_id, key[:TOKEN_BYTES])
         if held is parent:  # its lock keeps it locked, as that of a locked child
             leaf.lock_ref = 1
@@ -269,8 +228,7 @@ class RadixTree:
         if pages:
             leaf.pages += pages
             self._count_pages(leaf, len(pages))
-        watched = self.watch_registry.watched
-        if watched and leaf.node_id in watched:
+        if self._watched:
             self.watch_registry.notify(leaf.node_id, bytes(tokens[:TOKEN_BYTES]))
 
     def cut(self, leaf: Node, keep: int) -> array[int]:
@@ -295,31 +253,45 @@ class RadixTree:
         return parent, self.remove(leaf)
 
     def remove(self, node: Node) -> array[int]:
-        """Take a node out, unlocked or about to be; the caller owns its pages now.
+        """Take out a node that is in no order of eviction; the caller owns its pages now.
 
         Children that are left, in a dead namespace, are the caller's concern. Leaves nothing that
         a stale reference could mistake for a living node.
         """
-        parent, pages = node.parent, node.pages
+        parent, pages, namespace = node.parent, node.pages, node.namespace
         assert parent is not None
-        self._count_pages(node, -len(pages))
-        self._unlink(parent, node)
+        size = len(pages)
         self.num_nodes -= 1
-        node.pages = _NO_PAGES
-        watched = self.watch_registry.watched
-        if watched and node.node_id in watched:
+        self.num_pages -= size
+        namespace.num_pages -= size
+        if node.lock_ref:
+            self.num_locked -= size
+            namespace.num_locked -= size
+        elif namespace.is_dead:
+            self.num_dead -= size
+        key, children = node.key, parent.children
+        if children.get(key) is node:
+            del children[key]
+            if parent.first_token_index is not None:
+                remove_key(parent, key)
+        if self._watched:
             self.watch_registry.notify(node.node_id)
+        node.pages = _NO_PAGES
         if node.session_refs is not None and self.session_eviction is not None:
+            self.session_eviction.count_pages(node, -size)
             self.session_eviction.on_removed(node)
         if node.children:
             for child in node.children.values():
-                child.parent = child.namespace.root  # to be freed, unreachable from above
+                child.parent = namespace.root  # to be freed, unreachable from above
             node.children = NO_CHILDREN
             node.first_token_index = None
         node.parent = None
-        if not node.lock_ref:
-            self.order.discard(node)
         return pages
+
+    def drop(self, node: Node) -> None:
+        """Take out an unlocked node and free its pages."""
+        self.order.discard(node)
+        self.free(self.remove(node))
 
     def _count_pages(self, node: Node, pages: int) -> None:
         namespace = node.namespace
@@ -345,7 +317,7 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        order, wanted, key_bytes = self.order, num_pages, self._key_bytes
+        order, wanted = self.order, num_pages
         gone: list[array[int]] = []
         num_bytes = 0  # of the tokens dropped
         while wanted > 0:
@@ -355,35 +327,44 @@ class RadixTree:
             parent, size = leaf.parent, len(leaf.pages)
             assert parent is not None
             if leaf.namespace.is_dead:  # counts as free already
-                self.free(self.remove(leaf))
+                self.drop(leaf)
                 continue
-            keep = max(0, size - wanted)
-            cut = keep * key_bytes
-            page = bytes(leaf.tokens[cut : cut + key_bytes]) if keep else leaf.key
-            owner = leaf if keep else parent
-            point = (owner.node_id, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
+            if size <= wanted:
+                keep, page = 0, leaf.key
+                point = (parent.node_id, leaf.start, page[:TOKEN_BYTES])
+            else:
+                keep, size = size - wanted, wanted
+                cut = keep * self._key_bytes
+                page = bytes(leaf.tokens[cut : cut + self._key_bytes])
+                point = (leaf.node_id, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
+                num_bytes -= cut
             self.evicted_history.remember(point, page)
             if order.tracks_evictions:
-                order.on_evicted(leaf, point, size - keep)
-            num_bytes += len(leaf.tokens) - cut
-            wanted -= size - keep
+                order.on_evicted(leaf, point, size)
+            num_bytes += len(leaf.tokens)
+            wanted -= size
             gone.append(self.cut(leaf, keep) if keep else self.remove(leaf))
-            if not parent.children and parent.parent is None:
+            if parent.parent is None and not parent.children:
                 self._prune(leaf.namespace)
         self._free_all(gone)
         self.num_evicted_tokens += num_bytes // TOKEN_BYTES
         return num_pages - wanted
 
-    def make_room(self, num_pages: int) -> None:
-        """Free that many pages: of dead namespaces first, then in the order of eviction."""
+    def make_room(self, num_pages: int) -> bool:
+        """Free that many pages: of dead namespaces first, then in the order of eviction. False, and
+        nothing is freed, where fewer can be."""
+        if num_pages > self.num_pages - self.num_locked:
+            return False
         while num_pages > 0 and self.pending_free:
             node = self.pending_free.pop()
             self.pending_free.extend(node.children.values())
             if node.lock_ref or node.parent is None:  # locked, a root, or gone already
                 continue
             num_pages -= len(node.pages)
-            self.free(self.remove(node))
-        self.evict(num_pages)
+            self.drop(node)
+        if num_pages > 0:
+            self.evict(num_pages)
+        return True
 
     def reset(self, name: str | None) -> None:
         """Forget a namespace, or all: O(1) for each, plus what is remembered of evictions. Pages
@@ -415,16 +396,3 @@ class RadixTree:
             del parent.children[child.key]
             if parent.first_token_index is not None:
                 remove_key(parent, child.key)
-
-
-def common_tokens(
-    edge: bytearray, data: bytearray | memoryview, pos: int, end: int, at: int = 0
-) -> int:
-    """Leading tokens that `edge` from token `at` has in common with `data`, int32 in [pos, end)."""
-    count = min(len(edge) // TOKEN_BYTES - at, end - pos)
-    if not count:
-        return 0
-    here = np.frombuffer(edge, np.int32, count, at * TOKEN_BYTES)
-    differs = here != np.frombuffer(data, np.int32, count, pos * TOKEN_BYTES)
-    first = int(differs.argmax())
-    return first if differs[first] else count

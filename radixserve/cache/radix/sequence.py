@@ -13,8 +13,9 @@ from __future__ import annotations
 from array import array
 
 from radixserve.cache.page_pool import PageAllocator
+from radixserve.cache.radix.child_index import child_covering, covered_children
 from radixserve.cache.radix.eviction import PathUse
-from radixserve.cache.radix.insertion import Insertion, may_grow, node_covering
+from radixserve.cache.radix.match import common_tokens
 from radixserve.cache.radix.node import Node
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.session_eviction import RadixSession
@@ -49,7 +50,7 @@ class CachedSequence(CacheSequence):
     ) -> None:
         """`node` covers all of `tokens` (int32 bytes) and is locked for this sequence. `reused`:
         tokens that count as a use of what was cached before."""
-        super().__init__(allocator, node.namespace, tokens, shared, copy)
+        CacheSequence.__init__(self, allocator, node.namespace, tokens, shared, copy)
         self._tree = tree
         self._last_node = node
         self._published = self._committed
@@ -88,51 +89,136 @@ class CachedSequence(CacheSequence):
         start, end, leaf, tree = self._published, self._committed, self._last_node, self._tree
         if end <= start:
             return
-        size, owns_tail, is_public = tree.page_size, self._owns_tail(), self._session is None
+        size = tree.page_size
+        owns_tail = self._num_shared * size > start
         base = start - start % size
         if (
             leaf.start < base
             and leaf.end == start
-            and (
-                owns_tail
-                or (base == start and leaf.lock_ref == 1 and may_grow(leaf, is_public=is_public))
-            )
+            and (owns_tail or (base == start and leaf.lock_ref == 1 and self._may_grow(leaf)))
             and not leaf.children
         ):
             # A leaf with whole pages: after its end nothing can collide with what is appended.
-            self._extend_leaf()
+            self._extend_leaf(leaf, start)
             return
-        inserted = Insertion(tree, leaf, self._tokens, end, self._pages, is_public=is_public)
         node = node_covering(leaf, base)
         if owns_tail:  # a leaf of one partial page, whose key changes
             if leaf.lock_ref == 1:
-                inserted.held, _ = tree.withdraw(leaf)
+                self._last_node, _ = tree.withdraw(leaf)
                 self._num_shared -= 1
             else:
-                key = inserted.first_page(base)
+                key = self._bytes(base, min(base + size, end))
                 if key not in node.children:
-                    inserted.drop_prefixes(node, key)
-                    self._extend_leaf()
+                    self._drop_prefixes(node, key)
+                    self._extend_leaf(leaf, start)
                     return
                 if len(key) < size * TOKEN_BYTES:
                     return  # an equal leaf exists: stay behind until the tokens go on
-        inserted.walk(node, base)
-        self._last_node = inserted.held
-        self._replace_pages(base // size, inserted.reused)
-        self._published = end
-        if inserted.is_new:
-            self._num_shared = -(-end // size)
-            self._has_published = True
+        self._walk(node, base)
 
-    def _extend_leaf(self) -> None:
-        """Append tokens [published, committed) to the last node, and the pages that it lacks."""
-        first = -(-self._published // self._tree.page_size)
-        last = -(-self._committed // self._tree.page_size)
-        tokens = self._tokens[self._published * TOKEN_BYTES : self._committed * TOKEN_BYTES]
-        self._tree.extend(self._last_node, tokens, self._pages[first:last])
-        self._num_shared = last
+    def _walk(self, node: Node, pos: int) -> None:
+        """Follow the tree from `pos` (a page boundary inside or at the end of `node`), taking over
+        its pages, and add what it does not have."""
+        size, tokens, end = self._tree.page_size, self._tokens, self._committed
+        while True:
+            offset = pos - node.start
+            rest = len(node.tokens) // TOKEN_BYTES - offset
+            if rest:
+                agreed = common_tokens(node.tokens, tokens, pos, end, offset)
+                whole = agreed - agreed % size
+                first = offset // size
+                self._replace_pages(pos // size, node.pages[first : first + whole // size])
+                pos += whole
+                if pos + agreed - whole == end:
+                    self._adopt_prefix(node)
+                    return
+                if whole < rest:
+                    self._branch(node, pos, is_prefix=agreed == rest)
+                    return
+            stop = pos + size
+            key = bytes(tokens[pos * TOKEN_BYTES : (stop if stop < end else end) * TOKEN_BYTES])
+            child = node.children.get(key)
+            if child is None:
+                self._add_child(node, pos, key)
+                return
+            node = child
+
+    def _adopt_prefix(self, node: Node) -> None:
+        """`node` covers all that is committed; a partial last page stays our own."""
         self._published = self._committed
-        self._has_published = True
+        self._last_node = self._tree.move_lock(self._last_node, node)
+
+    def _branch(self, node: Node, pos: int, *, is_prefix: bool) -> None:
+        """`node` goes on differently after `pos`, or ends within the page that begins there."""
+        tree = self._tree
+        is_free = node.lock_ref == (1 if node is self._last_node else 0)
+        if is_prefix and is_free and self._may_grow(node):
+            self._last_node = tree.move_lock(self._last_node, node)
+            tree.free(tree.cut(node, len(node.pages) - 1))  # our page holds more
+            self._extend_leaf(node, pos)
+            return
+        upper = tree.split(node, pos - node.start)
+        key = self._bytes(pos, min(pos + tree.page_size, self._committed))
+        if is_prefix and is_free:  # what is left below is covered by our first page
+            self._drop_prefixes(upper, key)
+        self._attach(upper, pos, key)
+
+    def _add_child(self, node: Node, pos: int, key: bytes) -> None:
+        """No child of `node`, which ends at `pos`, begins with the page `key`."""
+        size = self._tree.page_size
+        if size > 1 and node.children:
+            if len(key) < size * TOKEN_BYTES:
+                cover = child_covering(node, key)
+                if cover is not None:
+                    self._adopt_prefix(cover)
+                    return
+            self._drop_prefixes(node, key)
+        is_own_leaf = node is self._last_node and node.lock_ref == 1 and not node.children
+        if is_own_leaf and node.parent is not None and self._may_grow(node):
+            self._extend_leaf(node, pos)
+        else:
+            self._attach(node, pos, key)
+
+    def _may_grow(self, leaf: Node) -> bool:
+        """Whether what we append to `leaf` is reached by the same sessions as the leaf."""
+        refs, is_public = leaf.session_refs, self._session is None
+        if refs is None:
+            return is_public
+        return refs.is_public == is_public and not refs.sessions
+
+    def _drop_prefixes(self, node: Node, key: bytes) -> None:
+        """Remove leaves that no other sequence uses and whose tokens are a proper head of `key`:
+        they are covered now."""
+        tree = self._tree
+        for leaf in covered_children(node, key):
+            if leaf.lock_ref == 0:
+                tree.drop(leaf)
+            elif leaf is self._last_node and leaf.lock_ref == 1:
+                self._last_node, pages = tree.withdraw(leaf)
+                tree.free(pages)
+
+    def _extend_leaf(self, leaf: Node, pos: int) -> None:
+        """Append our tokens [pos, committed) and the pages that the leaf lacks."""
+        size, end = self._tree.page_size, self._committed
+        first, last = leaf.start // size + len(leaf.pages), -(-end // size)
+        tokens = self._tokens[pos * TOKEN_BYTES : end * TOKEN_BYTES]
+        self._tree.extend(leaf, tokens, self._pages[first:last])
+        self._num_shared, self._published, self._has_published = last, end, True
+
+    def _attach(self, parent: Node, pos: int, key: bytes) -> None:
+        """Add our tokens [pos, committed), first page `key`, as a leaf below `parent`, which is on
+        our path."""
+        size, end = self._tree.page_size, self._committed
+        last, tokens = -(-end // size), self._tokens[pos * TOKEN_BYTES : end * TOKEN_BYTES]
+        pages, is_public = self._pages[pos // size : last], self._session is None
+        self._last_node = self._tree.attach(
+            parent, pos, key, tokens, pages, held=self._last_node, is_public=is_public
+        )
+        self._num_shared, self._published, self._has_published = last, end, True
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        """Tokens [start, end) as int32 bytes."""
+        return bytes(self._tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
     def _owns_tail(self) -> bool:
         """Whether the last page of the path is partial and this sequence put it there."""
@@ -206,11 +292,13 @@ class CachedSequence(CacheSequence):
             node = tree.split(node, end - node.start)
         self._published = keep
         self._last_node = tree.move_lock(self._last_node, node)
-        tokens = self._tokens[keep * TOKEN_BYTES : self._committed * TOKEN_BYTES]
-        if tokens and bytes(tokens) not in node.children:
-            # our own page holds that head now: let it be found
-            last, is_public = -(-self._committed // size), self._session is None
-            pages = self._pages[keep // size : last]
-            self._last_node = tree.attach(node, keep, tokens, pages, held=node, is_public=is_public)
-            self._num_shared, self._published = last, self._committed
-            self._has_published = True
+        key = self._bytes(keep, self._committed)
+        if key and key not in node.children:
+            self._attach(node, keep, key)  # our own page holds that head now: let it be found
+
+
+def node_covering(node: Node, length: int) -> Node:
+    """The node on the path to `node` that holds the token before `length`; the root for 0."""
+    while node.parent is not None and node.start >= length:
+        node = node.parent
+    return node
