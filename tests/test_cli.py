@@ -18,12 +18,12 @@ import torch
 import radixserve
 from radixserve.cli import main
 from radixserve.commands import demo, info
-from radixserve.commands.demo_script import Answer, Part, Performance
+from radixserve.commands.demo_run import Answer, DemoRun, Part
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
 from radixserve_kernels import cpu_ops
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 
 ROOT = Path(__file__).parents[1]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--num-pages", "4096"]
@@ -218,7 +218,7 @@ def test_demo_reuses_and_answers_the_same(document: dict[str, Any]) -> None:
 def test_demo_tree_shows_what_is_held(document: dict[str, Any]) -> None:
     (top,) = document["tree"]["namespaces"][""]
     assert top["text"].startswith("<|begin|><|system|>You are a helpful assistant")
-    assert top["sessions"] == 2
+    assert top["sequences"] == 2
     assert top["children"]
 
 
@@ -234,7 +234,7 @@ def test_demo_for_people() -> None:
         assert int(reused) + int(computed) == int(right.split()[0])
     assert "same answers with and without the cache: yes (18 of 18)" in out
     assert "hit rate" in out
-    assert "sessions 2 '<|begin|><|system|>You" in out
+    assert "sequences 2 '<|begin|><|system|>You" in out
     assert "more nodes" in out
     assert max(map(len, out.splitlines())) <= 100
 
@@ -243,8 +243,8 @@ def test_demo_fails_when_counts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
     usage = Usage(prompt_tokens=10, cached_tokens=4, computed_tokens=5, completion_tokens=1)
     completion = Completion("r", "a", [5], "length", usage, Metrics(0.0, 0.1, 0.2), None)
     tree = {"page_size": 1, "truncated": False, "namespaces": {}}
-    broken = Performance((Part("part", (Answer("Why?", completion),), 1.0),), tree)
-    monkeypatch.setattr(demo, "perform", lambda *_: broken)
+    broken = DemoRun((Part("part", (Answer("Why?", completion),), 1.0),), tree)
+    monkeypatch.setattr(demo, "run_demo", lambda *_: broken)
     code, out, err = run("demo", "--json")
     assert code == 1
     assert json.loads(out)["adds_up"] is False
@@ -320,7 +320,7 @@ def test_generate_json_lines(tmp_path: Path) -> None:
     code, out, err = run("generate", "--jsonl", str(source), "--output", str(target), *GREEDY)
     assert (code, out, err) == (1, "", "")
     answers = [json.loads(line) for line in target.read_text().splitlines()]
-    assert len(answers) == len(LINES)  # one was empty, one came behind
+    assert len(answers) == len(LINES)  # one was empty, one was added
     good = [answer for answer in answers if "error" not in answer]
     assert [answer.get("id") for answer in good] == ["a", [1], None, "z"]
     assert len(good[1]["token_ids"]) == len(good[1]["logprobs"]) == 2
@@ -372,7 +372,7 @@ def test_replay_for_people(trace: str) -> None:
     for words in ("reusable at all", "next GiB", "block size loses", "which policy fits", "TTFT"):
         assert words in out
     rows = [line.split() for line in out.splitlines()]
-    for label in ("lru", "arc", "lru+holders", "arc+holders", "hash", "clairvoyant"):
+    for label in ("lru", "arc", "lru+sessions", "arc+sessions", "hash", "clairvoyant"):
         assert any(row[:1] == [label] for row in rows), label
     assert max(map(len, out.splitlines())) <= 100
 
@@ -446,8 +446,8 @@ def test_info_json() -> None:
     assert facts["machine"]["cores"] >= 1
     backends = facts["attention_backends"]
     assert backends["torch"]["used"] is True
-    assert backends["cpu"]["used"] is (not unavailable(torch.float32))
-    expected = "vectors of" if backends["cpu"]["used"] else unavailable(torch.float32)
+    assert backends["cpu"]["used"] is (not unsupported_reason(torch.float32))
+    expected = "vectors of" if backends["cpu"]["used"] else unsupported_reason(torch.float32)
     assert expected in backends["cpu"]["why"]
     if not torch.cuda.is_available():
         assert facts["attention_backends"]["flashinfer"]["used"] is False
@@ -472,7 +472,7 @@ def test_the_hash_cache_answers_the_same() -> None:
 def test_info_for_people() -> None:
     code, out, _ = run("info", "--num-pages", "100")
     assert code == 0
-    assert ("bfloat16:" in out) == (not unavailable(torch.float32))
+    assert ("bfloat16:" in out) == (not unsupported_reason(torch.float32))
     for words in ("LlamaForCausalLM", "KV pool", "no graphs, no overlap", "page size"):
         assert words in out
     code, out, _ = run("info", "--no-model")
@@ -482,7 +482,7 @@ def test_info_for_people() -> None:
 
 def test_info_says_why_there_are_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "there is no C++ compiler: c++ not found"
-    monkeypatch.setattr(cpu_ops, "unavailable", lambda _: reason)
+    monkeypatch.setattr(cpu_ops, "unsupported_reason", lambda _: reason)
     code, out, _ = run("info", "--no-model")
     assert code == 0
     assert f"cannot be used: {reason}" in " ".join(out.split())

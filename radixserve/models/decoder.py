@@ -16,10 +16,10 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.errors import ModelNotSupported
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.source import ModelSource, TensorSource
 from radixserve.models.weights import architecture_of, check_sliding_window
-from radixserve_kernels.cpu_ops import StackShape
+from radixserve_kernels.decoder_layer import DecoderLayer, DecoderSizes
 from radixserve_kernels.linear import Linear
 from radixserve_kernels.torch_ops import (
     apply_rotary,
@@ -37,7 +37,7 @@ FIRST_POSITIONS = 2_048  # whose rotations are made at load
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderShape(StackShape):
+class DecoderShape(DecoderSizes):
     """What of a checkpoint's config decides its tensors and its arithmetic."""
 
     qkv_bias: bool
@@ -77,17 +77,7 @@ class DecoderTensors:
     rotary: RotaryTable
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, ready to compute; see `LayerTensors`."""
-
-    input_norm: Tensor  # [H]
-    qkv: Linear  # H -> Q + 2 KV
-    qk_norm: Tensor | None  # [Hq + Hkv, D] q's weight for the first Hq heads, then k's
-    o: Linear  # Q -> H
-    post_norm: Tensor  # [H]
-    gate_up: Linear  # H -> 2 M
-    down: Linear  # M -> H
+LayerWeights = DecoderLayer[Linear]
 
 
 class RotaryTable:
@@ -118,7 +108,7 @@ class RotaryTable:
         return rotations(positions, self._inv_freq, self._scaling)
 
 
-class Decoder:
+class Decoder(LanguageModel):
     """See `LanguageModel`. Made by `load_decoder`."""
 
     def __init__(
@@ -194,6 +184,8 @@ def read_decoder(
     check_decoder(config)
     shape = decoder_shape(config)
     inv_freq, scaling = rope_frequencies(config, shape.head_dim)
+    if (factors := source.rope_factors()) is not None:
+        inv_freq = inv_freq / factors
     reader = source.tensors(dtype, device)
     reader.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     embedding = reader.take("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))

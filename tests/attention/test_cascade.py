@@ -11,20 +11,21 @@ import pytest
 import torch
 
 from radixserve.attention import cpu as cpu_backend
-from radixserve.attention import torch as torch_backend
+from radixserve.attention import reference
 from radixserve.attention.base import ForwardBatch
-from radixserve.attention.cascade import covered_pages, find_shared
 from radixserve.attention.cpu import plan_step
-from radixserve.attention.torch import TorchBackend
+from radixserve.attention.cuda.cascade import covered_pages, find_shared
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.request import BeamParams
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
-from radixserve_kernels.cpu_ops import CAUSAL, Jobs, unavailable
+from radixserve_kernels.cpu_attention import CAUSAL, Jobs
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, SharedCase
 from tests.attention.cells import cells_of_jobs, cells_of_parts, expected_cells
 from tests.scheduler.fake import Driver, random_prompt
 
-HAS_KERNELS = not unavailable(torch.float32)
+HAS_KERNELS = not unsupported_reason(torch.float32)
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="there are no CPU kernels here")
 Pays = Callable[[int, int], bool]
 Node = tuple[tuple[int, ...], int, int, int]  # rows, first page, end, level
@@ -157,14 +158,14 @@ def check_jobs(seed: int, page_size: int, merge_tokens: int) -> None:
     jobs = jobs_of(batch)
     row_of = np.repeat(np.arange(len(rows)), [len(row.token_ids) for row in rows]).tolist()
     found: list[Node] = []
-    for wave, (first, end) in enumerate(pairwise(jobs.wave_indptr.tolist())):
+    for level, (first, end) in enumerate(pairwise(jobs.level_indptr.tolist())):
         for job in range(first, end):
             if jobs.flags[job] & CAUSAL:
                 continue
             tokens = jobs.query_tokens[jobs.query_indptr[job] : jobs.query_indptr[job + 1]]
             members = tuple(dict.fromkeys(row_of[token] for token in tokens.tolist()))
             at = int(jobs.first_page[job] - batch.host.kv_indptr[members[0]])
-            found.append((members, at, at + int(jobs.num_keys[job]) // page_size, wave))
+            found.append((members, at, at + int(jobs.num_keys[job]) // page_size, level))
             assert jobs.num_keys[job] % page_size == 0
     pays: Pays = lambda n, tokens: (n - 1) * tokens > n * merge_tokens  # noqa: E731
     assert sorted(found) == sorted(naive_nodes(rows, page_size, pays))
@@ -189,7 +190,7 @@ def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "by cost":
         always = request.param == "always"
         monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0 if always else 1 << 40)
-        monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1 if always else 1 << 40)
+        monkeypatch.setattr(reference, "SHARE_BYTES", 1 if always else 1 << 40)
     return str(request.param)
 
 
@@ -200,7 +201,7 @@ def check_plans(rows: list[ScheduledRequest], page_size: int) -> ForwardBatch:
     for shares in (True, False):
         if HAS_KERNELS:
             assert cells_of_jobs(jobs_of(batch, shares=shares)) == expected
-        backend = TorchBackend(torch.empty(1, 2, 1, page_size, 2, 4), 4, shares=shares)
+        backend = ReferenceBackend(torch.empty(1, 2, 1, page_size, 2, 4), 4, shares=shares)
         backend.plan(batch)
         assert backend._plan is not None
         found = cells_of_parts(backend._plan, batch, group_size=2)
@@ -218,7 +219,7 @@ def test_every_token_sees_its_own_cells_once(page_size: int) -> None:
 @pytest.mark.parametrize("num_bytes", [0, 1 << 40])
 def test_however_decodes_are_read(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RUN_BYTES", "LONG_BYTES"):
-        monkeypatch.setattr(torch_backend, name, num_bytes)
+        monkeypatch.setattr(reference, name, num_bytes)
     for seed in range(15):
         check_plans(random_rows(random.Random(seed), 2), 2)
 
@@ -230,7 +231,7 @@ def test_however_decodes_are_read(num_bytes: int, monkeypatch: pytest.MonkeyPatc
 def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks, twins and beams of one prompt, under memory pressure: plans hold in every step."""
     monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
-    monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
+    monkeypatch.setattr(reference, "SHARE_BYTES", 1)
     rng = random.Random(page_size)
     driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running_requests=10)
     prompt = [rng.randrange(2, 50) for _ in range(100)]

@@ -94,7 +94,7 @@ from radixserve_kernels import gpu_ops
 x = torch.randn(2, 8)
 gpu_ops.add_rms_norm(gpu_ops.rms_norm(x, x[0], 1e-6), x, x[0], 1e-6)
 best = gpu_ops.argmax(x)
-assert gpu_ops.unavailable()
+assert gpu_ops.unsupported_reason()
 assert "radixserve_kernels.gpu.launch" not in sys.modules
 
 del sys.modules["triton"]
@@ -107,7 +107,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 
 
 def test_triton_is_imported_when_a_kernel_starts() -> None:
-    """Twins need none; with the interpreter asked for, its own functions can still be compiled."""
+    """References need none; with the interpreter on, its own functions can still be compiled."""
     pytest.importorskip("triton", reason="there is no Triton for this system")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", FRESH], check=True, env=environment)

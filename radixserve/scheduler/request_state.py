@@ -1,0 +1,195 @@
+"""`RequestState`: the scheduler's own record of a request, from arrival to end."""
+
+from __future__ import annotations
+
+from radixserve.arrays import IntArray
+from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixWatch
+from radixserve.int_buffer import IntBuffer
+from radixserve.output import Metrics, PromptScore, Usage
+from radixserve.request import Request
+from radixserve.schedule import SampleOutput, SampleSpec
+from radixserve.scheduler.beam_group import BeamGroup
+
+
+class RequestState:
+    """Waiting while `sequence` is None, running otherwise. A twin waits beside the first one of its
+    prompt, in no queue, until that one has computed it: it counts as admitted with that one."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrival",
+        "beams",
+        "bypass_baseline",
+        "cached_on_arrival",
+        "drawn",
+        "first_token_at",
+        "greedy_only_spec",
+        "head",
+        "is_in_page_table",
+        "lookup",
+        "num_prompt",
+        "num_prompt_done",
+        "num_reused",
+        "num_scored",
+        "order_key",
+        "overtaken",
+        "probe",
+        "prompt_scores",
+        "queued_at",
+        "queued_page_need",
+        "rank",
+        "req_pool_idx",
+        "request",
+        "search",
+        "sequence",
+        "session",
+        "tokens",
+        "twin_of",
+        "twins",
+        "waiters",
+        "waits_for",
+        "waits_until",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        arrival: int,
+        probe: PrefixWatch,
+        now: float,
+        session: CacheSession | None = None,
+    ) -> None:
+        self.request = request
+        self.arrival = arrival  # 0, 1, 2 ...
+        # Who keeps its pages when they run out: high priority first, then early arrival.
+        self.rank = (-request.params.priority, arrival)
+        self.num_prompt = len(request.token_ids)
+        self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
+        self.probe = probe  # of `tokens`, while waiting
+        self.session = session  # who its sequences belong to, as long as that is open
+        self.sequence: CacheSequence | None = None
+        self.req_pool_idx = -1  # slot in the page table while running
+        self.is_in_page_table = False  # whether an earlier row wrote that slot
+        self.waits_for: RequestState | None = (
+            None  # the running request whose tokens this one waits for
+        )
+        self.waits_until = 0  # how many of them
+        self.waiters: list[RequestState] = []  # the other way round, while this one runs
+        self.twin_of: RequestState | None = None
+        self.twins: list[RequestState] = []  # the other way round
+        self.head: RequestState | None = None  # of a beam: the request of the search as a whole
+        self.search: BeamGroup | None = None  # of a head
+        self.beams: list[RequestState] = []  # of a head: the running beams, best first
+        self.drawn: SampleOutput | None = None  # of a beam that waits for the others
+        self.order_key: tuple[int, ...] = ()  # the queue's own
+        self.queued_page_need: int | None = None  # new pages, as the waiting room knows it
+        self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
+        self.bypass_baseline = 0  # where that count stood when it began to wait
+        self.lookup: Lookup | None = None  # at the first admission
+        self.cached_on_arrival = probe.cached_len
+        self.num_reused = 0  # prompt tokens that this request never computed
+        self.num_scored = 0  # targets whose scores are known
+        self.prompt_scores: list[PromptScore] = []  # those of the prompt's own tokens
+        self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
+        self.num_prompt_done = 0  # prompt tokens whose K/V it has had
+        self.queued_at = now
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def committed(self) -> int:
+        return 0 if self.sequence is None else self.sequence.committed_len
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its last token is still to be computed, and another one drawn."""
+        sequence = self.sequence
+        if sequence is None or sequence.committed_len != len(self.tokens) - 1:
+            return False
+        return self.request.logprob_targets is None or self.only_draws
+
+    @property
+    def is_drawing(self) -> bool:
+        """A row in flight draws its next token."""
+        return self.sequence is not None and self.sequence.length >= len(self.tokens)
+
+    @property
+    def ends_next(self) -> bool:
+        """The next token is its last one, whichever it is."""
+        request, length = self.request, len(self.tokens) + 1
+        return length - self.num_prompt >= request.params.max_tokens or length >= request.max_len
+
+    @property
+    def only_draws(self) -> bool:
+        """Whether nothing is left to be scored before tokens are drawn."""
+        targets = self.request.logprob_targets
+        return targets is None or (self.request.also_generate and self.num_scored == len(targets))
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens of which the K/V is enough: nothing is drawn or scored behind them."""
+        if self.request.logprob_targets is None or self.only_draws:
+            return len(self.tokens) - 1
+        return self.request.score_start + self.num_scored
+
+    @property
+    def num_candidates(self) -> int:
+        """How many tokens are wanted behind a beam; 0 where one is drawn."""
+        head = self.head
+        return 0 if head is None or head.search is None else head.search.num_candidates
+
+    def wanted(self) -> IntArray:
+        """[num_reusable + 1] what the cache is asked for; it leaves the last one to be computed."""
+        return self.tokens.view(0, self.num_reusable + 1)
+
+    def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
+        cached = min(sequence.cached_len, self.num_prompt)
+        if self.lookup is None:
+            self.lookup, self.admitted_at, self.num_reused = lookup, now, cached
+        else:
+            self.num_reused = min(self.num_reused, cached)
+        self.num_prompt_done = max(self.num_prompt_done, cached)
+        self.sequence = sequence
+
+    def admit_twin(self, sequence: CacheSequence | None, now: float) -> None:
+        """Its whole prompt was computed by another one; `sequence` holds it, if there is room."""
+        assert self.twin_of is not None
+        self.take_scores(self.twin_of)
+        self.twin_of = None
+        self.sequence = sequence
+        self.num_reused = self.num_prompt_done = self.num_prompt
+        self.lookup, self.admitted_at = Lookup(self.num_prompt, "full", self.num_prompt), now
+
+    def take_scores(self, other: RequestState) -> None:
+        """`other`, with the same prompt, has scored it as far as it got."""
+        if self.request.also_generate and other.request.also_generate:
+            self.num_scored, self.prompt_scores = other.num_scored, list(other.prompt_scores)
+
+    def become_beam(self, head: RequestState) -> None:
+        """The search computed its prompt before there was this beam."""
+        self.head = head
+        self.num_reused = self.num_prompt_done = self.num_prompt
+        self.lookup, self.admitted_at = head.lookup, head.admitted_at
+
+    def note_committed(self, length: int) -> None:
+        self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self.num_prompt_done,
+            cached_tokens=self.num_reused,
+            computed_tokens=self.num_prompt_done - self.num_reused,
+            completion_tokens=self.num_output,
+        )
+
+    def metrics(self, now: float) -> Metrics:
+        start = self.queued_at
+        return Metrics(
+            queue_s=None if self.admitted_at is None else self.admitted_at - start,
+            ttft_s=None if self.first_token_at is None else self.first_token_at - start,
+            total_s=now - start,
+        )
