@@ -2,8 +2,9 @@
 
     python tools/draw_architecture.py [--output FILE]
 
-Packages and arrows come from the sources, type-only imports included. A package is drawn above every
-package that it imports; the control plane is on the left, the workers are on the right.
+Packages and arrows come from the sources, type-only imports included. A package is drawn above all
+that it imports; the control plane is on the left, the workers are on the right. Imports of the
+records, and those that follow from others, have no arrow.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "docs" / "img" / "architecture.svg"
@@ -27,8 +29,8 @@ COLOURS = {
     **dict.fromkeys(("scheduler", "cache"), "#dcebd8"),
     **dict.fromkeys(("runner", "models", "attention", KERNELS), "#d9e5f6"),
 }
-BOX_WIDTH, BOX_HEIGHT, GAP, LAYER = 250, 52, 40, 100  # pixels
-LETTERS = 41  # characters of a line in a box
+BOX_WIDTH, BOX_HEIGHT, GAP, LAYER = 270, 64, 36, 112  # pixels
+LETTERS = 44  # characters of a line in a box
 
 
 def package_of(module: str) -> str | None:
@@ -71,7 +73,7 @@ def purpose(package: str) -> str:
         return "config, request, schedule, output, errors"
     folder = ROOT / "kernels" if package == KERNELS else ROOT / "radixserve"
     text = ast.get_docstring(ast.parse((folder / package / "__init__.py").read_text())) or ""
-    return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
+    return " ".join(text.split("\n\n")[0].split()).split(". ")[0].rstrip(".").replace("`", "")
 
 
 def layers(imports: dict[str, set[str]]) -> list[list[str]]:
@@ -128,14 +130,11 @@ def svg() -> str:
             f'fill="{COLOURS.get(package, "#f2f2ee")}" stroke="#456"/>'
             f'<text x="{x + 10:.0f}" y="{y + 20:.0f}" font-size="13" font-weight="bold">'
             f"{escape(package)}</text>"
-            f'<text x="{x + 10:.0f}" y="{y + 39:.0f}" fill="#333">{escape(_cut(purpose(package)))}'
-            "</text>"
         )
+        for number, line in enumerate(wrap(purpose(package), LETTERS)[:2]):
+            top = y + 38 + 15 * number
+            parts.append(f'<text x="{x + 10:.0f}" y="{top:.0f}" fill="#333">{escape(line)}</text>')
     return "\n".join([*parts, "</svg>\n"])
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LETTERS else text[: LETTERS - 1].rsplit(" ", 1)[0] + " …"
 
 
 def main() -> None:
