@@ -109,7 +109,7 @@ class Stage:
         self.config = EngineConfig(**{**bench.engine_settings, **settings})
         bench.check_engine(model, self.config.num_pages or 0)
         runner = ModelRunner(bench.model(model), self.config, on_device=bench.is_dry)
-        self.info, self.choices = runner.info, runner.choices
+        self.info, self.resolved_config = runner.info, runner.resolved_config
         self.capacity = runner.num_pages * self.config.page_size  # tokens
         self.timed = TimedRunner(runner, bench.clock)
         self.engine = Engine(self.timed, self.config)

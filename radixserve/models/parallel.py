@@ -3,7 +3,7 @@
 Query heads, key/value heads and the columns of the MLP are split; o and down take what a rank has
 of them, so that the sum over the ranks is the layer's output. Key/value heads are repeated where
 there are more ranks than heads. The embedding is whole in every rank; the head is split by
-vocabulary. What ranks say to each other is behind `Ranks`.
+vocabulary. What ranks say to each other is behind `TPGroup`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from radixserve.models.decoder import DecoderShape, LayerTensors, WeightAndBias
 MAX_RANKS = 64
 
 
-class Ranks(Protocol):
+class TPGroup(Protocol):
     """The way from one rank to the others. Every call is made by all of them, in the same order.
 
     The tensor calls may be part of a CUDA graph; their results are equal in every rank to the bit.

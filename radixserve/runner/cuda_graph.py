@@ -17,21 +17,21 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.models.base import LanguageModel
-from radixserve.runner.device_batch import BatchSender
+from radixserve.runner.device_batch import BatchUploader
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.step_layout import StepLayout
 
 logger = logging.getLogger("radixserve")
 
-LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _NUM_WARM_UP = 2
 
 
-def ladder(max_rows: int) -> tuple[int, ...]:
+def capture_sizes(max_rows: int) -> tuple[int, ...]:
     """Numbers of rows to record, ascending. The last one holds `max_rows`, if a graph ever does:
     larger steps keep a device busy without."""
-    most = min(max_rows, LADDER[-1])
-    return (*[size for size in LADDER if size < most], most)
+    most = min(max_rows, CAPTURE_SIZES[-1])
+    return (*[size for size in CAPTURE_SIZES if size < most], most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class DecodeGraph:
 class DecodeGraphs:
     """All recordings of a runner. `record` comes once, when K and V have their final place."""
 
-    def __init__(self, queue: DeviceQueue, sender: BatchSender) -> None:
+    def __init__(self, queue: DeviceQueue, sender: BatchUploader) -> None:
         self._queue, self._sender = queue, sender
         self._graphs: list[DecodeGraph] = []  # ascending
 
@@ -80,7 +80,7 @@ class DecodeGraphs:
         return None
 
     @torch.inference_mode()
-    def record(
+    def capture(
         self,
         model: LanguageModel,
         backend: Any,
@@ -96,7 +96,7 @@ class DecodeGraphs:
         device = self._queue.device
         shape = sizes[-1], model.info.vocab_size
         logits = torch.empty(shape, dtype=torch.float32, device=device)
-        recorder = _CudaRecorder(device) if device.type == "cuda" else None
+        capturer = _GraphCapturer(device) if device.type == "cuda" else None
         levels_for = backend.levels_for_graph if shares else None
         for size in reversed(sizes):
             batch, out = self._sender.padding(size), logits[:size]
@@ -106,7 +106,7 @@ class DecodeGraphs:
                 own.plan(batch)
                 backends.append(own)
                 run = _forward_into(out, model, batch, own)
-                replays.append(run if recorder is None else recorder.record(run))
+                replays.append(run if capturer is None else capturer.capture(run))
             graph = DecodeGraph(
                 size, max_pages(size), tuple(backends), tuple(replays), out, levels_for
             )
@@ -123,7 +123,7 @@ def _forward_into(
     return forward
 
 
-class _CudaRecorder:
+class _GraphCapturer:
     """Of one device. All recordings share a stream and memory: one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class _CudaRecorder:
         self._side = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """What repeats `run` over the same tensors."""
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)

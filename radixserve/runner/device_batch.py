@@ -12,8 +12,8 @@ from torch import Tensor
 
 from radixserve.attention.base import ForwardBatch
 from radixserve.runner.device_queue import DeviceQueue
+from radixserve.runner.h2d_buffer import H2DBuffer
 from radixserve.runner.page_table import PageTable
-from radixserve.runner.staging import Staging
 from radixserve.runner.step_layout import StepLayout, pad
 from radixserve_kernels import gpu_ops
 
@@ -34,7 +34,7 @@ class DeviceBatch(ForwardBatch):
         return self._kv_indices
 
 
-class BatchSender:
+class BatchUploader:
     """Makes DeviceBatches. `num_fixed` rows of one token have a buffer that never moves: what a
     graph of a decode step was recorded on is where its input arrives."""
 
@@ -42,9 +42,9 @@ class BatchSender:
         self, queue: DeviceQueue, table: PageTable, page_size: int, num_fixed: int
     ) -> None:
         self._table, self._page_size = table, page_size
-        self._growing = Staging(queue, _FIRST_BYTES)
+        self._growing = H2DBuffer(queue, _FIRST_BYTES)
         fixed_bytes = num_fixed * _ROW_BYTES + _NUM_ARRAYS * 64 + _EXTRA_BYTES
-        self._fixed = Staging(queue, fixed_bytes, can_grow=False)
+        self._fixed = H2DBuffer(queue, fixed_bytes, can_grow=False)
 
     def send(
         self,
@@ -60,22 +60,25 @@ class BatchSender:
         """
         update = self._table.update(layout)
         more = dict(extra)
-        if len(update.cells):
-            more["cells"], more["pages"] = update.cells, _int32(update.pages)
-        if layout.late.size:
-            more["late_places"], more["late_outputs"] = layout.late
+        if len(update.flat_slots):
+            more["flat_slots"], more["pages"] = update.flat_slots, _int32(update.pages)
+        if layout.future_tokens.size:
+            more["future_positions"], more["future_outputs"] = layout.future_tokens
         index = _index(layout)
-        index["lines"], index["last_cells"] = _int32(update.lines), update.last_cells
+        index["table_rows"], index["last_flat_slots"] = (
+            _int32(update.table_rows),
+            update.last_flat_slots,
+        )
         index["last_pages"] = _int32(update.last_pages)
-        there = self._upload(index, more, is_fixed)
-        if len(update.cells):
-            self._table.write(there["cells"], there["pages"])
-        self._table.write(there["last_cells"], there["last_pages"])
-        input_ids = there["input_ids"]
-        if layout.late.size:
-            drawn = previous.index_select(0, there["late_outputs"])
-            input_ids.index_copy_(0, there["late_places"], drawn)
-        return self._batch(layout, there), there
+        device_tensors = self._upload(index, more, is_fixed)
+        if len(update.flat_slots):
+            self._table.write(device_tensors["flat_slots"], device_tensors["pages"])
+        self._table.write(device_tensors["last_flat_slots"], device_tensors["last_pages"])
+        input_ids = device_tensors["input_ids"]
+        if layout.future_tokens.size:
+            drawn = previous.index_select(0, device_tensors["future_outputs"])
+            input_ids.index_copy_(0, device_tensors["future_positions"], drawn)
+        return self._batch(layout, device_tensors), device_tensors
 
     def padding(self, num_rows: int) -> DeviceBatch:
         """A batch of padding alone in the fixed buffer, to record a graph of `num_rows` rows on."""
@@ -95,18 +98,22 @@ class BatchSender:
             return self._fixed.send(everything)
         return self._fixed.send(index) | self._growing.send(more)
 
-    def _batch(self, layout: StepLayout, there: dict[str, Tensor]) -> DeviceBatch:
+    def _batch(self, layout: StepLayout, device_tensors: dict[str, Tensor]) -> DeviceBatch:
         kv_indices = torch.empty(
             layout.num_all_pages, dtype=torch.int32, device=self._table.pages.device
         )
         gpu_ops.flat_indices(
-            self._table.pages, there["lines"], there["num_pages"], there["kv_indptr"], kv_indices
+            self._table.pages,
+            device_tensors["table_rows"],
+            device_tensors["num_pages"],
+            device_tensors["kv_indptr"],
+            kv_indices,
         )
         return DeviceBatch(
-            input_ids=there["input_ids"],
-            positions=there["positions"],
-            slot_mapping=there["slots"],
-            logits_indices=there["logits_indices"],
+            input_ids=device_tensors["input_ids"],
+            positions=device_tensors["positions"],
+            slot_mapping=device_tensors["slots"],
+            logits_indices=device_tensors["logits_indices"],
             host=layout.host,
             page_size=self._page_size,
             _kv_indices=kv_indices,

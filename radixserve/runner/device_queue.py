@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A place in the queue."""
 
     def wait(self) -> None:
-        """Return when everything queued before the mark has run."""
+        """Return when everything queued before the event has run."""
         ...
 
 
@@ -41,20 +41,20 @@ class DeviceQueue:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy of `source`, of a host buffer; leave that alone until a later mark."""
+        """Queue a copy of `source`, of a host buffer; leave that alone until a later event."""
         target.copy_(source, non_blocking=True)
 
     def download(self, target: Tensor, source: Tensor) -> None:
-        """Queue a copy into `target`, of a host buffer; read that behind a later mark only."""
+        """Queue a copy into `target`, of a host buffer; read that behind a later event only."""
         target.copy_(source, non_blocking=True)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """The place behind everything that was queued so far."""
         if not self._is_cuda:
-            return _Passed()
+            return _CompletedEvent()
         event = torch.cuda.Event()
         event.record()
-        return _EventMark(event)
+        return _CudaEvent(event)
 
     def wait(self) -> None:
         """Return when everything that was queued has run."""
@@ -62,14 +62,14 @@ class DeviceQueue:
             torch.cuda.synchronize(self.device)
 
 
-class _Passed:
+class _CompletedEvent:
     """On the CPU everything queued has run."""
 
     def wait(self) -> None:
         pass
 
 
-class _EventMark:
+class _CudaEvent:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 

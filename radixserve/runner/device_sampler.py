@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
+from radixserve.runner.d2h_buffer import D2HBuffer, PendingD2H
 from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.readback import Parcel, Readback
 from radixserve.runner.sample_plan import SamplePlan
 from radixserve.runner.sampler import sample, score, with_scores
 from radixserve.schedule import SampleOutput
@@ -25,47 +25,53 @@ _Top = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class PendingSample:
     """What was queued for one step."""
 
     plan: SamplePlan
     tokens: Tensor  # [num_outputs] int64 on the device, 0 where the host draws or none can be drawn
-    parcel: Parcel
+    transfer: PendingD2H
     logits: Tensor | None  # [S, V] of the step, kept where the host has something to do with them
 
 
 class DeviceSampler:
     """Keeps nothing between steps but the memory of its copies to the host."""
 
-    def __init__(self, queue: DeviceQueue, ranks: Ranks | None = None) -> None:
-        self._readback = Readback(queue)
+    def __init__(self, queue: DeviceQueue, ranks: TPGroup | None = None) -> None:
+        self._d2h = D2HBuffer(queue)
         self._ranks = ranks
 
     def launch(
-        self, logits: Tensor, plan: SamplePlan, there: dict[str, Tensor], *, is_lent: bool
-    ) -> Drawing:
-        """Queue all draws. logits [S, V] float32; `is_lent`: the next step may overwrite them.
+        self,
+        logits: Tensor,
+        plan: SamplePlan,
+        device_tensors: dict[str, Tensor],
+        *,
+        in_graph_buffer: bool,
+    ) -> PendingSample:
+        """Queue all draws. logits [S, V] float32; `in_graph_buffer`: the next step may
+        overwrite them.
 
-        there: `plan.arrays` on the device.
+        device_tensors: `plan.arrays` there.
         """
         kept = None
-        if plan.hosted or plan.scored:
-            kept = logits.clone() if is_lent else logits
+        if plan.host_sampled or plan.scored:
+            kept = logits.clone() if in_graph_buffer else logits
         own = logits[: plan.num_drawn]
         if not plan.is_whole:
-            own = logits.index_select(0, there["draw_rows"])
-        token_ids, is_finite = _draw(own, plan, there)
+            own = logits.index_select(0, device_tensors["draw_rows"])
+        token_ids, is_finite = _draw(own, plan, device_tensors)
         tokens = token_ids
         if plan.has_gaps:
             tokens = token_ids.new_zeros(plan.num_outputs).index_copy_(
-                0, there["outputs"], token_ids
+                0, device_tensors["outputs"], token_ids
             )
         if self._ranks is not None:
             self._ranks.broadcast(tokens[: plan.num_rows])  # what comes behind them feeds no step
         told = [torch.where(is_finite, token_ids, -1)]
         if len(plan.wants_logprobs):
-            told += _logprobs(own, token_ids, plan, there)
-        return Drawing(plan, tokens, self._readback.fetch(told), kept)
+            told += _logprobs(own, token_ids, plan, device_tensors)
+        return PendingSample(plan, tokens, self._d2h.fetch(told), kept)
 
     def follow(self, num_rows: int, device: torch.device) -> Tensor:
         """The tokens [num_rows] that rank 0 draws in this step, for the other ranks."""
@@ -74,56 +80,58 @@ class DeviceSampler:
         self._ranks.broadcast(tokens)
         return tokens
 
-    def collect(self, drawing: Drawing) -> tuple[SampleOutput | None, ...]:
+    def collect(self, pending: PendingSample) -> tuple[SampleOutput | None, ...]:
         """Wait for the tokens; one entry for each output of the schedule."""
-        plan, parcel = drawing.plan, drawing.parcel
-        parcel.mark.wait()
-        drawn = _read(plan, parcel)
-        self._readback.release(parcel)
+        plan, transfer = pending.plan, pending.transfer
+        transfer.event.wait()
+        drawn = _read(plan, transfer)
+        self._d2h.release(transfer)
         outputs: list[SampleOutput | None] = list(drawn)
         if plan.has_gaps:
             outputs = [None] * plan.num_outputs
             for at, output in zip(plan.outputs.tolist(), drawn, strict=True):
                 outputs[at] = output
-        if drawing.logits is not None:
-            _finish_on_host(plan, drawing.logits, outputs)
+        if pending.logits is not None:
+            _finish_on_host(plan, pending.logits, outputs)
         return tuple(outputs)
 
 
-def _draw(logits: Tensor, plan: SamplePlan, there: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _draw(
+    logits: Tensor, plan: SamplePlan, device_tensors: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """Token ids [n] int64, 0 where the best logit is not finite, and whether it is [n] bool."""
     if "banned_ids" in plan.arrays:
-        banned = there["banned_draws"], there["banned_ids"]
+        banned = device_tensors["banned_draws"], device_tensors["banned_ids"]
         logits = logits.index_put(banned, logits.new_full((), -torch.inf))
     if plan.is_greedy:
         return gpu_ops.argmax(logits)
     is_finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     token_ids = gpu_ops.sample(
         logits,
-        there["temperature"],
-        there["top_k"],
-        there["top_p"],
-        there["min_p"],
-        there["uniform"],
+        device_tensors["temperature"],
+        device_tensors["top_k"],
+        device_tensors["top_p"],
+        device_tensors["min_p"],
+        device_tensors["uniform"],
         is_finite,
     )
     return token_ids, is_finite
 
 
 def _logprobs(
-    logits: Tensor, token_ids: Tensor, plan: SamplePlan, there: dict[str, Tensor]
+    logits: Tensor, token_ids: Tensor, plan: SamplePlan, device_tensors: dict[str, Tensor]
 ) -> list[Tensor]:
     """Of the draws that want them: the token's own [m], and the best ones [m, K] and their ids."""
-    draws = there["logprob_draws"]
+    draws = device_tensors["logprob_draws"]
     logprobs = logits.index_select(0, draws).log_softmax(-1)
     own = logprobs.gather(1, token_ids.index_select(0, draws)[:, None])[:, 0]
     most = int(plan.num_top_logprobs.max())
     return [own, *logprobs.topk(most, -1)] if most else [own]
 
 
-def _read(plan: SamplePlan, parcel: Parcel) -> list[SampleOutput]:
+def _read(plan: SamplePlan, transfer: PendingD2H) -> list[SampleOutput]:
     """The device draws, in their order."""
-    told, *logprobs = parcel.arrays
+    told, *logprobs = transfer.arrays
     outputs = [SampleOutput(token_id, None, ()) for token_id in told.tolist()]
     if logprobs:
         tops: list[_Top] = [()] * len(plan.num_top_logprobs)
@@ -143,10 +151,10 @@ def _read(plan: SamplePlan, parcel: Parcel) -> list[SampleOutput]:
 
 def _finish_on_host(plan: SamplePlan, logits: Tensor, outputs: list[SampleOutput | None]) -> None:
     """Draw what depends on a history, and score; a row may be drawn from and scored."""
-    if plan.hosted:
-        places = torch.tensor([one.logit for one in plan.hosted], device=logits.device)
-        drawn = sample(logits.index_select(0, places), [one.spec for one in plan.hosted])
-        for one, output in zip(plan.hosted, drawn, strict=True):
+    if plan.host_sampled:
+        places = torch.tensor([one.logit for one in plan.host_sampled], device=logits.device)
+        drawn = sample(logits.index_select(0, places), [one.spec for one in plan.host_sampled])
+        for one, output in zip(plan.host_sampled, drawn, strict=True):
             outputs[one.output] = output
     for scoring in plan.scored:
         rows = logits[scoring.logit : scoring.logit + len(scoring.logprob_targets)]

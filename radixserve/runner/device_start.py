@@ -12,9 +12,9 @@ from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel, ModelInfo
-from radixserve.models.parallel import Ranks
-from radixserve.runner.cuda_graph import ladder
-from radixserve.runner.device_batch import BatchSender
+from radixserve.models.parallel import TPGroup
+from radixserve.runner.cuda_graph import capture_sizes
+from radixserve.runner.device_batch import BatchUploader
 from radixserve.runner.device_memory import (
     MemoryUse,
     fitting_pages,
@@ -27,7 +27,7 @@ from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.device_steps import DeviceSteps
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.page_table import PageTable
-from radixserve.runner.warm_up import num_trial_pages, trial_schedules
+from radixserve.runner.profile_run import num_profile_pages, profile_schedules
 
 logger = logging.getLogger("radixserve")
 
@@ -35,7 +35,7 @@ GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a ro
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class DeviceParts:
     """A runner's parts on a device."""
 
     steps: DeviceSteps
@@ -48,8 +48,8 @@ def start_on_device(
     backend_name: str,
     config: EngineConfig,
     queue: DeviceQueue,
-    ranks: Ranks | None = None,
-) -> Started:
+    ranks: TPGroup | None = None,
+) -> DeviceParts:
     """Warm up, take the memory that the pool may have, record decode steps.
 
     backend_name: where the settings left the choice open and it cannot be made ready, the next one
@@ -59,19 +59,23 @@ def start_on_device(
     info, size = model.info, config.page_size
     num_pages = _given_pages(config, info, queue)
     longest = min(config.max_seq_len or info.max_positions, info.max_positions)
-    line_pages = min(-(-longest // size), num_pages or most_pages(queue.device, info, size))
-    longest = min(longest, line_pages * size)
-    sizes = ladder(config.max_running_requests) if config.cuda_graphs and can_record(model) else ()
+    max_row_pages = min(-(-longest // size), num_pages or most_pages(queue.device, info, size))
+    longest = min(longest, max_row_pages * size)
+    sizes = (
+        capture_sizes(config.max_running_requests)
+        if config.cuda_graphs and can_capture(model)
+        else ()
+    )
     with queue.active():
-        table = PageTable(config.max_running_requests, line_pages, queue.device)
-        sender = BatchSender(queue, table, size, max(sizes, default=0))
+        table = PageTable(config.max_running_requests, max_row_pages, queue.device)
+        sender = BatchUploader(queue, table, size, max(sizes, default=0))
         steps = DeviceSteps(model, queue, sender, table, ranks)
 
         later = graph_bytes(max(sizes, default=0), info.vocab_size)
         names = [backend_name]
         if config.attention_backend == "auto" and backend_name == "flashinfer":
             names.append("triton")  # which brings its compiler along
-        use, backend_name = _try_out(steps, names, config, queue, longest, later)
+        use, backend_name = _profile_run(steps, names, config, queue, longest, later)
         if num_pages is None:
             share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * size
             num_pages = fitting_pages(use, share, page_bytes, size)
@@ -85,16 +89,16 @@ def start_on_device(
         if sizes and hasattr(backend, "for_graph"):
             logger.info("recording decode steps of %s rows", _shown(sizes))
             began = time.perf_counter()
-            steps.graphs.record(
+            steps.graphs.capture(
                 model,
                 backend,
                 sizes,
-                lambda rows: min(rows * line_pages, max(4 * pool.num_pages, GRAPH_PAGES) + rows),
+                lambda rows: min(rows * max_row_pages, max(4 * pool.num_pages, GRAPH_PAGES) + rows),
                 shares=config.cascade_attention,
             )
             spent = time.perf_counter() - began
             logger.info("decode steps recorded in %.1f s", spent)
-    return Started(steps, pool, backend)
+    return DeviceParts(steps, pool, backend)
 
 
 def _given_pages(config: EngineConfig, info: ModelInfo, queue: DeviceQueue) -> int | None:
@@ -105,12 +109,12 @@ def _given_pages(config: EngineConfig, info: ModelInfo, queue: DeviceQueue) -> i
     return choose_num_pages(config, info)
 
 
-def can_record(model: LanguageModel) -> bool:
+def can_capture(model: LanguageModel) -> bool:
     """Whether a graph can be made of its forward."""
-    return bool(getattr(model, "can_record", False))
+    return bool(getattr(model, "can_capture", False))
 
 
-def _try_out(
+def _profile_run(
     steps: DeviceSteps,
     backend_names: list[str],
     config: EngineConfig,
@@ -126,15 +130,15 @@ def _try_out(
     logger.info("warming up on %s: kernels are compiled when they first run", queue.device)
     began, info, size = time.perf_counter(), steps.info, config.page_size
     forget_peak(queue.device)
-    count = num_trial_pages(config.chunked_prefill_size, config.max_running_requests, size)
+    count = num_profile_pages(config.chunked_prefill_size, config.max_running_requests, size)
     pool = KVPool(info, count, size, queue.device)
     backend = _first_ready(backend_names, pool, info, config)
     steps.use(pool, backend)
-    for schedule in trial_schedules(
+    for schedule in profile_schedules(
         config.chunked_prefill_size, config.max_running_requests, longest, size
     ):
         steps.collect(steps.launch(schedule))
-    steps.let_go()
+    steps.release_pool()
     logger.info("warmed up in %.1f s", time.perf_counter() - began)
     return measure(queue.device, pool.num_bytes, later), backend.name
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.models.base import LanguageModel, ModelInfo
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.runner.cuda_graph import DecodeGraphs
-from radixserve.runner.device_batch import BatchSender
+from radixserve.runner.device_batch import BatchUploader
 from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.device_sampler import DeviceSampler, Drawing
+from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.kv_pool import KVPool
 from radixserve.runner.page_table import PageTable
 from radixserve.runner.sample_plan import SamplePlan, plan_samples
-from radixserve.runner.step_layout import lay_out, pad
+from radixserve.runner.step_layout import pad, prepare_inputs
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 from radixserve_kernels import gpu_ops
 
@@ -32,7 +32,7 @@ from radixserve_kernels import gpu_ops
 class PendingStep:
     """A step that was queued. Collect it once."""
 
-    drawing: Drawing | None  # None: nothing is drawn here
+    sample: PendingSample | None  # None: nothing is drawn here
     num_outputs: int
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prepare", "forward", "sample"), 0.0)
@@ -46,9 +46,9 @@ class DeviceSteps:
         self,
         model: LanguageModel,
         queue: DeviceQueue,
-        sender: BatchSender,
+        sender: BatchUploader,
         table: PageTable,
-        ranks: Ranks | None = None,
+        ranks: TPGroup | None = None,
     ) -> None:
         self._model, self._queue, self._sender, self._table = model, queue, sender, table
         self._sampler = DeviceSampler(queue, ranks)
@@ -67,7 +67,7 @@ class DeviceSteps:
         self._over = pool, backend
         self._table.clear()
 
-    def let_go(self) -> None:
+    def release_pool(self) -> None:
         """Hold no pool: there is to be another one."""
         self._over = None
 
@@ -92,13 +92,13 @@ class DeviceSteps:
     @torch.inference_mode()
     def collect(self, pending: PendingStep) -> ModelRunnerOutput:
         """Wait for a launched step and read what it drew."""
-        if pending.drawing is None:
+        if pending.sample is None:
             return ModelRunnerOutput((None,) * pending.num_outputs, pending.seconds)
         began = time.perf_counter()
         with self._queue.active():
-            pending.drawing.parcel.mark.wait()
+            pending.sample.transfer.event.wait()
             arrived = time.perf_counter()
-            outputs = self._sampler.collect(pending.drawing)
+            outputs = self._sampler.collect(pending.sample)
         pending.seconds["forward"] += arrived - began
         pending.seconds["sample"] += time.perf_counter() - arrived
         return ModelRunnerOutput(outputs, pending.seconds)
@@ -106,18 +106,20 @@ class DeviceSteps:
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
         assert self._over is not None
         rows, (pool, backend) = schedule.rows, self._over
-        layout = lay_out(rows, pool.page_size)
+        layout = prepare_inputs(rows, pool.page_size)
         graph = self.graphs.pick(layout)
         if graph is not None:
             layout = pad(layout, graph.num_rows)
-        assert self._is_known[layout.late[1]].all(), "a token was drawn on the host"
+        assert self._is_known[layout.future_tokens[1]].all(), "a token was drawn on the host"
         plan = plan_samples(schedule, layout, self._model.info.vocab_size) if self._draws else None
         extra = {} if plan is None else dict(plan.arrays)
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
-        batch, there = self._sender.send(layout, extra, self._tokens, is_fixed=graph is not None)
-        if "copies" in there:
-            gpu_ops.copy_heads(pool.kv, there["copies"])
+        batch, device_tensors = self._sender.send(
+            layout, extra, self._tokens, is_fixed=graph is not None
+        )
+        if "copies" in device_tensors:
+            gpu_ops.copy_heads(pool.kv, device_tensors["copies"])
         if graph is None:
             backend.plan(batch)
             prepared = time.perf_counter()
@@ -128,7 +130,9 @@ class DeviceSteps:
             logits = replay()
         layout.host.close()
         computed = time.perf_counter()
-        pending = self._sample(schedule, plan, logits, there, is_lent=graph is not None)
+        pending = self._sample(
+            schedule, plan, logits, device_tensors, in_graph_buffer=graph is not None
+        )
         pending.seconds["prepare"] = prepared - began
         pending.seconds["forward"] = computed - prepared
         pending.seconds["sample"] = time.perf_counter() - computed
@@ -139,20 +143,20 @@ class DeviceSteps:
         schedule: SchedulerOutput,
         plan: SamplePlan | None,
         logits: Tensor,
-        there: dict[str, Tensor],
+        device_tensors: dict[str, Tensor],
         *,
-        is_lent: bool,
+        in_graph_buffer: bool,
     ) -> PendingStep:
         if plan is None:
             num_rows = len(schedule.rows)
             self._tokens = self._sampler.follow(num_rows, self._queue.device)
             self._is_known = np.ones(num_rows, bool)
             return PendingStep(None, num_rows)
-        drawing = self._sampler.launch(logits, plan, there, is_lent=is_lent)
-        self._tokens = drawing.tokens
+        drawn = self._sampler.launch(logits, plan, device_tensors, in_graph_buffer=in_graph_buffer)
+        self._tokens = drawn.tokens
         self._is_known = np.zeros(plan.num_outputs, bool)
         self._is_known[plan.outputs] = True
-        return PendingStep(drawing, plan.num_outputs)
+        return PendingStep(drawn, plan.num_outputs)
 
     def _copy_heads(self, schedule: SchedulerOutput) -> None:
         assert self._over is not None

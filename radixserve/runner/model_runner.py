@@ -18,7 +18,7 @@ from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
 from radixserve.runner.device import check_dtype, choose_device, describe_device
@@ -45,7 +45,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerChoices:
+class ResolvedConfig:
     """What the settings' "auto" came to."""
 
     device: str  # "cpu", or "cuda:0 (NVIDIA H200)"
@@ -76,7 +76,7 @@ class ModelRunner:
         self,
         model_path: str,
         config: EngineConfig,
-        ranks: Ranks | None = None,
+        ranks: TPGroup | None = None,
         *,
         on_device: bool = False,
     ) -> None:
@@ -110,7 +110,7 @@ class ModelRunner:
             )
         self.num_pages = self._pool.num_pages
         self.backend_name = self._backend.name
-        self.choices = RunnerChoices(
+        self.resolved_config = ResolvedConfig(
             device=describe_device(device),
             dtype=str(self.info.dtype).removeprefix("torch."),
             attention_backend=self.backend_name,
@@ -121,7 +121,7 @@ class ModelRunner:
             "%s, %d parameters, on %s; %d pages of %d tokens (%d MiB)",
             self.info.architecture,
             self.info.num_parameters,
-            self.choices,
+            self.resolved_config,
             self.num_pages,
             config.page_size,
             self._pool.num_bytes >> 20,

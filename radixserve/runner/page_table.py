@@ -21,29 +21,29 @@ from radixserve.schedule import ScheduledRequest
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """What a step changes in the table; cells are flat places in it."""
+    """What a step changes in the table; flat_slots are flat places in it."""
 
-    lines: IndexArray  # [R] of each row, padding included
-    last_cells: IndexArray  # [R] where each row's last page stands
+    table_rows: IndexArray  # [R] of each row, padding included
+    last_flat_slots: IndexArray  # [R] where each row's last page stands
     last_pages: IndexArray  # [R] that page
-    cells: IndexArray  # [n] other places that changed; distinct
+    flat_slots: IndexArray  # [n] other places that changed; distinct
     pages: IndexArray  # [n]
 
 
 class PageTable:
-    """pages [lines + 1, max_pages] int32 on the device; the last line is that of padding, page 0.
+    """pages [rows + 1, max_pages] int32 on the device; the last row is that of padding, page 0.
 
-    A line is a request's until it is needed for another one: the least recently used goes first.
+    A row is a request's until it is needed for another one: the least recently used goes first.
     """
 
-    def __init__(self, num_lines: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
         self.max_pages = max_pages
-        self.pages = torch.zeros((num_lines + 1, max_pages), dtype=torch.int32, device=device)
+        self.pages = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
         self._lines: OrderedDict[str, int] = OrderedDict()  # by last use
-        self._free = list(range(num_lines))[::-1]
+        self._free = list(range(num_rows))[::-1]
 
     @property
-    def num_lines(self) -> int:
+    def num_rows(self) -> int:
         return len(self.pages) - 1
 
     def update(self, layout: StepLayout) -> TableUpdate:
@@ -59,25 +59,27 @@ class PageTable:
         if (most := int(num_pages.max())) > self.max_pages:
             name = layout.names[int(num_pages.argmax())]
             raise ValueError(f"request {name!r} has {most} pages, at most {self.max_pages} fit")
-        if num_rows > self.num_lines:
+        if num_rows > self.num_rows:
             self._grow(num_rows)
-        lines, fresh = self._assign(layout.names)
-        lines += [self.num_lines] * (layout.num_all_rows - num_rows)
-        line_of = np.array(lines, np.int64)
-        begin = line_of * self.max_pages
+        table_rows, fresh = self._assign(layout.names)
+        table_rows += [self.num_rows] * (layout.num_all_rows - num_rows)
+        table_row_of = np.array(table_rows, np.int64)
+        begin = table_row_of * self.max_pages
         first = layout.first_new_page
         if fresh:
             first = first.copy()
             first[fresh] = 0
         many = np.flatnonzero(first < num_pages[:num_rows] - 1)
-        cells = pages = np.empty(0, np.int64)
+        flat_slots = pages = np.empty(0, np.int64)
         if len(many):
             changed = [tables[at][first[at] : -1] for at in many.tolist()]
             pages = np.concatenate(changed, dtype=np.int64)
             bounds = indptr(np.array([len(one) for one in changed], np.int64))
             shift = begin[many] + first[many] - bounds[:-1]
-            cells = np.arange(len(pages)) + np.repeat(shift, np.diff(bounds))
-        return TableUpdate(line_of, begin + num_pages - 1, layout.last_pages, cells, pages)
+            flat_slots = np.arange(len(pages)) + np.repeat(shift, np.diff(bounds))
+        return TableUpdate(
+            table_row_of, begin + num_pages - 1, layout.last_pages, flat_slots, pages
+        )
 
     def forget(self, rows: Sequence[ScheduledRequest]) -> None:
         """What the table says of these requests is not to be relied on."""
@@ -91,30 +93,30 @@ class PageTable:
         self._free += self._lines.values()
         self._lines.clear()
 
-    def write(self, cells: Tensor, pages: Tensor) -> None:
-        """cells [n] int64, pages [n] int32, on the device; queued there."""
-        self.pages.view(-1).index_copy_(0, cells, pages)
+    def write(self, flat_slots: Tensor, pages: Tensor) -> None:
+        """flat_slots [n] int64, pages [n] int32, on the device; queued there."""
+        self.pages.view(-1).index_copy_(0, flat_slots, pages)
 
     def _assign(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
         """The line of each, as recently used as the others then; places of those that had none."""
-        known, lines, fresh = self._lines, [], []
+        known, table_rows, fresh = self._lines, [], []
         for at, name in enumerate(names):
             line = known.get(name, -1)
             if line < 0:
                 fresh.append(at)
             else:
                 known.move_to_end(name)
-            lines.append(line)
+            table_rows.append(line)
         for at in fresh:
-            lines[at] = self._free.pop() if self._free else known.popitem(last=False)[1]
-            known[names[at]] = lines[at]
-        return lines, fresh
+            table_rows[at] = self._free.pop() if self._free else known.popitem(last=False)[1]
+            known[names[at]] = table_rows[at]
+        return table_rows, fresh
 
-    def _grow(self, num_lines: int) -> None:
-        """More lines, for a step of more rows than were expected; the padding's is the last."""
-        old, before = self.pages, self.num_lines
+    def _grow(self, num_rows: int) -> None:
+        """More rows, for a step of more rows than were expected; the padding's is the last."""
+        old, before = self.pages, self.num_rows
         self.pages = torch.zeros(
-            (num_lines + 1, self.max_pages), dtype=torch.int32, device=old.device
+            (num_rows + 1, self.max_pages), dtype=torch.int32, device=old.device
         )
         self.pages[:before] = old[:before]
-        self._free += range(before, num_lines)
+        self._free += range(before, num_rows)

@@ -50,7 +50,7 @@ class SamplePlan:
     is_greedy: bool  # no draw needs a random number
     wants_logprobs: IndexArray  # [m] draws that do
     num_top_logprobs: IndexArray  # [m] how many of the best tokens each wants
-    hosted: tuple[Draw, ...]
+    host_sampled: tuple[Draw, ...]
     scored: tuple[Scoring, ...]
     arrays: dict[str, NDArray[Any]]  # to be sent along; the names are DeviceSampler's
 
@@ -67,20 +67,20 @@ def plan_samples(schedule: SchedulerOutput, layout: StepLayout, vocab_size: int)
         if spec is not None
     ]
     is_simple = all(is_greedy_only(spec) for _, _, spec in draws)
-    hosted: tuple[Draw, ...] = ()
+    host_sampled: tuple[Draw, ...] = ()
     if not is_simple:
-        hosted = tuple(Draw(*one) for one in draws if needs_host(one[2]))
-        draws = [one for one in draws if not needs_host(one[2])] if hosted else draws
+        host_sampled = tuple(Draw(*one) for one in draws if is_host_sampled(one[2]))
+        draws = [one for one in draws if not is_host_sampled(one[2])] if host_sampled else draws
     scored = tuple(
         Scoring(at, int(layout.first_logit[at]), row.logprob_targets, row.num_top_logprobs)
         for at, row in enumerate(rows)
         if row.logprob_targets is not None
     )
-    plan = _arrange(len(rows), len(specs), draws, hosted, scored)
+    plan = _arrange(len(rows), len(specs), draws, host_sampled, scored)
     return plan if is_simple else _with_parameters(plan, [one[2] for one in draws], vocab_size)
 
 
-def needs_host(spec: SampleSpec) -> bool:
+def is_host_sampled(spec: SampleSpec) -> bool:
     """Whether its token depends on all tokens before, or several are wanted."""
     return spec.num_candidates > 0 or spec.params.has_penalty
 
@@ -89,7 +89,7 @@ def _arrange(
     num_rows: int,
     num_outputs: int,
     draws: Sequence[tuple[int, int, SampleSpec]],  # output and row of the logits of each
-    hosted: tuple[Draw, ...],
+    host_sampled: tuple[Draw, ...],
     scored: tuple[Scoring, ...],
 ) -> SamplePlan:
     """Of draws on the device that all take the best token."""
@@ -113,7 +113,7 @@ def _arrange(
         is_greedy=True,
         wants_logprobs=none,
         num_top_logprobs=none,
-        hosted=hosted,
+        host_sampled=host_sampled,
         scored=scored,
         arrays=arrays,
     )

@@ -77,7 +77,7 @@ class StepLayout:
     num_pages: IndexArray  # [R]
     last_pages: IndexArray  # [R] the last page of each row
     first_new_page: IndexArray  # [rows without padding] see `ScheduledRequest`
-    late: IndexArray  # [2, n] places in input_ids, and the outputs of the step before that go there
+    future_tokens: IndexArray  # [2, n] places in input_ids, and their outputs of the last step
     host: LazyHostIndex
 
     @classmethod
@@ -85,8 +85,8 @@ class StepLayout:
         """No rows, to be padded."""
         none, zero = np.empty(0, np.int64), np.zeros(1, np.int64)
         host = LazyHostIndex(none, zero, zero, none, [])
-        late = np.empty((2, 0), np.int64)
-        return cls((), none, none, none, none, none, none, none, none, none, late, host)
+        future_tokens = np.empty((2, 0), np.int64)
+        return cls((), none, none, none, none, none, none, none, none, none, future_tokens, host)
 
     @property
     def num_rows(self) -> int:
@@ -106,7 +106,7 @@ class StepLayout:
         return int(self.host.kv_indptr[-1])
 
 
-def lay_out(rows: Sequence[ScheduledRequest], page_size: int) -> StepLayout:
+def prepare_inputs(rows: Sequence[ScheduledRequest], page_size: int) -> StepLayout:
     """Rows (at least one) as they are. Raises ValueError if one's pages do not fit it."""
     columns = dict(
         zip(ScheduledRequest._fields, zip(*rows, strict=True), strict=True)
@@ -129,8 +129,8 @@ def lay_out(rows: Sequence[ScheduledRequest], page_size: int) -> StepLayout:
     counts = np.array([spec is not None for spec in columns["sample"]], np.int64)
     if any(targets is not None for targets in columns["logprob_targets"]):
         counts = num_logits(rows)
-    late = _late_tokens(np.array(columns["future_index"], np.int64), qo_indptr)
-    input_ids[late[0]] = 0
+    future_tokens = _future_tokens(np.array(columns["future_index"], np.int64), qo_indptr)
+    input_ids[future_tokens[0]] = 0
     return StepLayout(
         names=columns["request_id"],
         input_ids=input_ids,
@@ -142,7 +142,7 @@ def lay_out(rows: Sequence[ScheduledRequest], page_size: int) -> StepLayout:
         num_pages=num_pages,
         last_pages=last_pages,
         first_new_page=np.array(columns["first_new_page"], np.int64),
-        late=late,
+        future_tokens=future_tokens,
         host=LazyHostIndex(start, qo_indptr, indptr(num_pages), seq_lens, tables),
     )
 
@@ -175,7 +175,7 @@ def pad(layout: StepLayout, num_rows: int) -> StepLayout:
     )
 
 
-def _late_tokens(source: IndexArray, qo_indptr: IndexArray) -> IndexArray:
+def _future_tokens(source: IndexArray, qo_indptr: IndexArray) -> IndexArray:
     """[2, n] the last tokens of rows whose `source` says that the device alone knows them yet."""
     rows = np.flatnonzero(source >= 0)
     return np.stack((qo_indptr[rows + 1] - 1, source[rows]))

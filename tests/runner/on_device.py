@@ -9,7 +9,7 @@ import pytest
 from radixserve import Runtime
 from radixserve.config import EngineConfig
 from radixserve.runner import model_runner
-from radixserve.runner.device_batch import BatchSender, DeviceBatch
+from radixserve.runner.device_batch import BatchUploader, DeviceBatch
 from radixserve.runner.model_runner import ModelRunner
 from tests.runner.late_queue import LateQueue
 
@@ -45,14 +45,14 @@ class DeviceRuntime(Runtime):
         self._check(steps._sender)
         return self.runner
 
-    def _check(self, sender: BatchSender) -> None:
+    def _check(self, sender: BatchUploader) -> None:
         send = sender.send
 
         def checked(*args: Any, **fields: Any) -> tuple[DeviceBatch, Any]:
-            batch, there = send(*args, **fields)
+            batch, device_tensors = send(*args, **fields)
             assert batch.kv_indices.tolist() == batch.host.kv_indices.tolist()
             self.num_checked += 1
-            self.num_lean += "cells" not in there
-            return batch, there
+            self.num_lean += "flat_slots" not in device_tensors
+            return batch, device_tensors
 
         sender.send = checked  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ import torch
 from radixserve import InvalidRequest, Runtime
 from radixserve.config import EngineConfig
 from radixserve.runner import cuda_graph
-from radixserve.runner.cuda_graph import LADDER, ladder
+from radixserve.runner.cuda_graph import CAPTURE_SIZES, capture_sizes
 from radixserve.runner.device import check_dtype, choose_device, describe_device
 from radixserve.runner.device_memory import (
     MOST_TOKENS,
@@ -23,8 +23,8 @@ from radixserve.runner.device_memory import (
     measure,
 )
 from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.model_runner import RunnerChoices
-from radixserve.runner.warm_up import num_trial_pages, trial_schedules
+from radixserve.runner.model_runner import ResolvedConfig
+from radixserve.runner.profile_run import num_profile_pages, profile_schedules
 from tests.runner.on_device import device_runner
 
 GIB = 1 << 30
@@ -107,13 +107,13 @@ def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
         EngineConfig(**fields)
 
 
-def test_choices_in_words() -> None:
-    one = RunnerChoices("cuda:0 (NVIDIA H200)", "bfloat16", "flashinfer", (1, 2, 64), overlap=True)
+def test_resolved_config_in_words() -> None:
+    one = ResolvedConfig("cuda:0 (NVIDIA H200)", "bfloat16", "flashinfer", (1, 2, 64), overlap=True)
     assert str(one) == (
         "cuda:0 (NVIDIA H200), bfloat16, flashinfer attention, "
         "graphs of decode steps of up to 64 rows, overlap"
     )
-    assert str(RunnerChoices("cpu", "float32", "cpu", (), overlap=False)) == (
+    assert str(ResolvedConfig("cpu", "float32", "cpu", (), overlap=False)) == (
         "cpu, float32, cpu attention"
     )
 
@@ -188,9 +188,9 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trial_schedules(
     chunked_prefill_size: int, max_running_requests: int, longest: int, page_size: int
 ) -> None:
-    room = num_trial_pages(chunked_prefill_size, max_running_requests, page_size)
+    room = num_profile_pages(chunked_prefill_size, max_running_requests, page_size)
     schedules = list(
-        trial_schedules(chunked_prefill_size, max_running_requests, longest, page_size)
+        profile_schedules(chunked_prefill_size, max_running_requests, longest, page_size)
     )
     for schedule in schedules:
         pages = [page for row in schedule.rows for page in row.page_ids.tolist()]
@@ -221,14 +221,14 @@ def test_trial_schedules(
 # -- recording ----------------------------------------------------------------------------------
 
 
-def test_ladder() -> None:
-    assert ladder(1) == (1,)
-    assert ladder(3) == (1, 2, 3)
-    assert ladder(64)[-3:] == (48, 56, 64)
-    assert ladder(100)[-3:] == (80, 96, 100)
-    assert ladder(256) == ladder(10_000) == LADDER
+def test_capture_sizes() -> None:
+    assert capture_sizes(1) == (1,)
+    assert capture_sizes(3) == (1, 2, 3)
+    assert capture_sizes(64)[-3:] == (48, 56, 64)
+    assert capture_sizes(100)[-3:] == (80, 96, 100)
+    assert capture_sizes(256) == capture_sizes(10_000) == CAPTURE_SIZES
     for most in range(1, 300):
-        sizes = ladder(most)
+        sizes = capture_sizes(most)
         assert list(sizes) == sorted(set(sizes))
         assert sizes[-1] == min(most, 256)
 
@@ -276,8 +276,8 @@ class FakeCuda:
 
 def test_a_recording_is_warmed_up_beside_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(monkeypatch)
-    recorder = cuda_graph._CudaRecorder(torch.device("cuda", 0))
-    replay = recorder.record(lambda: fake.done.append("run"))
+    capturer = cuda_graph._GraphCapturer(torch.device("cuda", 0))
+    replay = capturer.capture(lambda: fake.done.append("run"))
     assert fake.done == [
         *("side waits", "enter side", "run", "run", "leave side", "main waits"),
         *("enter capture into pool", "run", "leave capture into pool"),
@@ -287,12 +287,12 @@ def test_a_recording_is_warmed_up_beside_and_replayed(monkeypatch: pytest.Monkey
     assert fake.done == ["replay"]
 
 
-def test_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(monkeypatch)
     queue = DeviceQueue(torch.device("cuda", 0))
     with queue.active():
-        mark = queue.mark()
-    mark.wait()
+        event = queue.record_event()
+    event.wait()
     queue.wait()
     assert fake.done == ["enter on cuda:0", "record", "leave on cuda:0", "wait", "all"]
 
@@ -306,5 +306,7 @@ def test_what_the_log_says(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> 
     assert "warmed up in" in text
     assert "recording decode steps of 1, 2, 4, 8 rows" in text
     assert "decode steps recorded in" in text
-    assert f"on {runner.choices}; 100 pages of 1 tokens" in text
-    assert runner.choices == RunnerChoices("cpu", "float32", "triton", (1, 2, 4, 8), overlap=True)
+    assert f"on {runner.resolved_config}; 100 pages of 1 tokens" in text
+    assert runner.resolved_config == ResolvedConfig(
+        "cpu", "float32", "triton", (1, 2, 4, 8), overlap=True
+    )

@@ -92,7 +92,7 @@ def test_a_backend_that_cannot_be_made_ready(
 def test_transformers_families(tmp_path: Path) -> None:
     runner = device_runner(make_checkpoint(tmp_path, "olmo2"), num_pages=TOKENS)
     assert not runner.info.is_native
-    assert not runner.choices.graph_sizes  # their code cannot be recorded
+    assert not runner.resolved_config.graph_sizes  # their code cannot be captured
     driver = Driver(runner, 1)
     for prompt in prompts_of([1, 37]):
         driver.add(prompt)
@@ -193,8 +193,8 @@ def test_same_answers(
 ) -> None:
     fields = {"num_pages": TOKENS // fields["page_size"], **fields}
     with DeviceRuntime(checkpoints["llama"], **fields) as rt:
-        assert rt.choices.overlap == rt.config.overlap
-        assert bool(rt.choices.graph_sizes) == rt.config.cuda_graphs
+        assert rt.resolved_config.overlap == rt.config.overlap
+        assert bool(rt.resolved_config.graph_sizes) == rt.config.cuda_graphs
         for _ in range(2):  # cold, then warm
             assert_same(run_jobs(rt), expected)
             rt.check()
@@ -345,7 +345,7 @@ def test_steps_that_fit_no_graph_run_without(checkpoints: dict[str, Path]) -> No
     steps = driver.runner._steps
     assert steps is not None
     assert steps.graphs.sizes == (1, 2, 4)
-    driver.run(shuffle=False)  # 8 rows: more than any graph, and than lines of the table
+    driver.run(shuffle=False)  # 8 rows: more than any graph, and than rows of the table
     check_parity(driver.sequences, load_reference(checkpoints["llama"]))
 
 

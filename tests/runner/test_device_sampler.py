@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from radixserve.request import SamplingParams
-from radixserve.runner.device_sampler import DeviceSampler, Drawing
+from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.sample_plan import plan_samples
 from radixserve.runner.sampler import sample, score
-from radixserve.runner.step_layout import lay_out, pad
+from radixserve.runner.step_layout import pad, prepare_inputs
 from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
 from tests.runner.late_queue import LateQueue
 
@@ -46,13 +46,13 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 
 def launch(
     sampler: DeviceSampler, logits: torch.Tensor, schedule: SchedulerOutput, padding: int = 0
-) -> Drawing:
-    layout = lay_out(schedule.rows, 1)
+) -> PendingSample:
+    layout = prepare_inputs(schedule.rows, 1)
     if padding:
         layout = pad(layout, len(schedule.rows) + padding)
     plan = plan_samples(schedule, layout, VOCAB)
-    there = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
-    return sampler.launch(logits, plan, there, is_lent=bool(padding))
+    device_tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
+    return sampler.launch(logits, plan, device_tensors, in_graph_buffer=bool(padding))
 
 
 def draw(logits: torch.Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
@@ -130,12 +130,12 @@ def test_all_kinds_in_any_mix(padding: int) -> None:
         drawn = [at for at, one in enumerate(specs) if one is not None]
         twins = tuple(Twin(f"t{at}", at, spec(seed=900 + at, top_k=9)) for at in drawn[: step % 3])
         logits = logits_of(len(rows) + padding if padding else len(drawn), step)
-        drawing = launch(sampler, logits, schedule_of(rows, twins), padding)
+        pending = launch(sampler, logits, schedule_of(rows, twins), padding)
         if padding:
             source, logits = logits, logits.clone()
             source.fill_(math.nan)  # the next graph overwrites them
-        outputs = sampler.collect(drawing)
-        assert len(outputs) == len(rows) + len(twins) == len(drawing.tokens)
+        outputs = sampler.collect(pending)
+        assert len(outputs) == len(rows) + len(twins) == len(pending.tokens)
         logit_of = dict(zip(drawn, drawn if padding else range(len(drawn)), strict=True))
         for at, output in enumerate(outputs):
             twin = twins[at - len(rows)] if at >= len(rows) else None
@@ -146,8 +146,8 @@ def test_all_kinds_in_any_mix(padding: int) -> None:
             place = logit_of[at if twin is None else twin.row]
             theirs = sample(logits[place : place + 1], [asked])[0]
             assert_same(output, theirs)
-            if at in drawing.plan.outputs:
-                assert drawing.tokens[at] == theirs.token_id
+            if at in pending.plan.outputs:
+                assert pending.tokens[at] == theirs.token_id
     assert queue.num_waits == 60
 
 
@@ -155,9 +155,9 @@ def test_tokens_are_not_read_before_they_are_there() -> None:
     sampler, logits = DeviceSampler(LateQueue()), [logits_of(3, seed) for seed in range(3)]
     rows = [row(at, spec(temperature=0.0)) for at in range(3)]
     drawings = [launch(sampler, one, schedule_of(rows)) for one in logits]
-    assert (drawings[0].parcel.arrays[0] < 0).all()
-    for one, drawing in zip(logits, drawings, strict=True):
-        outputs = sampler.collect(drawing)
+    assert (drawings[0].transfer.arrays[0] < 0).all()
+    for one, pending in zip(logits, drawings, strict=True):
+        outputs = sampler.collect(pending)
         assert [out.token_id for out in outputs if out] == one.argmax(-1).tolist()
 
 
@@ -169,13 +169,13 @@ def test_broken_rows_disturb_nobody() -> None:
     logits[4, 5:] = -math.inf
     for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 30}):
         specs = [spec(seed=at, **params) for at in range(7)]
-        drawing = launch(
+        pending = launch(
             sampler := DeviceSampler(LateQueue()),
             logits,
             schedule_of([row(at, one) for at, one in enumerate(specs)]),
         )
-        assert ((drawing.tokens >= 0) & (drawing.tokens < VOCAB)).all()  # they feed the next step
-        outputs = sampler.collect(drawing)
+        assert ((pending.tokens >= 0) & (pending.tokens < VOCAB)).all()  # they feed the next step
+        outputs = sampler.collect(pending)
         assert [out.error is None for out in outputs if out] == [
             at not in (1, 2, 3) for at in range(7)
         ]
@@ -232,7 +232,7 @@ def test_scores_with_and_without_a_draw() -> None:
 
 def test_plain_rows_send_nothing() -> None:
     rows = [row(at, spec(temperature=0.0)) for at in range(4)]
-    plan = plan_samples(schedule_of(rows), pad(lay_out(rows, 1), 8), VOCAB)
+    plan = plan_samples(schedule_of(rows), pad(prepare_inputs(rows, 1), 8), VOCAB)
     assert not plan.arrays
     assert plan.is_whole
     assert not plan.has_gaps
@@ -257,6 +257,6 @@ def test_the_other_ranks_go_on_with_the_same_tokens() -> None:
     twins = (Twin("t", 0, spec(seed=6)),)
     logits = logits_of(2)
     first, other = (DeviceSampler(LateQueue(), OtherRank(rank, said)) for rank in (0, 1))
-    drawing = launch(first, logits, schedule_of(rows, twins))
-    assert len(drawing.tokens) == 4
-    assert other.follow(3, logits.device).tolist() == drawing.tokens[:3].tolist()
+    pending = launch(first, logits, schedule_of(rows, twins))
+    assert len(pending.tokens) == 4
+    assert other.follow(3, logits.device).tolist() == pending.tokens[:3].tolist()

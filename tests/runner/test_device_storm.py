@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,7 @@ def check_storm(folder: Path, seed: int) -> None:
         overlap=rng.random() < 0.8,
         cuda_graphs=rng.random() < 0.7,
     )
-    fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+    fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     runner = device_runner(folder, **fields)
     plain = ModelRunner(str(folder), EngineConfig(num_pages=800))
     for _ in range(3):  # the same names again: nothing is known of the ones before

@@ -1,4 +1,4 @@
-"""The device's page table against the rows themselves, under growth, change and reuse of lines."""
+"""The device's page table against the rows themselves, under growth, change and reuse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radixserve.runner.page_table import PageTable, TableUpdate
-from radixserve.runner.step_layout import StepLayout, lay_out, pad
+from radixserve.runner.step_layout import StepLayout, pad, prepare_inputs
 from radixserve.schedule import ScheduledRequest
 from tests.runner.rows import SPEC
 
@@ -22,28 +22,31 @@ def row(name: str, pages: list[int], first_new_page: int = 0) -> ScheduledReques
 
 
 def layout_of(rows: list[ScheduledRequest], num_padding: int = 0) -> StepLayout:
-    layout = lay_out(rows, 1)
+    layout = prepare_inputs(rows, 1)
     return pad(layout, len(rows) + num_padding) if num_padding else layout
 
 
 def apply(table: PageTable, update: TableUpdate) -> None:
-    for cells, pages in ((update.cells, update.pages), (update.last_cells, update.last_pages)):
-        table.write(torch.from_numpy(cells), torch.from_numpy(pages.astype(np.int32)))
+    for flat_slots, pages in (
+        (update.flat_slots, update.pages),
+        (update.last_flat_slots, update.last_pages),
+    ):
+        table.write(torch.from_numpy(flat_slots), torch.from_numpy(pages.astype(np.int32)))
 
 
 def check(table: PageTable, rows: list[ScheduledRequest], update: TableUpdate) -> None:
-    assert len(set(update.lines[: len(rows)].tolist())) == len(rows)
-    for one, line in zip(rows, update.lines.tolist(), strict=False):
+    assert len(set(update.table_rows[: len(rows)].tolist())) == len(rows)
+    for one, line in zip(rows, update.table_rows.tolist(), strict=False):
         assert table.pages[line, : len(one.page_ids)].tolist() == one.page_ids.tolist()
-    assert set(update.lines[len(rows) :].tolist()) <= {table.num_lines}
-    assert not table.pages[table.num_lines, 0]
+    assert set(update.table_rows[len(rows) :].tolist()) <= {table.num_rows}
+    assert not table.pages[table.num_rows, 0]
 
 
-@pytest.mark.parametrize("num_lines", [4, 7, 40])
-def test_random_steps(num_lines: int) -> None:
+@pytest.mark.parametrize("num_rows", [4, 7, 40])
+def test_random_steps(num_rows: int) -> None:
     """Requests come back after other ones, with more, fewer and other pages."""
-    generator = np.random.default_rng(num_lines)
-    table = PageTable(num_lines, 30, CPU)
+    generator = np.random.default_rng(num_rows)
+    table = PageTable(num_rows, 30, CPU)
     last: dict[str, list[int]] = {}
     for step in range(300):
         names = generator.choice(12, size=generator.integers(1, 5), replace=False)
@@ -73,7 +76,7 @@ def test_a_decode_writes_one_page_a_row() -> None:
     table = PageTable(4, 10, CPU)
     apply(table, table.update(layout_of([row("a", [1, 2, 3]), row("b", [4])])))
     update = table.update(layout_of([row("a", [1, 2, 3, 9], 3), row("b", [4], 1)], 2))
-    assert not len(update.cells)
+    assert not len(update.flat_slots)
     assert update.last_pages.tolist() == [9, 4, 0, 0]
     update = table.update(layout_of([row("a", [1, 2, 3, 9, 8, 7], 4)]))
     assert update.pages.tolist() == [8]
@@ -102,7 +105,7 @@ def test_more_rows_than_lines_make_more_lines() -> None:
     update = table.update(layout_of(rows, 1))
     apply(table, update)
     check(table, rows, update)
-    assert table.num_lines == 7
+    assert table.num_rows == 7
 
 
 def test_too_many_pages_are_refused() -> None:

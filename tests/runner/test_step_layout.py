@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.runner.step_layout import StepLayout, lay_out, pad
+from radixserve.runner.step_layout import StepLayout, pad, prepare_inputs
 from tests.runner.rows import random_rows
 
 
@@ -16,7 +16,7 @@ def test_same_as_on_the_cpu(page_size: int) -> None:
     generator = np.random.default_rng(page_size)
     for step in range(60):
         rows = random_rows(generator, page_size, 1 + step % 7, are_decodes=step % 4 == 0)
-        layout = lay_out(rows, page_size)
+        layout = prepare_inputs(rows, page_size)
         batch = build_forward_batch(rows, page_size, torch.device("cpu"))
         assert layout.input_ids.tolist() == batch.input_ids.tolist()
         assert layout.positions.tolist() == batch.positions.tolist()
@@ -39,7 +39,7 @@ def test_same_as_on_the_cpu(page_size: int) -> None:
 def test_padding() -> None:
     generator = np.random.default_rng(0)
     rows = random_rows(generator, 4, 3, are_decodes=True)
-    plain, layout = lay_out(rows, 4), pad(lay_out(rows, 4), 8)
+    plain, layout = prepare_inputs(rows, 4), pad(prepare_inputs(rows, 4), 8)
     assert (layout.num_rows, layout.num_all_rows, layout.num_tokens) == (3, 8, 8)
     assert layout.input_ids.tolist() == [*plain.input_ids, 0, 0, 0, 0, 0]
     assert layout.positions.tolist() == [*plain.positions, 0, 0, 0, 0, 0]
@@ -54,7 +54,7 @@ def test_padding() -> None:
     assert layout.num_all_pages == len(host.kv_indices)
     assert pad(StepLayout.empty(), 2).slots.tolist() == [-1, -1]
     with pytest.raises(AssertionError):
-        pad(lay_out(rows, 4), 2)
+        pad(prepare_inputs(rows, 4), 2)
 
 
 def test_tokens_that_the_device_has() -> None:
@@ -63,20 +63,20 @@ def test_tokens_that_the_device_has() -> None:
     rows[1] = rows[1]._replace(future_index=5, token_ids=np.array([-1], np.int32))
     rows[3] = rows[3]._replace(future_index=0, token_ids=np.array([7, -1], np.int32), start=9)
     rows[3] = rows[3]._replace(page_ids=np.arange(11, dtype=np.int32))
-    layout = lay_out(rows, 1)
-    assert layout.late.tolist() == [[1, 4], [5, 0]]
+    layout = prepare_inputs(rows, 1)
+    assert layout.future_tokens.tolist() == [[1, 4], [5, 0]]
     assert layout.input_ids.tolist() == [rows[0].token_ids[0], 0, rows[2].token_ids[0], 7, 0]
 
 
 def test_page_ids_are_put_together_once_and_given_back() -> None:
     generator = np.random.default_rng(0)
     rows = random_rows(generator, 1, 3)
-    host = lay_out(rows, 1).host
+    host = prepare_inputs(rows, 1).host
     flat = host.kv_indices
     assert host.kv_indices is flat
     host.close()
     assert host.kv_indices is flat
-    unread = lay_out(rows, 1).host
+    unread = prepare_inputs(rows, 1).host
     unread.close()
     with pytest.raises(AssertionError, match="given back"):
         _ = unread.kv_indices
@@ -87,4 +87,4 @@ def test_pages_must_fit(num_pages: int) -> None:
     row = random_rows(np.random.default_rng(0), 4, 1)[0]
     row = row._replace(token_ids=np.ones(1, np.int32), start=4, logprob_targets=None)
     with pytest.raises(ValueError, match="pages of 4 tokens for 5 tokens"):
-        lay_out([row._replace(page_ids=np.arange(num_pages, dtype=np.int32))], 4)
+        prepare_inputs([row._replace(page_ids=np.arange(num_pages, dtype=np.int32))], 4)

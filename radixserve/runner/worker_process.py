@@ -25,7 +25,7 @@ PARENT_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankJob:
+class WorkerArgs:
     """What a rank is told first."""
 
     rank: int
@@ -38,7 +38,7 @@ class RankJob:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFailure:
+class WorkerFailure:
     """What a rank says last when it failed."""
 
     error: str  # a line
@@ -55,7 +55,7 @@ def main(link_fd: int) -> None:
     except BaseException as error:
         code = 1
         with contextlib.suppress(OSError):
-            link.send(RankFailure(repr(error), traceback.format_exc()))
+            link.send(WorkerFailure(repr(error), traceback.format_exc()))
     finally:
         os._exit(code)  # what lies on the device or waits for other ranks ends with the process
 
@@ -64,25 +64,25 @@ def _work(link: Connection) -> None:
     import torch
 
     from radixserve.runner.model_runner import ModelRunner
-    from radixserve.runner.process_ranks import ProcessRanks, open_store
+    from radixserve.runner.tp_group import ProcessTPGroup, open_store
 
-    job: RankJob = link.recv()
+    job: WorkerArgs = link.recv()
     torch.set_num_threads(job.num_threads)
     device = torch.device(job.config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = open_store(job.size, job.port)
     link.send("ready")
-    ranks = ProcessRanks(store, job.rank, job.size, device)
+    ranks = ProcessTPGroup(store, job.rank, job.size, device)
     _serve(link, ModelRunner(job.model_path, job.config, ranks, on_device=job.on_device))
 
 
 def _serve(link: Connection, runner: ModelRunner) -> None:
     """Take every step that rank 0 takes, until there is no rank 0. Like rank 0 it may launch a
     step before it collects the one before."""
-    from radixserve.runner.rank_wire import WireReader
+    from radixserve.runner.schedule_wire import ScheduleUnpacker
 
-    reader, pending = WireReader(), None
+    reader, pending = ScheduleUnpacker(), None
     while True:
         try:
             message = link.recv_bytes()

@@ -1,4 +1,4 @@
-"""`ProcessRanks`: ranks that are processes of one machine, by NCCL on CUDA and by gloo elsewhere.
+"""`ProcessTPGroup`: ranks that are processes of one machine, by NCCL on CUDA and by gloo elsewhere.
 
 The groups are objects of their own: torch.distributed's default group is not touched, it belongs to
 the program that uses this library.
@@ -26,8 +26,8 @@ def open_store(size: int, port: int = 0) -> dist.TCPStore:
     return dist.TCPStore(HOST, port, size, port == 0, TIMEOUT, wait_for_workers=False)
 
 
-class ProcessRanks:
-    """See `Ranks`. Every rank makes one, at the same time, on a device of its own or the CPU."""
+class ProcessTPGroup:
+    """See `TPGroup`. Every rank makes one, at the same time, on a device of its own or the CPU."""
 
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size

@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from radixserve.request import SamplingParams
-from radixserve.runner.rank_wire import WireReader, WireWriter
+from radixserve.runner.schedule_wire import SchedulePacker, ScheduleUnpacker
 from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput, Twin
 
 
@@ -50,7 +50,7 @@ def check(sent: SchedulerOutput, arrived: SchedulerOutput) -> None:
 
 
 def test_everything_arrives() -> None:
-    writer, reader = WireWriter(), WireReader()
+    writer, reader = SchedulePacker(), ScheduleUnpacker()
     rows = (
         row("a", [1, 2, 3]),
         row("b", [4], sample=None),
@@ -65,7 +65,7 @@ def test_everything_arrives() -> None:
 
 
 def test_known_pages_and_histories_stay_behind() -> None:
-    writer, reader = WireWriter(), WireReader()
+    writer, reader = SchedulePacker(), ScheduleUnpacker()
     pages = list(range(4_000))
     first = writer.pack(schedule(row("a", pages)))
     again = writer.pack(schedule(row("a", [*pages, 4_001], 4_000)))
@@ -77,7 +77,7 @@ def test_known_pages_and_histories_stay_behind() -> None:
 def test_random_schedules() -> None:
     """Rows come and go, grow and shrink, and sometimes a request has two of them."""
     rng = random.Random(0)
-    writer, readers = WireWriter(), [WireReader(), WireReader()]
+    writer, readers = SchedulePacker(), [ScheduleUnpacker(), ScheduleUnpacker()]
     pages: dict[str, list[int]] = {}
     for step in range(300):
         rows = []
@@ -97,6 +97,6 @@ def test_random_schedules() -> None:
 
 
 def test_a_message_holds_plain_things_only() -> None:
-    message = WireWriter().pack(schedule(row("a", [1])))
+    message = SchedulePacker().pack(schedule(row("a", [1])))
     assert b"radixserve" not in message
     assert len(pickle.loads(message)) == 9

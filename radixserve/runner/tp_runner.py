@@ -1,4 +1,4 @@
-"""`ParallelRunner`: one model on several ranks, as the engine sees it: a runner like any other.
+"""`TPModelRunner`: one model on several ranks, as the engine sees it: a runner like any other.
 
 This process is rank 0. It has the scheduler and the sampler and sends every schedule to the others
 before it computes its own part of it. When a rank is lost all of them are.
@@ -25,21 +25,21 @@ from radixserve.models.source import find_model
 from radixserve.runner.device import choose_device
 from radixserve.runner.device_steps import PendingStep
 from radixserve.runner.model_runner import MemoryPlan, ModelRunner
-from radixserve.runner.process_ranks import ProcessRanks, open_store
-from radixserve.runner.rank_crew import RankCrew
-from radixserve.runner.rank_process import RankJob
-from radixserve.runner.rank_wire import WireWriter
+from radixserve.runner.schedule_wire import SchedulePacker
+from radixserve.runner.tp_group import ProcessTPGroup, open_store
+from radixserve.runner.worker_group import WorkerGroup
+from radixserve.runner.worker_process import WorkerArgs
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 
-def make_runner(model_path: str, config: EngineConfig) -> ModelRunner | ParallelRunner:
+def make_runner(model_path: str, config: EngineConfig) -> ModelRunner | TPModelRunner:
     """The runner that the config asks for: of one device, or of as many as it says."""
     if config.tensor_parallel_size == 1:
         return ModelRunner(model_path, config)
-    return ParallelRunner(model_path, config)
+    return TPModelRunner(model_path, config)
 
 
-class ParallelRunner:
+class TPModelRunner:
     """A model split over `config.tensor_parallel_size` ranks. One thread, `close` from any.
 
     `on_device` as in `ModelRunner`. Raises what that raises, InvalidRequest where the model or the
@@ -55,22 +55,22 @@ class ParallelRunner:
         configs = _configs(config, size)
         store = open_store(size)
         threads = max(1, torch.get_num_threads() // size)
-        self._crew = RankCrew(
+        self._workers = WorkerGroup(
             [
-                RankJob(rank, size, store.port, path, configs[rank], on_device, threads)
+                WorkerArgs(rank, size, store.port, path, configs[rank], on_device, threads)
                 for rank in range(1, size)
             ]
         )
-        self._made: list[ProcessRanks] = []
-        self._finalizer = weakref.finalize(self, _end, self._crew, self._made)
-        self._writer = WireWriter()
+        self._made: list[ProcessTPGroup] = []
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._made)
+        self._writer = SchedulePacker()
         with self._together():
-            ranks = _connect(self._crew, self._made, store, size, configs[0])
+            ranks = _connect(self._workers, self._made, store, size, configs[0])
             self._runner = ModelRunner(path, configs[0], ranks, on_device=on_device)
         self.folder = source.folder
         self.num_pages = self._runner.num_pages
         self.backend_name = self._runner.backend_name
-        self.choices = self._runner.choices
+        self.resolved_config = self._runner.resolved_config
         own = self._runner.info  # of a rank, which may have fewer positions than the model
         whole = describe(source, own.dtype)
         self.info: ModelInfo = dataclasses.replace(whole, max_positions=own.max_positions)
@@ -78,7 +78,7 @@ class ParallelRunner:
     @property
     def process_ids(self) -> list[int]:
         """Of ranks 1, 2 ..."""
-        return self._crew.process_ids
+        return self._workers.process_ids
 
     def memory_plan(self) -> MemoryPlan:
         """Of rank 0; the others have as much."""
@@ -97,13 +97,13 @@ class ParallelRunner:
     def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Raises EngineDead, now and ever after, when a rank is lost or the step failed in one."""
         with self._together():
-            self._crew.feed(self._writer.pack(schedule))
+            self._workers.feed(self._writer.pack(schedule))
             return self._runner.execute(schedule)
 
     def launch(self, schedule: SchedulerOutput) -> PendingStep | ModelRunnerOutput:
         """Raises what `execute` raises."""
         with self._together():
-            self._crew.feed(self._writer.pack(schedule))
+            self._workers.feed(self._writer.pack(schedule))
             return self._runner.launch(schedule)
 
     def collect(self, pending: PendingStep | ModelRunnerOutput) -> ModelRunnerOutput:
@@ -120,36 +120,40 @@ class ParallelRunner:
         """What is done inside is done by all ranks, or by none any more."""
         try:
             yield
-            self._crew.check_alive()
+            self._workers.check_alive()
         except (InvalidRequest, ModelNotSupported):  # of a model that is being loaded
-            self._crew.end(by_force=True)
+            self._workers.end(by_force=True)
             raise
         except Exception as error:
-            death = self._crew.explain(error)
-            self._crew.end(by_force=True)
+            death = self._workers.explain(error)
+            self._workers.end(by_force=True)
             raise death from death.__cause__ or error
         except BaseException:
-            self._crew.end(by_force=True)
+            self._workers.end(by_force=True)
             raise
 
 
 def _connect(
-    crew: RankCrew, made: list[ProcessRanks], store: TCPStore, size: int, config: EngineConfig
-) -> ProcessRanks:
+    workers: WorkerGroup,
+    made: list[ProcessTPGroup],
+    store: TCPStore,
+    size: int,
+    config: EngineConfig,
+) -> ProcessTPGroup:
     """Rank 0's way to the others, put into `made`; it is cut when one of them dies."""
-    crew.wait_until_ready()
-    crew.watch(partial(_cut, made))
-    made.append(ProcessRanks(store, 0, size, torch.device(config.device)))
+    workers.wait_until_ready()
+    workers.watch(partial(_cut, made))
+    made.append(ProcessTPGroup(store, 0, size, torch.device(config.device)))
     return made[0]
 
 
-def _cut(made: list[ProcessRanks]) -> None:
+def _cut(made: list[ProcessTPGroup]) -> None:
     for ranks in made:
         ranks.abort()
 
 
-def _end(crew: RankCrew, made: list[ProcessRanks]) -> None:
-    crew.end()
+def _end(workers: WorkerGroup, made: list[ProcessTPGroup]) -> None:
+    workers.end()
     for ranks in made:
         ranks.close()
 

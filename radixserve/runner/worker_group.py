@@ -1,4 +1,4 @@
-"""`RankCrew`: the processes of ranks 1, 2 ..., started, fed, watched and ended by rank 0.
+"""`WorkerGroup`: the processes of ranks 1, 2 ..., started, fed, watched and ended by rank 0.
 
 They are plain child processes, not multiprocessing's: a program that uses this library needs no
 `if __name__ == "__main__"`, and may be a notebook.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 
 from radixserve.errors import EngineDead
-from radixserve.runner.rank_process import RankFailure, RankJob
+from radixserve.runner.worker_process import WorkerArgs, WorkerFailure
 
 logger = logging.getLogger("radixserve")
 
@@ -29,7 +29,7 @@ NOTICE_S = 5.0  # until a death shows that has broken a call already
 _CODE = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from radixserve.runner.rank_process import main
+from radixserve.runner.worker_process import main
 main(int(sys.argv[2]))
 """
 
@@ -41,10 +41,10 @@ class _Member:
     link: Connection
 
 
-class RankCrew:
+class WorkerGroup:
     """Processes that have been started; `end` it. One thread feeds, another one may end."""
 
-    def __init__(self, jobs: Sequence[RankJob], code: str = _CODE) -> None:
+    def __init__(self, jobs: Sequence[WorkerArgs], code: str = _CODE) -> None:
         self._members: list[_Member] = []
         self._death: EngineDead | None = None
         self._is_ending = False
@@ -127,7 +127,7 @@ class RankCrew:
             self._watcher.join()
 
     def _watch(self, on_death: Callable[[], None]) -> None:
-        failures: dict[int, RankFailure] = {}
+        failures: dict[int, WorkerFailure] = {}
         open_members = {member.link: member for member in self._members}
         while open_members:
             for link in wait(list(open_members)):
@@ -135,7 +135,7 @@ class RankCrew:
                 member = open_members[link]
                 try:
                     answer = link.recv()
-                    if isinstance(answer, RankFailure):
+                    if isinstance(answer, WorkerFailure):
                         failures[member.rank] = answer
                 except (EOFError, OSError):
                     del open_members[link]
@@ -153,7 +153,7 @@ def _fresh(death: EngineDead) -> EngineDead:
     return copy
 
 
-def _start(job: RankJob, code: str) -> _Member:
+def _start(job: WorkerArgs, code: str) -> _Member:
     ours, theirs = Pipe()
     assert isinstance(ours, Connection)
     with theirs:
@@ -177,7 +177,7 @@ def _close_sending(link: Connection) -> None:
 
 def _end_of(member: _Member, failure: object) -> EngineDead:
     """Why a rank has ended, from what it said last and how its process ended."""
-    if isinstance(failure, RankFailure):
+    if isinstance(failure, WorkerFailure):
         death = EngineDead(f"rank {member.rank} failed: {failure.error}")
         death.__cause__ = RuntimeError(f"in rank {member.rank}:\n{failure.details}")
         return death

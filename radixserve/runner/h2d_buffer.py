@@ -1,4 +1,4 @@
-"""`Staging`: many small host arrays on their way to a device in one copy."""
+"""`H2DBuffer`: many small host arrays on their way to a device in one copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.runner.device_queue import DeviceQueue, Mark
+from radixserve.runner.device_queue import DeviceQueue, Event
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -34,7 +34,7 @@ class _Form:
     on_device: dict[str, Tensor]
 
 
-class Staging:
+class H2DBuffer:
     """Two host buffers in turn and one device buffer: the host writes one of them while the copy
     out of the other may still wait in the queue.
 
@@ -70,27 +70,27 @@ class Staging:
             self._forms[key] = form
         turn = self._turn
         self._turn = 1 - turn
-        if (mark := self._marks[turn]) is not None:
-            mark.wait()
+        if (event := self._events[turn]) is not None:
+            event.wait()
         for place, array in zip(form.on_host[turn], arrays.values(), strict=True):
             place[...] = array
         self._queue.upload(self._device[: form.num_bytes], self._host[turn][: form.num_bytes])
-        self._marks[turn] = self._queue.mark()
+        self._events[turn] = self._queue.record_event()
         return form.on_device
 
     def _allocate(self, num_bytes: int) -> None:
         self._host = tuple(self._queue.host_buffer(num_bytes) for _ in range(2))
         self._device = self._queue.device_buffer(num_bytes)
-        self._marks: list[Mark | None] = [None, None]
+        self._events: list[Event | None] = [None, None]
         self._forms: dict[tuple[Any, ...], _Form] = {}
 
     def _make(self, arrays: Arrays) -> _Form:
         num_bytes = sum(_room(array) for array in arrays.values())
         if num_bytes > self.num_bytes:
             assert self._can_grow, f"{num_bytes} bytes do not fit {self.num_bytes}"
-            for mark in self._marks:  # the buffers that go are not read any more
-                if mark is not None:
-                    mark.wait()
+            for event in self._events:  # the buffers that go are not read any more
+                if event is not None:
+                    event.wait()
             self._allocate(max(num_bytes, 2 * self.num_bytes))
         ends = np.cumsum([_room(array) for array in arrays.values()], dtype=np.int64).tolist()
         parts = [

@@ -1,4 +1,4 @@
-"""`Readback`: a step's results on their way from the device to the host."""
+"""`D2HBuffer`: a step's results on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.runner.device_queue import DeviceQueue, Mark
+from radixserve.runner.device_queue import DeviceQueue, Event
 
 _LEAST_BYTES = 1 << 13
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """Arrays that hold their values once the mark has passed."""
+class PendingD2H:
+    """Arrays that hold their values once the event has passed."""
 
     buffer: Tensor
     arrays: tuple[NDArray[Any], ...]
-    mark: Mark
+    event: Event
 
 
-class Readback:
+class D2HBuffer:
     """Host buffers, each in use from `fetch` to `release`; one never released is lost."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._free: list[Tensor] = []
 
-    def fetch(self, tensors: Sequence[Tensor]) -> Parcel:
+    def fetch(self, tensors: Sequence[Tensor]) -> PendingD2H:
         """Queue copies of contiguous device tensors to the host."""
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
         rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -42,11 +42,11 @@ class Readback:
             self._queue.download(target, tensor)
             arrays.append(target.numpy())
             first += room
-        return Parcel(buffer, tuple(arrays), self._queue.mark())
+        return PendingD2H(buffer, tuple(arrays), self._queue.record_event())
 
-    def release(self, parcel: Parcel) -> None:
+    def release(self, transfer: PendingD2H) -> None:
         """Its arrays have been read and are not looked at any more."""
-        self._free.append(parcel.buffer)
+        self._free.append(transfer.buffer)
 
     def _take(self, num_bytes: int) -> Tensor:
         for at, buffer in enumerate(self._free):

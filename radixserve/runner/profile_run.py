@@ -14,24 +14,24 @@ _SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01)
 _GREEDY = SamplingParams(temperature=0.0)
 
 
-def num_trial_pages(chunked_prefill_size: int, max_running_requests: int, page_size: int) -> int:
-    """Pages that `trial_schedules` write to."""
+def num_profile_pages(chunked_prefill_size: int, max_running_requests: int, page_size: int) -> int:
+    """Pages that `profile_schedules` write to."""
     return -(-chunked_prefill_size // page_size) + 2 * max_running_requests
 
 
-def trial_schedules(
+def profile_schedules(
     chunked_prefill_size: int, max_running_requests: int, longest: int, page_size: int
 ) -> Iterator[SchedulerOutput]:
     """The largest step first, chunks and decodes together, then small ones of each kind.
 
-    longest: most tokens of one row. Of `num_trial_pages` pages no two rows use the same.
+    longest: most tokens of one row. Of `num_profile_pages` pages no two rows use the same.
     """
     num_chunks = min(-(-chunked_prefill_size // longest), max_running_requests)
     chunks = [min(longest, chunked_prefill_size - at * longest) for at in range(num_chunks)]
     ones = [1] * (max_running_requests - num_chunks)
     first = _schedule(0, chunks + ones, page_size, _SAMPLED)
     last_page = (
-        num_trial_pages(chunked_prefill_size, max_running_requests, page_size) - 1
+        num_profile_pages(chunked_prefill_size, max_running_requests, page_size) - 1
     )  # no row's
     yield replace(first, cow_copies=np.array([[0, last_page, 1]], np.int32))
     for step, (lengths, params) in enumerate(

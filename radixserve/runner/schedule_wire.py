@@ -19,8 +19,8 @@ T = TypeVar("T")
 _DRAWS = SampleSpec(SamplingParams(), 0, 0, np.empty(0, np.int32), ())  # behind this row, elsewhere
 
 
-class WireWriter:
-    """Packs schedules, one after the other, for one or several `WireReader`s."""
+class SchedulePacker:
+    """Packs schedules, one after the other, for one or several `ScheduleUnpacker`s."""
 
     def __init__(self) -> None:
         self._num_pages: dict[str, int] = {}  # of the requests in the schedule before
@@ -55,8 +55,8 @@ class WireWriter:
         )
 
 
-class WireReader:
-    """Unpacks what a `WireWriter` packed, every message, in order."""
+class ScheduleUnpacker:
+    """Unpacks what a `SchedulePacker` packed, every message, in order."""
 
     def __init__(self) -> None:
         self._pages: dict[str, IntArray] = {}
