@@ -372,7 +372,7 @@ def test_replay_for_people(trace: str) -> None:
     for words in ("reusable at all", "next GiB", "block size loses", "which policy fits", "TTFT"):
         assert words in out
     rows = [line.split() for line in out.splitlines()]
-    for label in ("lru", "arc", "lru+sessions", "arc+sessions", "hash", "clairvoyant"):
+    for label in ("lru", "arc", "lru+holders", "arc+holders", "hash", "clairvoyant"):
         assert any(row[:1] == [label] for row in rows), label
     assert max(map(len, out.splitlines())) <= 100
 

@@ -185,7 +185,7 @@ class FlightWorld(World):
     def land(self) -> None:
         flight = self.flights.pop(0)
         seq, shared = flight.seq, self.shared_cells()
-        for source, target, count in flight.cow_copies:
+        for source, target, count in flight.copies:
             for slot in range(count):
                 self.cells[target, slot] = self.cells[source, slot]
         known = seq.length - seq.num_unknown
