@@ -58,8 +58,11 @@ class ScheduledRequest(NamedTuple):
         -1
     )  # where it is not negative: the last token is that which the schedule before
     # this one draws as its output of this index, and UNKNOWN stands in its place
-    first_new_page: int = 0  # page_ids before this index are what they were in the last row of this
-    # request
+    first_new_page: int = 0
+    # page_ids before this index are as in the last row of this slot, which was of this request; 0
+    # in the first row after the request got the slot
+    req_pool_idx: int = 0  # slot in the page table, 0 <= req_pool_idx < max_running_requests;
+    # distinct within a step
 
     @property
     def end(self) -> int:

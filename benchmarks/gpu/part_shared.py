@@ -23,7 +23,7 @@ from gpu_stage import DecodeFigures, Stage
 
 from radixserve.attention import sharing
 from radixserve.attention.choice import make_backend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
 ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0

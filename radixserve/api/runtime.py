@@ -342,7 +342,7 @@ class Runtime:
 
     def _make_runner(self, model_path: str) -> Any:
         """What computes the steps; a subclass may have another one."""
-        from radixserve.runner.tp_runner import make_runner
+        from radixserve.runner.factory import make_runner
 
         return make_runner(model_path, self.config)
 

@@ -5,6 +5,7 @@ Knows token slots and pages; nothing of requests, models or sampling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,20 +17,51 @@ from torch import Tensor
 IndexArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
 class HostIndex:
-    """The numpy twins of a batch's index tensors, for planning on the host."""
+    """A batch's R rows on the host, for planning: numpy arrays, each contiguous.
 
-    start: IndexArray  # [R] position of each row's first new token
-    qo_indptr: IndexArray  # [R + 1] row r's new tokens are [qo_indptr[r], qo_indptr[r + 1])
-    kv_indptr: IndexArray  # [R + 1] row r's pages are kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
-    kv_indices: NDArray[np.int32]  # [total pages] page ids
-    seq_lens: IndexArray  # [R] tokens of each row after the step
+    kv_indices is put together when it is first read, which copies every page id of every row: a
+    flat plan on a device does without. `release` gives the borrowed page tables back.
+    """
+
+    __slots__ = ("_kv_indices", "kv_indptr", "page_tables", "qo_indptr", "seq_lens", "start")
+
+    def __init__(
+        self,
+        start: IndexArray,
+        qo_indptr: IndexArray,
+        kv_indptr: IndexArray,
+        seq_lens: IndexArray,
+        page_tables: Sequence[NDArray[np.int32]],
+    ) -> None:
+        self.start = start  # [R] position of each row's first new token
+        self.qo_indptr = qo_indptr  # [R + 1] bounds of each row's new tokens
+        self.kv_indptr = kv_indptr  # [R + 1] bounds of each row's pages in kv_indices
+        self.seq_lens = seq_lens  # [R] tokens of each row after the step
+        self.page_tables = page_tables  # end to end they are kv_indices
+        self._kv_indices: NDArray[np.int32] | None = None
+
+    @property
+    def kv_indices(self) -> NDArray[np.int32]:
+        """[total pages] the page ids of all rows."""
+        flat = self._kv_indices
+        if flat is None:
+            flat = self._kv_indices = np.concatenate(self.page_tables, dtype=np.int32)
+        return flat
+
+    @property
+    def is_flattened(self) -> bool:
+        """Whether kv_indices has been put together."""
+        return self._kv_indices is not None
+
+    def release(self) -> None:
+        """Drop the page tables: kv_indices is not read for the first time any more."""
+        self.page_tables = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's rows, laid end to end: T new tokens of R sequences.
+    """One step's rows, concatenated: T new tokens of R sequences.
 
     The names qo_indptr, kv_indptr, kv_indices and last_page_len mean what they mean in FlashInfer.
     """
@@ -37,9 +69,10 @@ class ForwardBatch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64, page_id * page_size + offset of each new token
-    logits_indices: Tensor  # [S] int64, ascending: the token after which each sampled row draws
+    logits_indices: Tensor  # [S] int64, ascending: the tokens after which logits are computed
     host: HostIndex
     page_size: int
+    device_kv_indices: Tensor | None = None  # [total pages] int32, where the device has them
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +80,9 @@ class ForwardBatch:
 
     @property
     def kv_indices(self) -> Tensor:
-        """[total pages] int32, host.kv_indices on the device: made when it is asked for."""
+        """[total pages] int32 on the device; a copy of host.kv_indices if there are none yet."""
+        if self.device_kv_indices is not None:
+            return self.device_kv_indices
         return torch.from_numpy(self.host.kv_indices).to(self.input_ids.device)
 
 

@@ -141,7 +141,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     import torch
 
     from radixserve.attention.choice import why_not
-    from radixserve.runner.device import choose_device, why_no_cuda
+    from radixserve.runner.device import choose_device, cuda_unavailable_reason
 
     device = choose_device("auto")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -153,7 +153,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
         if package is not None:
             reason = "not installed" if version is None else reason
             if device.type == "cpu" and version is not None:
-                reason = f"installed, but there is no CUDA device: {why_no_cuda()}"
+                reason = f"installed, but there is no CUDA device: {cuda_unavailable_reason()}"
         usable = not reason
         why = reason or _why(name)
         found[name] = {"version": version, "usable": usable, "used": usable, "why": why}

@@ -17,7 +17,7 @@ from radixserve.attention.cascade import covered_pages, find_shared
 from radixserve.attention.cpu import plan_step
 from radixserve.attention.torch import TorchBackend
 from radixserve.request import BeamParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_ops import CAUSAL, Jobs, unavailable
 from tests.attention.cases import CPU, SharedCase

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from radixserve.runner.model_runner import ModelRunner
 
 from radixserve.request import SamplingParams
-from radixserve.runner.model_runner import ModelRunner
 from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)

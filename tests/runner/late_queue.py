@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from radixserve.runner.device_queue import DeviceQueue, Event
+from torch import Tensor
 
 POISON = 0xA5  # of every byte that is not there yet
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from radixserve.runner.model_runner import ModelRunner
 
 from radixserve import Runtime
 from radixserve.config import EngineConfig
 from radixserve.runner import model_runner
 from radixserve.runner.device_batch import BatchUploader, DeviceBatch
-from radixserve.runner.model_runner import ModelRunner
 from tests.runner.late_queue import LateQueue
 
 SMALL: dict[str, Any] = {

@@ -9,12 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from radixserve import InvalidRequest, Runtime
-from radixserve.config import EngineConfig
-from radixserve.runner import cuda_graph
-from radixserve.runner.cuda_graph import CAPTURE_SIZES, capture_sizes
-from radixserve.runner.device import check_dtype, choose_device, describe_device
 from radixserve.runner.device_memory import (
     MOST_TOKENS,
     MemoryUse,
@@ -24,6 +18,12 @@ from radixserve.runner.device_memory import (
 )
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.model_runner import ResolvedConfig
+
+from radixserve import InvalidRequest, Runtime
+from radixserve.config import EngineConfig
+from radixserve.runner import cuda_graph
+from radixserve.runner.cuda_graph import CAPTURE_SIZES, capture_sizes
+from radixserve.runner.device import check_dtype, choose_device, describe_device
 from radixserve.runner.profile_run import num_profile_pages, profile_schedules
 from tests.runner.on_device import device_runner
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from radixserve.runner.device_queue import DeviceQueue
+from radixserve.runner.page_table import PageTable
 
 from radixserve import EngineDead, ModelNotSupported, Runtime, SamplingParams
 from radixserve.config import EngineConfig
 from radixserve.output import Completion
 from radixserve.runner import device_start
 from radixserve.runner.cuda_graph import DecodeGraph
-from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.page_table import PageTable
 from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.runner.driver import GREEDY, Driver

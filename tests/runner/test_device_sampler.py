@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from radixserve.runner.step_layout import pad, prepare_inputs
 
 from radixserve.request import SamplingParams
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.sample_plan import plan_samples
 from radixserve.runner.sampler import sample, score
-from radixserve.runner.step_layout import pad, prepare_inputs
 from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
 from tests.runner.late_queue import LateQueue
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from radixserve.runner.model_runner import ModelRunner
 
 from radixserve import SamplingParams
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request
-from radixserve.runner.model_runner import ModelRunner
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import device_runner

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
 
 SPEC = SampleSpec(SamplingParams(), 0, 1, np.zeros(1, np.int32), ())

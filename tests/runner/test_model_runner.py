@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from radixserve.runner.model_runner import ModelRunner
 
 from radixserve.attention.choice import choose_backend
 from radixserve.attention.cpu import CpuBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.runner.host_memory import free_memory
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
-from radixserve.runner.model_runner import ModelRunner
 from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from radixserve_kernels.cpu_ops import unavailable
 from tests.checkpoints import (

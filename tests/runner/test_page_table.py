@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
 from radixserve.runner.page_table import PageTable, TableUpdate
 from radixserve.runner.step_layout import StepLayout, pad, prepare_inputs
+
 from radixserve.schedule import ScheduledRequest
 from tests.runner.rows import SPEC
 

@@ -6,9 +6,9 @@ import pickle
 import random
 
 import numpy as np
+from radixserve.runner.schedule_wire import SchedulePacker, ScheduleUnpacker
 
 from radixserve.request import SamplingParams
-from radixserve.runner.schedule_wire import SchedulePacker, ScheduleUnpacker
 from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput, Twin
 
 

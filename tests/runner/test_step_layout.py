@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.runner.step_layout import StepLayout, pad, prepare_inputs
+
+from radixserve.runner.input_batch import build_forward_batch
 from tests.runner.rows import random_rows
 
 

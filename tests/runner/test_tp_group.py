@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor
-
 from radixserve.runner.tp_group import TIMEOUT, ProcessTPGroup, open_store
+from torch import Tensor
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.schedule_wire import SchedulePacker
+from radixserve.runner.tp_runner import TPModelRunner, make_runner
 
 from radixserve.api.runtime import Runtime
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead, InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
 from radixserve.runner import worker_process
-from radixserve.runner.model_runner import ModelRunner
-from radixserve.runner.schedule_wire import SchedulePacker
-from radixserve.runner.tp_runner import TPModelRunner, make_runner
 from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import make_checkpoint
 from tests.models.test_parallel import Room, ThreadTPGroup

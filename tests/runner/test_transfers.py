@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-
 from radixserve.runner.d2h_buffer import D2HBuffer
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.h2d_buffer import H2DBuffer
+
 from tests.runner.late_queue import POISON, LateQueue
 
 DTYPES = (np.int32, np.int64, np.float32, np.float64)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from radixserve.runner.worker_group import WorkerGroup
+from radixserve.runner.worker_process import WorkerArgs
 
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
 from radixserve.runner import worker_group
-from radixserve.runner.worker_group import WorkerGroup
-from radixserve.runner.worker_process import WorkerArgs
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
