@@ -140,7 +140,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     """Every backend on the device that "auto" takes; the first usable one is the one it takes."""
     import torch
 
-    from radixserve.attention.choice import why_not
+    from radixserve.attention.choice import unsupported_reason
     from radixserve.runner.device import choose_device, cuda_unavailable_reason
 
     device = choose_device("auto")
@@ -149,7 +149,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     for name in _ORDER[device.type]:
         package = _OPTIONAL_BACKENDS.get(name)
         version = __version__ if name == "cpu" else _installed(package or "torch")
-        reason = why_not(name, dtype, device)
+        reason = unsupported_reason(name, dtype, device)
         if package is not None:
             reason = "not installed" if version is None else reason
             if device.type == "cpu" and version is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.decoder import (
     DecoderTensors,
     LayerTensors,
@@ -48,7 +48,7 @@ class GpuLayer:
     down: WeightAndBias  # M -> H
 
 
-class GpuDecoder:
+class GpuDecoder(LanguageModel):
     """See `LanguageModel`. Made by `load_gpu_decoder`. Of several ranks `info` is the rank's own.
 
     The backend needs `kv`, a pool of as many key/value heads as `info` has, and `attend`.

@@ -49,16 +49,16 @@ class TPGroup(Protocol):
 
 def check_split(shape: DecoderShape, size: int) -> None:
     """Raise InvalidRequest, naming the sizes that are possible, if `size` ranks cannot share."""
-    reason = _why_not(shape, size)
+    reason = _unsupported_reason(shape, size)
     if reason:
-        possible = [str(n) for n in range(1, MAX_RANKS + 1) if not _why_not(shape, n)]
+        possible = [str(n) for n in range(1, MAX_RANKS + 1) if not _unsupported_reason(shape, n)]
         raise InvalidRequest(
             f"tensor_parallel_size={size} cannot split this model: {reason}; "
             f"possible are {', '.join(possible)}"
         )
 
 
-def _why_not(shape: DecoderShape, size: int) -> str:
+def _unsupported_reason(shape: DecoderShape, size: int) -> str:
     for count, what in (
         (shape.num_heads, "query heads"),
         (shape.intermediate_size, "columns of the MLP"),
