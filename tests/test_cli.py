@@ -18,7 +18,7 @@ import torch
 import radixserve
 from radixserve.cli import main
 from radixserve.commands import demo, info
-from radixserve.commands.demo_script import Answer, Part, Performance
+from radixserve.commands.demo_run import Answer, Part, Performance
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
