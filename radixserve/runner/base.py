@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from radixserve.attention.base import AttentionBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import LanguageModel, ModelInfo
@@ -84,6 +85,15 @@ class ModelRunner(ABC):
     @abstractmethod
     def memory_plan(self) -> MemoryPlan: ...
 
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a step can be launched before the one before it is collected."""
+        return self.overlap_depth > 0
+
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        """`launch`, then `collect`."""
+        return self.collect(self.launch(schedule))
+
     def close(self) -> None:
         """End what the runner started. Can be called again."""
         return
@@ -95,25 +105,29 @@ RunnerKind = Callable[[str, EngineConfig, TPGroup | None], ModelRunner]  # of on
 class SingleDeviceRunner(ModelRunner):
     """A `ModelRunner` with a model and a pool of its own, of one device."""
 
+    model: LanguageModel
+    pool: KVPool
+    backend: AttentionBackend  # of steps that no graph serves
+
     def __init__(self, parts: LoadedModel, config: EngineConfig) -> None:
         self.folder, self.info = parts.folder, parts.model.info
-        self._model, self._device, self._config = parts.model, parts.device, config
+        self.model, self._device, self._config = parts.model, parts.device, config
 
     def memory_plan(self) -> MemoryPlan:
         return MemoryPlan(
             weight_bytes=self.info.weight_bytes,
-            pool_bytes=self._pool.num_bytes,
-            pool_tokens=self.num_pages * self._pool.page_size,
+            pool_bytes=self.pool.num_bytes,
+            pool_tokens=self.num_pages * self.pool.page_size,
             kv_bytes_per_token=self.info.kv_bytes_per_token,
         )
 
-    def _describe(self, pool: KVPool, backend_name: str, graph_sizes: tuple[int, ...] = ()) -> None:
-        """Set what is public, and log it."""
-        self._pool, self.num_pages, self.backend_name = pool, pool.num_pages, backend_name
+    def _describe(self, graph_sizes: tuple[int, ...] = ()) -> None:
+        """Set the descriptive attributes once pool and backend are there, and log them."""
+        self.num_pages, self.backend_name = self.pool.num_pages, self.backend.name
         self.resolved_config = ResolvedConfig(
             device=describe_device(self._device),
             dtype=str(self.info.dtype).removeprefix("torch."),
-            attention_backend=backend_name,
+            attention_backend=self.backend_name,
             graph_sizes=graph_sizes,
             overlap=self._config.overlap and self.overlap_depth > 0,
         )
@@ -123,8 +137,8 @@ class SingleDeviceRunner(ModelRunner):
             self.info.num_parameters,
             self.resolved_config,
             self.num_pages,
-            pool.page_size,
-            pool.num_bytes >> 20,
+            self.pool.page_size,
+            self.pool.num_bytes >> 20,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
-from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput, Twin
 
 
 class CpuModelRunner(SingleDeviceRunner):
@@ -36,11 +37,11 @@ class CpuModelRunner(SingleDeviceRunner):
         num_pages = choose_num_pages(config, self.info)
         if tp_group is not None:
             num_pages = tp_group.agree(num_pages)
-        pool = KVPool(self.info, num_pages, config.page_size, self._device)
-        self._backend = make_backend(
-            parts.backend_name, pool.kv, self.info.num_heads, shares=config.cascade_attention
+        self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
+        self.backend = make_backend(
+            parts.backend_name, self.pool.kv, self.info.num_heads, shares=config.cascade_attention
         )
-        self._describe(pool, self._backend.name)
+        self._describe()
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
@@ -49,16 +50,20 @@ class CpuModelRunner(SingleDeviceRunner):
         Where it raises ValueError the page heads were copied.
         """
         began = time.perf_counter()
-        self._pool.copy_heads(schedule.cow_copies)
+        self.pool.copy_heads(schedule.cow_copies)
         if not schedule.rows:
             return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
-        inputs = prepare_inputs(schedule.rows, self._pool.page_size)
+        inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         batch = inputs.to_device(self._device)
-        self._backend.plan(batch)
+        self.backend.plan(batch)
         prepared = time.perf_counter()
-        logits = self._model.forward(batch, self._backend)  # [S, V]
+        logits = self.model.forward(batch, self.backend)  # [S, V]
         computed = time.perf_counter()
-        outputs = _sample_rows(logits, inputs) if self._draws else (None,) * len(schedule.rows)
+        outputs = (
+            _sample_rows(logits, inputs, schedule.twins)
+            if self._draws
+            else (None,) * len(schedule.rows)
+        )
         seconds = {
             "prepare": prepared - began,
             "forward": computed - prepared,
@@ -70,11 +75,13 @@ class CpuModelRunner(SingleDeviceRunner):
         return pending
 
 
-def _sample_rows(logits: Tensor, inputs: InputBatch) -> tuple[SampleOutput | None, ...]:
-    """A token or scores for each row that asks for them."""
+def _sample_rows(
+    logits: Tensor, inputs: InputBatch, twins: Sequence[Twin]
+) -> tuple[SampleOutput | None, ...]:
+    """A token or scores for each row that asks for them, and a token for each twin."""
     rows = inputs.requests
     specs = [row.sample for row in rows if row.sample is not None]
-    if len(specs) == len(logits):
+    if not twins and len(specs) == len(logits):
         outputs = sample(logits, specs)
         if len(outputs) == len(rows):
             return tuple(outputs)
@@ -83,6 +90,8 @@ def _sample_rows(logits: Tensor, inputs: InputBatch) -> tuple[SampleOutput | Non
     first, counts = inputs.logit_ranges()
     last = (first + counts - 1).tolist()
     sources = [at for at, row in zip(last, rows, strict=True) if row.sample is not None]
+    sources += [last[twin.row] for twin in twins]
+    specs += [twin.sample for twin in twins]
     drawn = iter(sample(logits[sources], specs))
     answers: list[SampleOutput | None] = []
     for row, begin in zip(rows, first.tolist(), strict=True):
@@ -92,4 +101,4 @@ def _sample_rows(logits: Tensor, inputs: InputBatch) -> tuple[SampleOutput | Non
             scored = score(logits[begin : begin + len(targets)], targets, row.num_top_logprobs)
             output = with_scores(output, scored)
         answers.append(output)
-    return tuple(answers)
+    return (*answers, *drawn)

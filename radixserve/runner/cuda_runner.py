@@ -92,7 +92,7 @@ class CudaModelRunner(SingleDeviceRunner):
         self._is_known = np.zeros(0, bool)  # which of them the device has
         with self._queue.active():
             self._start(parts.backend_name)
-        self._describe(self._pool, self._backend.name, self._graphs.sizes)
+        self._describe(self._graphs.sizes)
         if device.type != "cpu" and config.dtype == "auto" and self.info.dtype == torch.float32:
             logger.info('the checkpoint is in float32; dtype="bfloat16" is far faster on a GPU')
 
@@ -108,7 +108,7 @@ class CudaModelRunner(SingleDeviceRunner):
                 return self._launch(schedule, began)
             if len(schedule.cow_copies):
                 copies = torch.from_numpy(np.ascontiguousarray(schedule.cow_copies, np.int32))
-                gpu_ops.copy_heads(self._pool.kv, copies.to(self._device))
+                gpu_ops.copy_heads(self.pool.kv, copies.to(self._device))
             return PendingStep(None, 0)
 
     @torch.inference_mode()
@@ -126,12 +126,14 @@ class CudaModelRunner(SingleDeviceRunner):
         return ModelRunnerOutput(outputs, pending.seconds)
 
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
-        inputs = prepare_inputs(schedule.rows, self._pool.page_size)
+        inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         graph = self._graphs.pick(inputs)
         if graph is not None:
             inputs = inputs.padded(graph.num_rows)
         assert self._is_known[inputs.future_tokens()[1]].all(), "a token was drawn on the host"
-        plan = plan_samples(inputs, self.info.vocab_size) if self._draws else None
+        plan = None
+        if self._draws:
+            plan = plan_samples(inputs, self.info.vocab_size, schedule.twins)
         extra = {} if plan is None else self._sampler.plan(plan, schedule.rows)
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
@@ -139,11 +141,11 @@ class CudaModelRunner(SingleDeviceRunner):
             inputs, extra, self._tokens, is_fixed=graph is not None
         )
         if "copies" in device_tensors:
-            gpu_ops.copy_heads(self._pool.kv, device_tensors["copies"])
+            gpu_ops.copy_heads(self.pool.kv, device_tensors["copies"])
         if graph is None:
-            self._backend.plan(batch)
+            self.backend.plan(batch)
             prepared = time.perf_counter()
-            logits = self._model.forward(batch, self._backend)
+            logits = self.model.forward(batch, self.backend)
         else:
             replay = graph.plan(batch)
             prepared = time.perf_counter()
@@ -176,10 +178,10 @@ class CudaModelRunner(SingleDeviceRunner):
         )
         self._tokens = sample.tokens
         if self._tp_group is not None:
-            self._tp_group.broadcast(self._tokens)
-        self._is_known = np.zeros(num_rows, bool)
+            self._tp_group.broadcast(self._tokens[:num_rows])
+        self._is_known = np.zeros(plan.num_outputs, bool)
         self._is_known[plan.outputs] = True
-        return PendingStep(sample, num_rows)
+        return PendingStep(sample, plan.num_outputs)
 
     # -- start: profile run, pool, graphs ---------------------------------------------------------
 
@@ -189,7 +191,7 @@ class CudaModelRunner(SingleDeviceRunner):
         num_pages = self._given_pages()
         longest = min(config.max_seq_len or info.max_positions, info.max_positions)
         row_pages = min(-(-longest // size), num_pages or max_pages(device, info, size))
-        sizes = capture_sizes(max_rows) if config.cuda_graphs and self._model.can_capture else ()
+        sizes = capture_sizes(max_rows) if config.cuda_graphs and self.model.can_capture else ()
         table = PageTable(max_rows, row_pages, device)
         self._uploader = BatchUploader(self._queue, table, size, max(sizes, default=0))
         self._sampler = DeviceSampler(self._queue, max_rows, info.vocab_size)
@@ -200,14 +202,14 @@ class CudaModelRunner(SingleDeviceRunner):
             num_pages = fitting_pages(use, share, page_bytes, size)
         if self._tp_group is not None:
             num_pages = self._tp_group.agree(num_pages)
-        self._pool = KVPool(info, num_pages, size, device)
-        self._backend = self._make_backend(backend_name)
-        if sizes and self._backend.can_capture:
+        self.pool = KVPool(info, num_pages, size, device)
+        self.backend = self._make_backend(backend_name)
+        if sizes and self.backend.can_capture:
             logger.info("capturing decode steps of %s rows", ", ".join(map(str, sizes)))
             began = time.perf_counter()
             self._graphs = capture_decode_steps(
-                self._model,
-                self._backend,
+                self.model,
+                self.backend,
                 self._uploader,
                 sizes,
                 lambda rows: min(rows * row_pages, max(4 * num_pages, GRAPH_PAGES) + rows),
@@ -233,11 +235,11 @@ class CudaModelRunner(SingleDeviceRunner):
         reset_peak(self._device)
         limits = config.chunked_prefill_size, config.max_running_requests
         num_pages = num_profile_pages(*limits, config.page_size)
-        self._pool = KVPool(self.info, num_pages, config.page_size, self._device)
-        self._backend = self._first_ready(backend_name)
+        self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
+        self.backend = self._first_ready(backend_name)
         for schedule in profile_schedules(*limits, longest, config.page_size):
             self.collect(self.launch(schedule))
-        pool_bytes, backend_name = self._pool.num_bytes, self._backend.name
+        pool_bytes, backend_name = self.pool.num_bytes, self.backend.name
         self._release_pool()
         logger.info("warmed up in %.1f s", time.perf_counter() - began)
         graphs = graph_bytes(max(sizes, default=0), self.info.vocab_size)
@@ -245,7 +247,7 @@ class CudaModelRunner(SingleDeviceRunner):
 
     def _release_pool(self) -> None:
         """Hold no pool: its memory is free for another one."""
-        del self._pool, self._backend
+        del self.pool, self.backend
 
     def _first_ready(self, name: str) -> AttentionBackend:
         """The backend of that name, prepared; where the settings left the choice open and its
@@ -262,4 +264,4 @@ class CudaModelRunner(SingleDeviceRunner):
 
     def _make_backend(self, name: str) -> AttentionBackend:
         shares = self._config.cascade_attention
-        return make_backend(name, self._pool.kv, self.info.num_heads, shares=shares)
+        return make_backend(name, self.pool.kv, self.info.num_heads, shares=shares)

@@ -6,6 +6,7 @@ Beams need several tokens and go through sampler.py when the step is collected.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray
 from radixserve.runner.input_batch import InputBatch
 from radixserve.runner.sampler import is_greedy_only, uniform_numbers
-from radixserve.schedule import SampleSpec, ScheduledRequest
+from radixserve.schedule import SampleSpec, ScheduledRequest, Twin
 
 
 class Draw(NamedTuple):
@@ -55,8 +56,8 @@ class SamplePlan:
     arrays: dict[str, NDArray[Any]]  # to upload; the names are DeviceSampler's
 
 
-def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
-    """Sort the rows of a step. O(rows) of Python."""
+def plan_samples(inputs: InputBatch, vocab_size: int, twins: Sequence[Twin] = ()) -> SamplePlan:
+    """Sort the rows of a step, and twins. O(rows) of Python."""
     rows = inputs.requests
     first, counts = inputs.logit_ranges()
     draws = [
@@ -64,17 +65,25 @@ def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
         for at, (logit, row) in enumerate(zip((first + counts - 1).tolist(), rows, strict=True))
         if row.sample is not None
     ]
+    for at, twin in enumerate(twins, len(rows)):
+        logit = int(first[twin.row] + counts[twin.row] - 1)
+        draws.append(Draw(at, logit, rows[twin.row], twin.sample))
     is_simple = all(is_greedy_only(draw.spec) for draw in draws)
     host_sampled: tuple[Draw, ...] = ()
     if not is_simple:
-        host_sampled = tuple(draw for draw in draws if draw.spec.num_candidates)
-        draws = [draw for draw in draws if not draw.spec.num_candidates]
+        on_host = [
+            draw.spec.num_candidates > 0
+            or (draw.output >= len(rows) and draw.spec.params.has_penalty)
+            for draw in draws
+        ]
+        host_sampled = tuple(itertools.compress(draws, on_host))
+        draws = [draw for draw, is_there in zip(draws, on_host, strict=True) if not is_there]
     scored = tuple(
         Scoring(at, int(first[at]), row.logprob_targets, row.num_top_logprobs)
         for at, row in enumerate(rows)
         if row.logprob_targets is not None
     )
-    plan = _greedy_plan(len(rows), draws, host_sampled, scored)
+    plan = _greedy_plan(len(rows) + len(twins), draws, host_sampled, scored)
     return plan if is_simple else _with_parameters(plan, draws, vocab_size)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from radixserve.runner.device_queue import DeviceQueue, Event
 from torch import Tensor
+
+from radixserve.runner.transfers import DeviceQueue, Event
 
 POISON = 0xA5  # of every byte that is not there yet
 

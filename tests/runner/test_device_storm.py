@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from radixserve.runner.model_runner import ModelRunner
 
 from radixserve import SamplingParams
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request
+from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import device_runner
@@ -92,7 +92,7 @@ def check_storm(folder: Path, seed: int) -> None:
     )
     fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     runner = device_runner(folder, **fields)
-    plain = ModelRunner(str(folder), EngineConfig(num_pages=800))
+    plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
     for _ in range(3):  # the same names again: nothing is known of the ones before
         requests = [
             replace(one, twin_of="") if rng.random() < 0.5 else one for one in requests_of(rng)

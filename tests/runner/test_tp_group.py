@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from radixserve.runner.tp_group import TIMEOUT, ProcessTPGroup, open_store
 from torch import Tensor
+
+from radixserve.runner.tensor_parallel.group import TIMEOUT, ProcessTPGroup, open_store
 
 SIZE = 3
 CPU = torch.device("cpu")

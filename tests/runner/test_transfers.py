@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from radixserve.runner.d2h_buffer import D2HBuffer
-from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.h2d_buffer import H2DBuffer
 
+from radixserve.runner.transfers import D2HBuffer, DeviceQueue, Event, H2DBuffer
 from tests.runner.late_queue import POISON, LateQueue
 
 DTYPES = (np.int32, np.int64, np.float32, np.float64)
@@ -49,9 +47,18 @@ def test_a_buffer_waits_for_its_own_copy_alone() -> None:
     for step in range(6):
         staging.send({"x": np.full(4, step)})
         assert queue.num_waits == max(0, step - 1)  # for the copy before the last one
+
+
+def test_without_waits_a_buffer_changes_too_early() -> None:
+    """What the late queue is for."""
+
+    class Hasty(LateQueue):
+        def record_event(self) -> Event:
+            return DeviceQueue.record_event(self)  # passed at once
+
+    queue = Hasty()
     staging = H2DBuffer(queue, 1024)
     staging.send({"x": np.zeros(4, np.int64)})
-    staging._events = [None, None]  # nobody waits: the late queue finds out
     staging.send({"x": np.ones(4, np.int64)})
     staging.send({"x": np.ones(4, np.int64)})
     with pytest.raises(AssertionError, match="changed before its copy"):
@@ -86,7 +93,7 @@ def test_forms_do_not_pile_up() -> None:
     staging = H2DBuffer(DeviceQueue(torch.device("cpu")), 1 << 14)
     for size in range(1200):
         assert len(staging.send({"x": np.zeros(size, np.int32)})["x"]) == size
-    assert len(staging._forms) <= 512
+    assert staging.num_layouts <= 512
 
 
 def test_results_are_there_behind_their_mark() -> None:

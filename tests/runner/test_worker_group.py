@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from radixserve.runner.worker_group import WorkerGroup
-from radixserve.runner.worker_process import WorkerArgs
 
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
-from radixserve.runner import worker_group
+from radixserve.runner.cpu_runner import CpuModelRunner
+from radixserve.runner.tensor_parallel import worker_group
+from radixserve.runner.tensor_parallel.worker_group import WorkerGroup
+from radixserve.runner.tensor_parallel.worker_process import WorkerArgs
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
 import json, os, signal, sys, time
 sys.path[:] = json.loads(sys.argv[1])
-import radixserve.runner.worker_process as worker_process
+import radixserve.runner.tensor_parallel.worker_process as worker_process
 def work(link):
     job = link.recv()
     {body}
@@ -44,7 +45,7 @@ SERVE = """link.send("ready")
 
 
 def job(rank: int) -> WorkerArgs:
-    return WorkerArgs(rank, 3, 1, "model", EngineConfig(), False, 1)
+    return WorkerArgs(rank, 3, 1, "model", EngineConfig(), CpuModelRunner, 1)
 
 
 @contextlib.contextmanager
@@ -53,7 +54,7 @@ def workers_of(body: str, count: int = 2) -> Iterator[WorkerGroup]:
     try:
         yield workers
     finally:
-        workers.end()
+        workers.shut_down()
     assert not any(map(is_alive, workers.process_ids))
 
 
@@ -77,19 +78,19 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_crew_is_fed_and_ended() -> None:
+def test_workers_are_sent_to_and_shut_down() -> None:
     deaths: list[None] = []
     with workers_of(SERVE) as workers:
         workers.wait_until_ready()
         workers.watch(lambda: deaths.append(None))
         for _ in range(3):
-            workers.feed(b"step")
+            workers.send(b"step")
             workers.check_alive()
-    workers.end()
+    workers.shut_down()
     assert not deaths
     assert exit_codes(workers) == [0, 0]
     with pytest.raises(EngineDead, match="ended"):
-        workers.feed(b"step")
+        workers.send(b"step")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +105,12 @@ def test_a_death_is_noticed(message: bytes, words: str) -> None:
     with workers_of(SERVE) as workers:
         workers.wait_until_ready()
         workers.watch(died.set)
-        workers.feed(message)
+        workers.send(message)
         assert died.wait(20)
         with pytest.raises(EngineDead, match=words) as caught:
             workers.check_alive()
         with pytest.raises(EngineDead, match=words):
-            workers.feed(b"step")
+            workers.send(b"step")
         assert str(workers.explain(RuntimeError("broken pipe"))) == str(caught.value)
         if message == b"fail":
             assert "in work\n" in str(caught.value.__cause__)  # of a traceback
@@ -137,7 +138,7 @@ def test_an_end_does_not_wait_for_unread_messages(monkeypatch: pytest.MonkeyPatc
         feeder.start()
         feeder.join(0.5)
         assert feeder.is_alive()  # nobody reads
-        workers.end(by_force=True)
+        workers.shut_down(by_force=True)
         feeder.join(20)
         assert not feeder.is_alive()
 
@@ -145,7 +146,7 @@ def test_an_end_does_not_wait_for_unread_messages(monkeypatch: pytest.MonkeyPatc
 def feed_until_dead(workers: WorkerGroup) -> None:
     with contextlib.suppress(EngineDead):
         while True:
-            workers.feed(bytes(100_000))
+            workers.send(bytes(100_000))
 
 
 def test_our_own_failure_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,7 @@ def test_our_own_failure_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "rank 0 failed, and the others with it: MemoryError('full')" in str(death)
         assert isinstance(death.__cause__, MemoryError)
         with pytest.raises(EngineDead, match="rank 0 failed"):
-            workers.feed(b"step")
+            workers.send(b"step")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
     parent = (
         "import sys, time\n"
         "from tests.runner.test_worker_group import job\n"
-        "from radixserve.runner.worker_group import WorkerGroup\n"
+        "from radixserve.runner.tensor_parallel.worker_group import WorkerGroup\n"
         f"workers = WorkerGroup([job(1)], open({str(child)!r}).read())\n"
         "workers.wait_until_ready()\n"
         "print(workers.process_ids[0], flush=True)\n"
