@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
+from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.cpu_ops import Attender, Plan, PlanRows, unavailable
+from radixserve_kernels.cpu_attention import PagedAttention, Plan
+from radixserve_kernels.cpu_ops import unsupported_reason
+from radixserve_kernels.host_index import HostIndex
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
 # is as fast as apart at 16 to 32 shared tokens, for 2 to 32 rows, heads of 64 and 128 and both
@@ -32,10 +33,10 @@ class CpuBackend(AttentionBackend):
     name = "cpu"
 
     def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
-        if reason := unavailable(kv.dtype):
+        if reason := unsupported_reason(kv.dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
         super().__init__(kv, num_heads)
-        self._attender = Attender(kv.dtype)
+        self._attention = PagedAttention(kv.dtype)
         self._shares = shares
         self._planned: Plan | None = None
 
@@ -44,7 +45,7 @@ class CpuBackend(AttentionBackend):
             heads = (self.num_heads, self.num_kv_heads, self.head_dim)
             self._planned = plan_step(batch.host, self.page_size, heads, shares=self._shares)
         else:
-            self._planned.renew(_plan_rows(batch.host))
+            self._planned.reset(batch.host)
         self._slot_mapping = batch.slot_mapping
 
     @property
@@ -55,21 +56,11 @@ class CpuBackend(AttentionBackend):
 
     def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
-        return self._attender.run(self.planned, q, *self._slots[layer], scale)
+        return self._attention.run(self.planned, q, *self._slots[layer], scale)
 
 
 def plan_step(
     host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
 ) -> Plan:
-    """Jobs: one a shared node, each level of them a wave; then one a row, in the last wave."""
-    return Plan(_plan_rows(host), page_size, heads, MERGE_TOKENS if shares else None)
-
-
-def _plan_rows(host: HostIndex) -> PlanRows:
-    return PlanRows(
-        start=np.ascontiguousarray(host.start),
-        qo_indptr=host.qo_indptr,
-        kv_indptr=host.kv_indptr,
-        seq_lens=np.ascontiguousarray(host.seq_lens),
-        kv_indices=host.kv_indices,
-    )
+    """Jobs: one for each shared node, level by level, then one for each row in the last level."""
+    return Plan(host, page_size, heads, MERGE_TOKENS if shares else None)
