@@ -6,7 +6,6 @@ Knows token slots and pages; nothing of requests, models or sampling.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -32,7 +32,7 @@ library = cpu_attention.cpu_library()
 for name in ("radixserve_delete_plan", "radixserve_delete_attention"):
     setattr(library, name, lambda *_, name=name: ended.append(name))
 one, ends = np.array([0]), np.array([0, 1])
-rows = HostIndex(one, ends, ends, np.zeros(1, np.int32), ends[1:])
+rows = HostIndex(one, ends, ends, ends[1:], [np.zeros(1, np.int32)])
 plans = [cpu_attention.Plan(rows, 1, (1, 1, 8), None) for _ in range(2)]
 attention = cpu_attention.PagedAttention(torch.float32)
 plans.pop()
@@ -190,7 +190,7 @@ def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch
     library = cpu_library()
     monkeypatch.setattr(library, "radixserve_set_threads", told.append)
     one, ends = np.array([0]), np.array([0, 1])
-    Plan(HostIndex(one, ends, ends, np.zeros(1, np.int32), ends[1:]), 1, (1, 1, 8), None)
+    Plan(HostIndex(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None)
     assert told == [torch.get_num_threads()]
 
 
