@@ -198,7 +198,7 @@ def test_a_plan_that_was_reset_is_that_of_the_new_rows() -> None:
     def rows_of(*lengths: int) -> HostIndex:
         ends, one_each = np.cumsum([0, *lengths]), np.arange(len(lengths) + 1)
         pages = np.arange(ends[-1], dtype=np.int32)
-        return HostIndex(np.array(lengths) - 1, one_each, ends, pages, np.array(lengths))
+        return HostIndex(np.array(lengths) - 1, one_each, ends, np.array(lengths), [pages])
 
     plan = Plan(rows_of(7), 1, (4, 2, 8), 24)
     for lengths in ((3, 9, 1), (200, 150), (1,)):
