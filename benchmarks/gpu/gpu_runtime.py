@@ -11,7 +11,7 @@ from radixserve.runner.cuda_runner import CudaModelRunner
 
 
 class DryRuntime(Runtime):
-    """Computes what a CUDA device would, in the kernels' torch twins."""
+    """Computes what a CUDA device would, in the torch references of the kernels."""
 
     def _make_runner(self, model_path: str) -> CudaModelRunner:
         return CudaModelRunner(model_path, self.config)
