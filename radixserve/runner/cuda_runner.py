@@ -1,7 +1,7 @@
 """`CudaModelRunner`: steps are queued on a device by `launch` and read by `collect`.
 
 Between the two the host is free, to prepare the next step. On CPU tensors the same code runs with
-the kernels' torch references: for tests and dry runs.
+the kernels' references: for tests and dry runs.
 """
 
 from __future__ import annotations
