@@ -64,7 +64,7 @@ class ModelRunner(ABC):
     Steps run in the order of their launches, one after the other, each one's page copies first.
     """
 
-    folder: Path | None  # of the checkpoint; None: random weights
+    model_path: Path | None  # a folder or a GGUF file; None: random weights
     info: ModelInfo
     num_pages: int
     overlap_depth: int  # steps that may be in flight when the next one is launched: 0 or 1
@@ -110,7 +110,7 @@ class SingleDeviceRunner(ModelRunner):
     backend: AttentionBackend  # of steps that no graph serves
 
     def __init__(self, parts: LoadedModel, config: EngineConfig) -> None:
-        self.folder, self.info = parts.folder, parts.model.info
+        self.model_path, self.info = parts.model_path, parts.model.info
         self.model, self._device, self._config = parts.model, parts.device, config
 
     def memory_plan(self) -> MemoryPlan:
@@ -149,7 +149,7 @@ class LoadedModel:
     model: LanguageModel
     backend_name: str  # of the attention backend to run it with
     device: torch.device
-    folder: Path | None
+    model_path: Path | None
 
 
 def load_on_device(
@@ -166,4 +166,4 @@ def load_on_device(
     longest = model.info.max_positions
     if config.max_seq_len is not None and config.max_seq_len > longest:
         raise InvalidRequest(f"max_seq_len must be at most the model's {longest} positions")
-    return LoadedModel(model, backend_name, device, source.folder)
+    return LoadedModel(model, backend_name, device, source.path)

@@ -44,7 +44,7 @@ class TPModelRunner(ModelRunner):
         size = config.tensor_parallel_size
         check_decoder(source.config)
         check_split(decoder_shape(source.config), size)
-        path = model_path if source.folder is None else str(source.folder)
+        path = model_path if source.path is None else str(source.path)
         configs = _rank_configs(config, size)
         store = open_store(size)
         threads = max(1, torch.get_num_threads() // size)
@@ -59,7 +59,7 @@ class TPModelRunner(ModelRunner):
         with self._all_ranks():
             group = _connect(self._workers, self._groups, store, size, configs[0])
             self._runner = kind(path, configs[0], group)
-        self.folder = source.folder
+        self.model_path = source.path
         self.num_pages = self._runner.num_pages
         self.overlap_depth = self._runner.overlap_depth
         self.backend_name = self._runner.backend_name
