@@ -6,7 +6,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from radixserve.api.beam_search import BeamTicket
 from radixserve.engine.ticket import Event, Ticket
@@ -19,7 +19,7 @@ Output = TypeVar("Output", Chunk, Completion, tuple[Completion, ...])
 
 
 class RequestHandle(Generic[Output]):
-    """Requests that arrive at the engine together; one thread or task takes what comes back.
+    """Requests that arrive at the engine together; one thread or task takes their outputs.
 
         with client.submit(requests) as handle:      # from here on the engine has them
             for completion in handle: ...            # as they end; or `async for`
@@ -36,8 +36,11 @@ class RequestHandle(Generic[Output]):
         requests: Sequence[Request],
         *,
         streams: bool = False,
+        finish: Callable[[list[Output]], Any] | None = None,
     ) -> None:
+        """`finish`: the result of `get` from all last outputs; None: these themselves."""
         self._worker = worker
+        self._finish: Callable[[list[Output]], Any] | None = finish
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the task that waits
         self._arrival = asyncio.Event()  # set in that loop after an event was put
@@ -49,7 +52,7 @@ class RequestHandle(Generic[Output]):
             for at, request in enumerate(requests)
         ]
 
-    def get(self, note: Callable[[Output], object] | None = None) -> list[Output]:
+    def get(self, note: Callable[[Output], object] | None = None) -> Any:
         """Block until all have ended; the last output of each, in the requests' order.
 
         `note` is called with each output when it comes.
@@ -58,14 +61,18 @@ class RequestHandle(Generic[Output]):
             for output in self:
                 if note is not None:
                     note(output)
-        return self._in_order()
+        return self._result()
 
-    async def aget(self) -> list[Output]:
+    async def aget(self) -> Any:
         """`get` for asyncio. Cancelling the task aborts the requests."""
         with self:
             async for _ in self:
                 pass
-        return self._in_order()
+        return self._result()
+
+    def __len__(self) -> int:
+        """Requests in all."""
+        return len(self._tickets)
 
     def __enter__(self) -> Self:
         try:
@@ -122,5 +129,6 @@ class RequestHandle(Generic[Output]):
             self._last[at] = output
         return output
 
-    def _in_order(self) -> list[Output]:
-        return [self._last[at] for at in range(len(self._tickets))]
+    def _result(self) -> Any:
+        outputs = [self._last[at] for at in range(len(self._tickets))]
+        return outputs if self._finish is None else self._finish(outputs)
