@@ -41,14 +41,12 @@ class RequestHandle(Generic[Output]):
         """`finish`: the result of `get` from all last outputs; None: these themselves."""
         self._worker = worker
         self._finish: Callable[[list[Output]], Any] | None = finish
-        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the task that waits
-        self._arrival = asyncio.Event()  # set in that loop after an event was put
+        self._queue = _EventQueue()
         self._last: dict[int, Output] = {}  # request's index -> its last output
         self._tickets = [
-            Ticket(request, tokenizer, partial(self._put, at), streams=streams)
+            Ticket(request, tokenizer, partial(self._queue.put, at), streams=streams)
             if request.beams is None
-            else BeamTicket(request, tokenizer, partial(self._put, at))
+            else BeamTicket(request, tokenizer, partial(self._queue.put, at))
             for at, request in enumerate(requests)
         ]
 
@@ -92,7 +90,7 @@ class RequestHandle(Generic[Output]):
     def __next__(self) -> Output:
         if self._has_ended:
             raise StopIteration
-        return self._take(*self._events.get())
+        return self._take(*self._queue.get())
 
     def __aiter__(self) -> Self:
         return self
@@ -100,26 +98,11 @@ class RequestHandle(Generic[Output]):
     async def __anext__(self) -> Output:
         if self._has_ended:
             raise StopAsyncIteration
-        self._loop = asyncio.get_running_loop()
-        while self._events.empty():
-            self._arrival.clear()
-            await self._arrival.wait()
-        return self._take(*self._events.get_nowait())
+        return self._take(*await self._queue.aget())
 
     @property
     def _has_ended(self) -> bool:
         return len(self._last) == len(self._tickets)
-
-    def _put(self, at: int, event: Event) -> None:
-        """Called in the engine's thread."""
-        self._events.put((at, event))
-        loop = self._loop
-        if loop is not None:
-            try:
-                loop.call_soon_threadsafe(self._arrival.set)
-            except RuntimeError:  # the loop was closed meanwhile
-                if not loop.is_closed():
-                    raise
 
     def _take(self, at: int, event: Event) -> Output:
         if isinstance(event, BaseException):
@@ -132,3 +115,35 @@ class RequestHandle(Generic[Output]):
     def _result(self) -> Any:
         outputs = [self._last[at] for at in range(len(self._tickets))]
         return outputs if self._finish is None else self._finish(outputs)
+
+
+class _EventQueue:
+    """(request's index, event) pairs from the engine's thread to one thread or task.
+
+    Apart from the handle, which the engine's thread must not keep alive.
+    """
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the task that waits
+        self._arrival = asyncio.Event()  # set in that loop after an item was put
+
+    def put(self, at: int, event: Event) -> None:
+        self._items.put((at, event))
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._arrival.set)
+            except RuntimeError:  # the loop was closed meanwhile
+                if not loop.is_closed():
+                    raise
+
+    def get(self) -> tuple[int, Event]:
+        return self._items.get()
+
+    async def aget(self) -> tuple[int, Event]:
+        self._loop = asyncio.get_running_loop()
+        while self._items.empty():
+            self._arrival.clear()
+            await self._arrival.wait()
+        return self._items.get_nowait()

@@ -367,7 +367,6 @@ class TestAnswers:
         with pytest.raises(InvalidRequest, match="empty"):
             rt.beam_search([[1, 2], []])
 
-
     def test_records_instead_of_their_fields(self, rt: Runtime) -> None:
         fields = {"max_tokens": 5, "ignore_eos": True, "repetition_penalty": 1.3}
         expected = rt.beam_search(PROMPT, beam_width=3, length_penalty=0.5, **fields)
@@ -381,7 +380,7 @@ class TestAnswers:
     def test_wrong_records(self, rt: Runtime) -> None:
         for options, message in (
             ({"params": SamplingParams(), "max_tokens": 3}, "params or max_tokens, not both"),
-            ({"beams": BeamParams(), "beam_width": 3}, "beams or width, not both"),
+            ({"beams": BeamParams(), "beam_width": 3}, "beams or beam_width, not both"),
             ({"params": {"max_tokens": 3}}, "params must be SamplingParams"),
             ({"beams": 4}, "beams must be BeamParams"),
             ({"params": SamplingParams(top_p=0.5)}, "does not draw: top_p"),
