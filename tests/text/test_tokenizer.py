@@ -18,6 +18,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One token a byte: every character beyond ASCII spans several tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
+    return load(folder)
+
+
+def load(folder: Path) -> Tokenizer:
     found = Tokenizer.load(folder)
     assert found is not None
     return found
@@ -126,7 +130,7 @@ class TestChat:
             file.unlink()
         wrapped.save_pretrained(tmp_path)
         with pytest.raises(InvalidRequest, match="no chat template"):
-            Tokenizer(tmp_path).encode_chat([{"role": "user", "content": "hi"}])
+            load(tmp_path).encode_chat([{"role": "user", "content": "hi"}])
 
     def test_no_tokenizer(self, tmp_path: Path) -> None:
         assert Tokenizer.load(tmp_path) is None
