@@ -24,7 +24,7 @@ from radixserve import (
 )
 from radixserve.models.cpu_decoder import CpuDecoder
 from radixserve.models.decoder import Decoder
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.base import ModelRunner
 from radixserve.scheduler import Scheduler
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.pacing import held, until, wait_until
