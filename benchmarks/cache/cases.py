@@ -1,19 +1,19 @@
-"""Cases A to E and H: what a prefix costs. Each yields a figure for every contender and line.
+"""Cases A to E, G and H: what a prefix costs. Each yields a figure a contender and line.
 
 Prompts are made before the clock starts, in each contender's own form. Everything that a contender
-does inside one operation is timed, whether it is ours or not.
+does inside one operation is timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from cache_contenders import Contender, Tree
-from stopwatch import Figure, Line, interleaved, micros
+from cache.contenders import Contender, Tree, radix
+from cache.timing import Figure, interleaved, micros
 
 from radixserve.arrays import IntArray
 
@@ -22,7 +22,8 @@ PROMPT = 4_096
 TURN = 150  # tokens that a chat grows by
 SHARED, OWN = 512, 60  # tokens of a request of the churn
 LEAF = 16  # tokens of a small leaf
-_LARGEST_PAGE = 256  # what a cache of whole blocks may fall short by
+PAGE_SIZES = (1, 16, 64, 256)
+_LARGEST_PAGE = PAGE_SIZES[-1]  # a cache of whole blocks may fall short by so many tokens
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class Bench:
-    """A run: who takes part, how much, and where random tokens come from."""
+    """A run: contenders, sizes, and the source of random tokens."""
 
     contenders: tuple[Contender, ...]
     sizes: Sizes
@@ -79,7 +80,7 @@ def serve(tree: Tree, rows: Iterable[IntArray]) -> None:
 
 
 def miss_and_hit(bench: Bench) -> Iterator[Figure]:
-    """A prompt that nobody has, and one that lies in one edge, beside many others."""
+    """An unknown prompt, and one that lies in one edge, beside many others."""
     rows = bench.tokens(bench.sizes.prompts, 512)
     unknown = bench.tokens(PROMPT, low=VOCAB)
     known = bench.tokens(PROMPT + 1, low=2 * VOCAB)  # the last token is always computed
@@ -91,8 +92,8 @@ def miss_and_hit(bench: Bench) -> Iterator[Figure]:
         prompts = {who: tree.prompt(row) for who, tree in trees.items()}
         for verb, what in (("lookup", "look-up"), ("take", "acquire, release")):
             operations = {who: partial(getattr(t, verb), prompts[who]) for who, t in trees.items()}
-            line = Line(f"{case}.{verb}", f"{name}: {what}")
-            yield from interleaved(line, operations, bench.sizes.repeats)
+            title = f"{name}: {what}"
+            yield from interleaved(f"{case}.{verb}", title, operations, bench.sizes.repeats)
 
 
 def chat(bench: Bench) -> Iterator[Figure]:
@@ -104,8 +105,7 @@ def chat(bench: Bench) -> Iterator[Figure]:
         for contender in bench.contenders:
             samples[contender.name].append(_talk(contender.tree(*map(len, said)), said))
     what = f"request, {sizes.sessions} sessions x {sizes.turns} turns of {TURN}"
-    line = Line("C.request", what)
-    yield from (line.figure(who, values) for who, values in samples.items())
+    yield from (Figure.of("C.request", what, who, values) for who, values in samples.items())
 
 
 def _talk(tree: Tree, said: IntArray) -> float:
@@ -139,8 +139,8 @@ def churn(bench: Bench) -> Iterator[Figure]:
             spent = micros(partial(_request_all, tree, prompts))
             samples[who].append(spent / len(prompts))
             assert tree.lookup(prompts[-1]) > SHARED - _LARGEST_PAGE
-    line = Line("D.request", f"request, {SHARED} shared + {OWN} own, always evicting")
-    yield from (line.figure(who, values) for who, values in samples.items())
+    what = f"request, {SHARED} shared + {OWN} own, always evicting"
+    yield from (Figure.of("D.request", what, who, values) for who, values in samples.items())
 
 
 def _request_all(tree: Tree, prompts: list[Any]) -> None:
@@ -151,7 +151,7 @@ def _request_all(tree: Tree, prompts: list[Any]) -> None:
 def eviction(bench: Bench) -> Iterator[Figure]:
     """Out of trees of small leaves; what was evicted grows again before the next sample."""
     for leaves in bench.sizes.leaves:
-        able = tuple(c for c in bench.contenders if leaves <= c.most_leaves)
+        able = tuple(c for c in bench.contenders if leaves <= c.max_leaves)
         part = Bench(able, bench.sizes, bench.rng)
         yield from evict_from(part, leaves, LEAF, (("page", 1), ("1000", 1_000)))
 
@@ -174,8 +174,8 @@ def evict_from(
                 serve(tree, fresh)
                 samples[who].append(micros(partial(tree.evict, amount), calls))
         what = f"{'a page' if name == 'page' else f'{amount:,} tokens'} of {leaves:,} leaves"
-        line = Line(f"E.{name}.{leaves}", what)
-        yield from (line.figure(who, values) for who, values in samples.items())
+        key = f"E.{name}.{leaves}"
+        yield from (Figure.of(key, what, who, values) for who, values in samples.items())
 
 
 def long_lookup(bench: Bench) -> Iterator[Figure]:
@@ -193,5 +193,29 @@ def long_lookup(bench: Bench) -> Iterator[Figure]:
         assert trees[who].lookup(prompts[who]) == length
     for verb, what in (("lookup", "look-up"), ("take", "acquire, release")):
         operations = {who: partial(getattr(t, verb), prompts[who]) for who, t in trees.items()}
-        line = Line(f"H.{verb}", f"{what} of {length:,} tokens over {parts} nodes")
-        yield from interleaved(line, operations, bench.sizes.repeats)
+        title = f"{what} of {length:,} tokens over {parts} nodes"
+        yield from interleaved(f"H.{verb}", title, operations, bench.sizes.repeats)
+
+
+def page_sizes(bench: Bench) -> Iterator[Figure]:
+    """Case G: cases A to E at larger pages, each as a ratio to page size 1.
+
+    The leaves of E are as long as the largest page, so that all evict the same tokens.
+    """
+    columns = {size: f"page {size}" for size in PAGE_SIZES}
+    part = replace(bench, contenders=tuple(radix(size, name) for size, name in columns.items()))
+    leaf, leaves = PAGE_SIZES[-1], min(10_000, bench.sizes.leaves[-1])
+    figures = [*miss_and_hit(part), *chat(part), *churn(part)]
+    figures += evict_from(part, leaves, leaf, ((str(leaf), leaf), ("1024", 1_024)))
+    bases = {figure.key: figure.value for figure in figures if figure.contender == columns[1]}
+    for figure in figures:
+        base = bases[figure.key]
+        yield replace(
+            figure,
+            key=f"G.{figure.key}",
+            what=f"{figure.key[0]} {figure.what}",
+            value=figure.value / base,
+            low=figure.low / base,
+            high=figure.high / base,
+            unit="x",
+        )

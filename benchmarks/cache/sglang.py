@@ -4,7 +4,7 @@
     PYTHONPATH=DIR:.:kernels python benchmarks/bench_cache.py
 
 is enough beside torch and numpy: packages that its import wants and that the tree never calls are
-empty stand-ins. The objects are those of its server: `UnifiedRadixCache` over either
+empty stubs. The objects are those of its server: `UnifiedRadixCache` over either
 `tree_core_backend`, `TokenToKVPoolAllocator` and `ReqToTokenPool`; page size 1, on the CPU.
 
 Its engine holds a prompt as array("q") and wraps it into a `RadixKey` for each match (O(1)); so do
@@ -22,7 +22,7 @@ import warnings
 from array import array
 from typing import Any
 
-from stand_ins import stand_ins
+from cache.stub_packages import stub_packages
 
 from radixserve.arrays import IntArray
 
@@ -38,7 +38,7 @@ class SGLang:
     """The names of SGLang that the trees need. Raises what its import raises."""
 
     def __init__(self) -> None:
-        with stand_ins(*_UNUSED), warnings.catch_warnings():
+        with stub_packages(*_UNUSED), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torch
             from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -104,7 +104,7 @@ class _Request:
 
 
 class SGLangTree:
-    """A `Tree`, see cache_contenders.py."""
+    """A `Tree`, see contenders.py."""
 
     def __init__(self, engine: SGLang, cache: Any) -> None:
         self.cache = cache

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cache_cases import Bench
-from cache_contenders import Contender, PagedTree
-from stopwatch import Figure, Line, micros
+from cache.cases import Bench
+from cache.contenders import Contender, PagedTree
+from cache.timing import Figure, micros
 
 from radixserve.arrays import IntArray
 from radixserve.request import Request, SamplingParams
@@ -21,14 +21,14 @@ from radixserve.scheduler import Scheduler
 PROMPT = 8_192
 HEAD = 1_024  # tokens that all prompts begin with
 CHUNK = 256  # tokens of a commit
-ROOM = PROMPT // 2  # tokens that are free or evictable: nobody who waits fits
+ROOM = PROMPT // 2  # tokens that are free or evictable: no waiting request fits
 
 _DRAWN = SampleOutput(5, None, ())
 
 Samples = dict[str, list[float]]
 
 
-def passes(bench: Bench) -> Iterator[Figure]:
+def scheduling_pass(bench: Bench) -> Iterator[Figure]:
     able = [c for c in bench.contenders if isinstance(c.make(64), PagedTree)]
     for waiting in bench.sizes.waiting:
         prompts = bench.tokens(1 + waiting + bench.sizes.repeats, PROMPT)
@@ -36,8 +36,8 @@ def passes(bench: Bench) -> Iterator[Figure]:
         for contender in able:
             samples = _samples(bench, contender, prompts, waiting)
             for name, values in samples.items():
-                line = Line(f"I.{name}.{waiting}", f"{waiting:,} waiting, {_WHAT[name]}")
-                yield line.figure(contender.name, values)
+                what = f"{waiting:,} waiting, {_WHAT[name]}"
+                yield Figure.of(f"I.{name}.{waiting}", what, contender.name, values)
 
 
 _WHAT = {
@@ -75,7 +75,7 @@ class _Queue:
     """A scheduler whose only running request decodes."""
 
     def __init__(self, contender: Contender, prompts: IntArray, last: int) -> None:
-        """Of the prompt at `last` a part is cached already; it is evicted first."""
+        """A part of the prompt at `last` is cached already; it is evicted first."""
         tree = contender.make(-(-(PROMPT + ROOM) // contender.page_size))
         assert isinstance(tree, PagedTree)
         self._tree = tree
@@ -116,7 +116,7 @@ class _Queue:
         return spent
 
     def commit_chunk(self, index: int) -> None:
-        """Somebody else computes more of the prompt of the waiting request of that index."""
+        """More of the prompt of the waiting request of that index is computed elsewhere."""
         self._tree.request(self._prompts[index][: HEAD + CHUNK])
 
     def evict_page(self) -> None:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from engine_models import Shape
-from engine_workloads import IdealRound, Workload, ideal_rounds
+from harness.shapes import Shape
+from harness.workloads import IdealRound, Workload, ideal_rounds
 
 PREFILL_ROWS = 512  # tokens in the products whose rate is measured
 _SAMPLE_S = 0.02
@@ -37,8 +37,8 @@ class Limits:
 class Floor:
     """CPU seconds of what an ideal cache leaves to compute, at the rates of `Limits`.
 
-    Only an engine that multiplies faster than PyTorch, as ours does float32 with AMX, or reads
-    faster than memory is copied, goes below.
+    Only an engine that multiplies faster than PyTorch, or reads faster than memory is copied, goes
+    below.
     """
 
     num_prefilled: int
@@ -138,47 +138,32 @@ def find_floor(
 
     Norms, activations, softmax, embeddings and everything that is no arithmetic cost nothing here.
     """
-    machine = _Machine(shape, 2 if dtype == "bfloat16" else 4, limits)
-    rounds = ideal_rounds(workload)
-    works = [work for one in rounds for work in one.works]
-    prefill = sum(machine.prefill(work.cached, work.prompt) for work in works)
-    steps = workload.num_new - 1
-    decode = sum(_decode(machine, one, steps, burst=burst) for one in rounds)
-    return Floor(sum(work.computed for work in works), prefill, decode)
+    number_bytes = 2 if dtype == "bfloat16" else 4
+    weights = shape.layer_weights + shape.head_weights
 
-
-def _decode(machine: _Machine, one: IdealRound, steps: int, *, burst: bool) -> float:
-    prompts = [work.prompt for work in one.works]
-    if burst:
-        groups = [(prompts, one.num_distinct)]
-    else:
-        groups = [([prompt], prompt) for prompt in prompts]
-    return sum(
-        machine.decode([n + step for n in lengths], distinct + step * len(lengths))
-        for lengths, distinct in groups
-        for step in range(1, steps + 1)
-    )
-
-
-@dataclass(frozen=True)
-class _Machine:
-    shape: Shape
-    number_bytes: int
-    limits: Limits
-
-    def prefill(self, start: int, end: int) -> float:
-        shape = self.shape
+    def prefill_s(start: int, end: int) -> float:
         keys = (end * (end + 1) - start * (start + 1)) // 2
-        work = 2 * shape.layer_weights * (end - start) + self._attention * keys
-        return (work + 2 * shape.head_weights) / self.limits.best_flops
+        work = 2 * shape.layer_weights * (end - start) + shape.score_flops * keys
+        return (work + 2 * shape.head_weights) / limits.best_flops
 
-    def decode(self, lengths: Iterable[int], num_distinct: int) -> float:
-        weights = self.shape.layer_weights + self.shape.head_weights
-        work = sum(2 * weights + self._attention * length for length in lengths)
-        read = self.number_bytes * (weights + num_distinct * self.shape.kv_numbers)
-        return max(work / self.limits.best_flops, read / self.limits.best_bandwidth)
+    def step_s(lengths: Iterable[int], num_distinct: int) -> float:
+        work = sum(2 * weights + shape.score_flops * length for length in lengths)
+        read = number_bytes * (weights + num_distinct * shape.kv_elements)
+        return max(work / limits.best_flops, read / limits.best_bandwidth)
 
-    @property
-    def _attention(self) -> int:
-        """FLOPs of one token on one key, all layers: scores and weighted sum."""
-        return 4 * self.shape.num_layers * self.shape.num_heads * self.shape.head_dim
+    def decode_s(ideal: IdealRound) -> float:
+        prompts = [one.prompt for one in ideal.requests]
+        groups = [(prompts, ideal.num_distinct)] if burst else [([n], n) for n in prompts]
+        return sum(
+            step_s([n + step for n in lengths], distinct + step * len(lengths))
+            for lengths, distinct in groups
+            for step in range(1, workload.num_new)
+        )
+
+    rounds = ideal_rounds(workload)
+    requests = [one for ideal in rounds for one in ideal.requests]
+    return Floor(
+        num_prefilled=sum(one.computed for one in requests),
+        prefill_s=sum(prefill_s(one.cached, one.prompt) for one in requests),
+        decode_s=sum(map(decode_s, rounds)),
+    )

@@ -1,8 +1,8 @@
 """What other engines needed for the same workloads: measured elsewhere, on one thread.
 
 CPU seconds on a machine of this kind (two cores with AVX-512), with the shapes and lengths of
-engine_models.py and engine_workloads.py, W1 to W5 in that order. They show where the field is; what
-runs here is measured in the same run.
+harness/shapes.py and harness/workloads.py, W1 to W5 in that order. They show where the field is;
+what runs here is measured in the same run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Published:
 
 
 def published(model: str, dtype: str, workload: str, arrival: str) -> list[Published]:
-    """The figures of a case, best first; none where nobody measured it."""
+    """The figures of a case, best first; none where it was not measured."""
     at = _ORDER.index(workload)
     rows = _PUBLISHED.get((model, dtype), {}).get(arrival, {})
     found = [Published(engine, row[at]) for engine, row in rows.items() if at < len(row)]

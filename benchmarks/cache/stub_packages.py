@@ -84,7 +84,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 @contextmanager
-def stand_ins(*names: str) -> Iterator[None]:
+def stub_packages(*names: str) -> Iterator[None]:
     """While it lasts, the named packages import as empty ones unless they are installed."""
     finder = _Finder(names)
     sys.meta_path.append(finder)

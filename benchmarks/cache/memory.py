@@ -14,9 +14,9 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from cache_cases import LEAF, TURN, Bench, serve
-from cache_contenders import Contender, Tree
-from stopwatch import Figure, Line
+from cache.cases import LEAF, TURN, Bench, serve
+from cache.contenders import Contender, Tree
+from cache.timing import Figure
 
 from radixserve.arrays import IntArray
 
@@ -29,17 +29,17 @@ def footprint(bench: Bench) -> Iterator[Figure]:
     leaves = min(10_000, sizes.leaves[-1])
     rows = bench.tokens(leaves, LEAF, vocab=2**31 - 1)
 
+    def plant(tree: Tree) -> None:
+        serve(tree, rows)
+
     def talk(tree: Tree) -> None:
         for length in range(TURN, said.shape[1] + 1, TURN):
             serve(tree, (row[:length] for row in said))
 
-    def sow(tree: Tree) -> None:
-        serve(tree, rows)
-
     for contender in bench.contenders:
         yield from _kept(contender, "chat", f"{sizes.sessions} chats of C", said, talk)
-        if leaves <= contender.most_leaves:
-            yield from _kept(contender, "leaves", f"{leaves:,} leaves of E", rows, sow)
+        if leaves <= contender.max_leaves:
+            yield from _kept(contender, "leaves", f"{leaves:,} leaves of E", rows, plant)
 
 
 def _kept(
@@ -50,11 +50,10 @@ def _kept(
     measure = _native_bytes if contender.is_native else _python_bytes
     tree, size = measure(lambda: contender.tree(*lengths), fill)
     held = sum(tree.lookup(tree.prompt(np.append(row, row[:1]))) for row in branches)
-    line = Line(f"F.{name}.token", f"a token, {what}", "bytes")
-    yield line.figure(contender.name, [size / held])
-    if tree.num_nodes():
-        line = Line(f"F.{name}.node", f"a node, {what}", "bytes")
-        yield line.figure(contender.name, [size / tree.num_nodes()])
+    for unit, count in (("token", held), ("node", tree.num_nodes())):
+        if count:
+            title = f"a {unit}, {what}"
+            yield Figure.of(f"F.{name}.{unit}", title, contender.name, [size / count], "bytes")
 
 
 def _python_bytes(make: Callable[[], Tree], fill: Fill) -> tuple[Tree, int]:

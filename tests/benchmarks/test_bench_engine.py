@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +24,10 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def run_bench_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # also when not installed
     return subprocess.run(
-        [sys.executable, "benchmarks/bench_engine.py", *arguments],
+        [sys.executable, f"benchmarks/{script}", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -44,14 +44,14 @@ def run_bench_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_quick_run(tmp_path: Path, engines: tuple[str, ...]) -> None:
     chosen = ["--only-engines", ",".join(engines)] if engines else []
-    result = run_bench_engine("--quick", "--json", "--save", str(tmp_path), *chosen)
+    result = run("bench_engine.py", "--quick", "--json", "--save", str(tmp_path), *chosen)
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert (tmp_path / "engine-cpu-tiny-float32.json").read_text() == result.stdout
     assert "| radix |" in (tmp_path / "engine-cpu-tiny-float32.md").read_text()
     cases = {(case["workload"], case["arrival"]): case for case in document["cases"]}
     assert set(cases) == {(w, a) for w in ("W1", "W4") for a in ("burst", "sequential")}
-    names = set(engines or module("engine_contenders").NAMES) - set(document["absent"])
+    names = set(engines or module("engine.base").NAMES) - set(document["absent"])
     assert names >= {"radix", "hash", "off", "transformers", "copied"}
     for case in cases.values():
         rows = {row["engine"]: row for row in case["rows"]}
@@ -81,7 +81,7 @@ def test_a_quick_run(tmp_path: Path, engines: tuple[str, ...]) -> None:
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
-    result = run_bench_engine(*arguments)
+    result = run("bench_engine.py", *arguments)
     assert result.returncode == 2
     assert message in result.stderr
 
@@ -92,21 +92,23 @@ def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:
 )
 @pytest.mark.parametrize("seed", [0, 1])
 def test_an_ideal_cache(name: str, num_requests: int, num_computed: int, seed: int) -> None:
-    workloads = module("engine_workloads")
-    workload = workloads.make_workload(name, 4_096, seed)
-    rounds = workloads.ideal_rounds(workload)
-    works = [work for one in rounds for work in one.works]
-    assert workload.num_requests == len(works) == num_requests
-    assert sum(work.computed for work in works) == num_computed
-    assert workload == workloads.make_workload(name, 4_096, seed)
+    workloads = module("harness.workloads")
+    size = workloads.FULL[name]
+    workload = workloads.make_workload(name, size, 4_096, seed)
+    requests = [one for ideal in workloads.ideal_rounds(workload) for one in ideal.requests]
+    assert workload.num_requests == len(requests) == num_requests
+    assert workloads.ideal_computed(workload) == num_computed
+    assert workload == workloads.make_workload(name, size, 4_096, seed)
 
 
 def test_the_floor_of_a_chat() -> None:
     """The formulas once more, as sums over every token."""
-    limits, workloads = module("engine_limits"), module("engine_workloads")
-    shape = module("engine_models").SHAPES["tiny"]
+    limits, workloads = module("engine.floor"), module("harness.workloads")
+    shape = module("harness.shapes").SHAPES["tiny"]
     machine = limits.Limits({"slow": 1e9, "fast": 2e9}, {"weights": 3e7})
-    workload = workloads.make_workload("W2", 4_096, 0, is_quick=True)  # 2 sessions, 12 + 4 a turn
+    workload = workloads.make_workload(
+        "W2", workloads.QUICK["W2"], 4_096, 0
+    )  # 2 sessions, 12 + 4 a turn
     layers, head = 4 * 856_064, 4_096 * 256
     attention, kv_bytes = 4 * 4 * 8 * 64, 4 * 4 * 2 * 2 * 64
     assert (shape.layer_weights, shape.head_weights) == (layers, head)
@@ -129,16 +131,18 @@ def test_the_floor_of_a_chat() -> None:
 
 
 def test_outputs_are_compared_where_prompts_are_the_same() -> None:
-    report, workloads = module("engine_report"), module("engine_workloads")
-    workload = workloads.make_workload("W2", 4_096, 0, is_quick=True)  # 3 rounds of 2 sessions
+    serving, workloads = module("engine.serving"), module("harness.workloads")
+    workload = workloads.make_workload(
+        "W2", workloads.QUICK["W2"], 4_096, 0
+    )  # 3 rounds of 2 sessions
     expected = [[1, 2]] * 6
     outputs = [[1, 2], [1, 3], [9, 2], [9, 9], [9, 9], [1, 2]]
-    agreement = report.compare(workload, outputs, expected)
+    agreement = serving.compare(workload, outputs, expected)
     assert str(agreement) == "1/2 of 3"
 
 
 def test_published_figures_come_best_first() -> None:
-    published = module("engine_published").published
+    published = module("engine.published").published
     found = published("tiny", "float32", "W2", "burst")
     assert (found[0].engine, found[0].cpu_s) == ("OpenVINO GenAI", 1.75)
     assert [one.engine for one in published("small", "bfloat16", "W4", "burst")] == [
@@ -147,34 +151,13 @@ def test_published_figures_come_best_first() -> None:
     assert published("small", "float32", "W1", "burst") == []
 
 
-def figures_of(script: str, *arguments: str) -> list[dict[str, float]]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    result = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", "--json", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    figures: list[dict[str, float]] = json.loads(result.stdout)["figures"]
-    return figures
-
-
 def test_the_hosts_part_is_measured() -> None:
     sizes = ["--running", "3", "--prompt", "5", "--shared", "2", "--steps", "2"]
-    figures = figures_of("engine_host.py", *sizes)
-    assert [(line["shared"], line["computes"]) for line in figures] == [(2, 0), (2, 1), (0, 1)]
+    result = run("engine_host.py", "--json", *sizes)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)["figures"]
+    assert [line["shared"] for line in figures] == [2, 0]
     parts = ("schedule", "prepare", "sample", "commit")
     for line in figures:
         assert line["running"] == 3
         assert all(line[f"{part}_ms"] > 0 for part in parts)
-
-
-def test_growth_runs() -> None:
-    arguments = ["--waiting", "3,30", "--nodes", "50", "--requests", "500", "--steps", "2"]
-    figures = figures_of("engine_growth.py", *arguments)
-    assert [line.get("waiting") for line in figures[:2]] == [3, 30]
-    assert figures[2]["nodes"] == 50
-    assert all(line["step_ms"] > 0 for line in figures[:3])
-    assert figures[3]["served"] == 500

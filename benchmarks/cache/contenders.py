@@ -1,4 +1,4 @@
-"""Who takes part: the caches that every case runs on, behind one small interface.
+"""The contenders: caches that every case runs on, behind one small interface.
 
 A `Tree` is one cache with its own form of a prompt. Cases call nothing else, so that a line of the
 table says the same thing in every column:
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
-from radixserve.cache import RadixCache
+from radixserve.cache import HashBlockCache, RadixCache
 
 
 class Tree(Protocol):
@@ -47,7 +47,7 @@ class Contender:
     name: str
     make: Callable[[int], Tree]  # with room for that many pages
     page_size: int = 1
-    most_leaves: int = 10**9  # the largest tree of small leaves that it builds in reasonable time
+    max_leaves: int = 10**9  # the largest tree of small leaves that it builds in reasonable time
     is_native: bool = False  # keeps its nodes in memory that only malloc knows
 
     def tree(self, *lengths: int) -> Tree:
@@ -91,48 +91,34 @@ def radix(page_size: int, name: str = "radix") -> Contender:
 
 
 def hash_blocks(block_size: int) -> Contender:
-    """Raises AttributeError where the library has no such cache."""
-    make = importlib.import_module("radixserve.cache").HashBlockCache
-    most_leaves = 100_000 if block_size <= 16 else 0  # a small leaf is a block, or it is not kept
+    max_leaves = 100_000 if block_size <= 16 else 0  # a small leaf is a block, or it is not kept
     return Contender(
         f"hash-{block_size}",
-        lambda pages: PagedTree(make(pages, block_size)),
+        lambda pages: PagedTree(HashBlockCache(pages, block_size)),
         block_size,
-        most_leaves,
+        max_leaves,
     )
 
 
 def peers() -> tuple[list[Contender], list[str]]:
-    """Everyone but us who can be had here, and why the others cannot: a line each."""
-    found: list[Contender] = []
-    absent: list[str] = []
-    for name, members in (("hash", _hash_members), ("sglang", _sglang_members)):
-        try:
-            found += members()
-        except Exception as error:
-            absent.append(f"{name}: skipped, {_reason(name, error)}")
+    """The other caches that can be imported here, and a line for each that cannot."""
+    found, absent = [hash_blocks(16), hash_blocks(256)], []
+    try:
+        found += _sglang_trees()
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "sglang"
+        why = f"import failed: {type(error).__name__}: {error}".split("\n")[0]
+        absent.append(f"sglang: skipped, {'not installed' if is_missing else why}")
     return found, absent
 
 
-def _hash_members() -> list[Contender]:
-    return [hash_blocks(16), hash_blocks(256)]
-
-
-def _sglang_members() -> list[Contender]:
+def _sglang_trees() -> list[Contender]:
     if importlib.util.find_spec("sglang") is None:
         raise ModuleNotFoundError("No module named 'sglang'", name="sglang")
-    engine = importlib.import_module("sglang_tree").SGLang()
+    engine = importlib.import_module("cache.sglang").SGLang()
     for build in (engine.rust_tree, engine.python_tree):
         build(1)  # raises now what it would raise in the middle of a run
     return [
-        Contender("sglang-rust", engine.rust_tree, most_leaves=100_000, is_native=True),
-        Contender("sglang-python", engine.python_tree, most_leaves=10_000),
+        Contender("sglang-rust", engine.rust_tree, max_leaves=100_000, is_native=True),
+        Contender("sglang-python", engine.python_tree, max_leaves=10_000),
     ]
-
-
-def _reason(name: str, error: Exception) -> str:
-    if isinstance(error, AttributeError) and name == "hash":
-        return "radixserve.cache exports no HashBlockCache"
-    if isinstance(error, ModuleNotFoundError) and error.name == name:
-        return "not installed"
-    return f"import failed: {type(error).__name__}: {error}".split("\n")[0]

@@ -1,6 +1,6 @@
-"""The models of the engine benchmark: Llama shapes with seeded random weights, on disk as usual.
+"""Shapes of Llama-like decoders, what their parts cost, and checkpoints with random weights.
 
-Costs do not depend on what the weights say, only on their shapes; so that greedy tokens are decided
+Costs do not depend on the weights' values, only on their shapes; so that greedy tokens are decided
 by more than rounding, the weights are drawn wider than a new model's.
 """
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a Llama decoder; untied embeddings, no biases."""
+    """The numbers of a decoder; no biases."""
 
-    name: str
     num_layers: int
     hidden: int
     num_heads: int
@@ -25,6 +25,20 @@ class Shape:
     intermediate: int
     vocab: int
     max_positions: int = 4_096
+
+    @staticmethod
+    def of(config: dict[str, Any]) -> Shape:
+        """From the fields of a config.json."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return Shape(
+            num_layers=config["num_hidden_layers"],
+            hidden=hidden,
+            num_heads=heads,
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+        )
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -39,20 +53,25 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Elements of the matrices of all layers."""
         return self.num_layers * sum(n * k for n, k in self.projections.values())
 
     @property
     def head_weights(self) -> int:
-        """Numbers in the matrix that makes logits; the embedding has as many."""
+        """Elements of the matrix that makes logits; the embedding has as many."""
         return self.vocab * self.hidden
 
     @property
-    def kv_numbers(self) -> int:
-        """Numbers in the keys and values of one token, all layers."""
+    def kv_elements(self) -> int:
+        """Elements of the keys and values of one token, all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
-    def describe(self) -> str:
+    @property
+    def score_flops(self) -> int:
+        """FLOPs of one token on one key, all layers: the score and the weighted sum."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    def __str__(self) -> str:
         return (
             f"{self.num_layers} layers, hidden {self.hidden}, {self.num_heads} query and"
             f" {self.num_kv_heads} KV heads of {self.head_dim}, intermediate {self.intermediate},"
@@ -61,11 +80,8 @@ class Shape:
 
 
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("tiny", 4, 256, 8, 2, 64, 688, 4_096),
-        Shape("small", 12, 768, 12, 4, 128, 3_072, 8_192),
-    )
+    "tiny": Shape(4, 256, 8, 2, 64, 688, 4_096),
+    "small": Shape(12, 768, 12, 4, 128, 3_072, 8_192),
 }
 
 
