@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from engine_workloads import Conversation, Workload, ideal_rounds
+from harness.workloads import Conversation, Workload, ideal_rounds
 
 from radixserve import Runtime, SamplingParams
 
@@ -124,4 +124,4 @@ def played(outs: list[Any], seconds: float) -> Played:
 
 def ideal_computed(workload: Workload) -> int:
     """Prompt tokens that are left to compute when none is computed twice."""
-    return sum(work.computed for one in ideal_rounds(workload) for work in one.works)
+    return sum(work.computed for one in ideal_rounds(workload) for work in one.requests)

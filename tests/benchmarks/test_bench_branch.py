@@ -8,11 +8,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -64,42 +63,35 @@ def test_a_quick_run(tmp_path: Path) -> None:
     assert "| page size 16 |" in text
 
 
-def a_run(**checks: bool) -> Any:
-    report = importlib.import_module("branch_report")
-    case = report.Case("x", "title", ("", "s"), [("one", 0.123456), ("two", None)], checks)
-    return report.Run({"cpu": "some"}, [case])
+def test_failed_claims_are_told() -> None:
+    bench = importlib.import_module("bench_branch")
+    rows = [("one", 0.123456), ("two", None)]
+    case = bench.Case("x", "title", ("", "s"), rows, {"good": True, "bad": False})
+    assert case.failed == ["x: bad"]
+    text = case.section().text()
+    assert "ok: good" in text
+    assert "FAILED: bad" in text
+    assert "0.123" in text
+    assert bench.Case("x", "title", ("", "s"), rows, {"good": True}).failed == []
 
 
-def test_what_is_not_so_is_told() -> None:
-    run = a_run(good=True, bad=False)
-    assert run.failed == ["x: bad"]
-    assert "FAILED: bad" in run.cases[0].table()
-    assert "0.123" in run.cases[0].table()
-    assert a_run(good=True).failed == []
-
-
-def test_a_page_without_a_place_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- branch-cpu --> nothing ends it")
+def test_a_page_without_markers_is_refused() -> None:
+    replace_block = importlib.import_module("harness.report").replace_block
     with pytest.raises(ValueError, match="no place for the tables"):
-        a_run().write_into(page)
-    assert page.read_text() == "<!-- branch-cpu --> nothing ends it"
-
-
-def test_the_docs_have_a_place_for_the_tables(tmp_path: Path) -> None:
-    copy = tmp_path / "branching.md"
-    copy.write_text((ROOT / "docs" / "branching.md").read_text())
-    a_run().write_into(copy)
-    assert "| one | 0.123 |" in copy.read_text()
+        replace_block("<!-- branch-cpu --> no end", "branch-cpu", "text")
+    page = replace_block((ROOT / "docs" / "branching.md").read_text(), "branch-cpu", "here it is")
+    assert "<!-- branch-cpu -->\nhere it is\n<!-- end -->" in page
 
 
 def test_new_tokens_of_a_chat() -> None:
     """Two sessions, a template head of two tokens, two turns, answers of three tokens."""
-    bench = importlib.import_module("bench_branch")
+    base, work = importlib.import_module("engine.base"), importlib.import_module("branching.work")
     first = ((1, 2, 5, 9), (1, 2, 6, 9))
     second = tuple((*prompt, 70, 71, 72, 8) for prompt in first)
+    answers = [base.Answer([0, 0, 0], prompt=prompt) for prompt in (*first, *second)]
+    chats = work.Chats((("", ""), ("", "")), num_new=3)
     # of the first turn 1 2, then 5 9 and 6 9; of the second the last token said and the new one
-    assert bench._new_tokens((first, second), 3) == 6 + 2 * 2
+    assert chats.new_tokens(answers) == 6 + 2 * 2
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from radixserve.models.sizes import SIZES
 from radixserve.output import Completion
 from tests.attention.fake_flashinfer import Fake, mark_sides
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
 
 
