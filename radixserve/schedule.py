@@ -46,20 +46,21 @@ class ScheduledRequest(NamedTuple):
 
     request_id: str
     token_ids: IntArray  # [n] tokens to compute, n >= 1
-    start: int  # position of the first one; K/V of [0, start) lies in the pages already
+    start: int  # position of the first one; K/V of [0, start) is in the pages already
     page_ids: IntArray  # [ceil((start + n) / page_size)] pages of positions [0, start + n)
     sample: SampleSpec | None  # None: a prefill chunk that does not reach the last token
-    logprob_targets: IntArray | None = (
-        None  # [k] tokens to be scored, each behind one of the row's last k,
-    )
-    # or, where a token is drawn as well, of the k before the last one
-    num_top_logprobs: int = 0  # best tokens to be told with each score
-    future_index: int = (
-        -1
-    )  # where it is not negative: the last token is that which the schedule before
-    # this one draws as its output of this index, and UNKNOWN stands in its place
-    first_new_page: int = 0  # page_ids before this index are what they were in the last row of this
-    # request
+    logprob_targets: IntArray | None = None
+    # [k] token ids to score, one after each of the row's last k tokens; where a token is drawn as
+    # well, after each of the k tokens before the last one
+    num_top_logprobs: int = 0  # best tokens to report with each score
+    future_index: int = -1
+    # index into the previous step's outputs of the token to feed as the row's only token, which is
+    # UNKNOWN here; -1 where all tokens are known
+    first_new_page: int = 0
+    # page_ids before this index are as in the last row of this slot, which was of this request; 0
+    # in the first row after the request got the slot
+    req_pool_idx: int = 0  # slot in the page table, 0 <= req_pool_idx < max_running_requests;
+    # distinct within a step
 
     @property
     def end(self) -> int:

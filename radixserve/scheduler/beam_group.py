@@ -1,7 +1,7 @@
 """`BeamGroup`: what a beam search has found so far, and when it is over.
 
 The rules are those of transformers' beam search, one prompt at a time. It knows numbers and tokens;
-which job computes which beam is the concern of `beams.py`.
+which request computes which beam is the concern of `beams.py`.
 """
 
 from __future__ import annotations

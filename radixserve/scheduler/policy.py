@@ -15,23 +15,23 @@ from typing import Protocol
 
 from sortedcontainers import SortedDict, SortedKeyList
 
-from radixserve.scheduler.job import RequestState
+from radixserve.scheduler.request_state import RequestState
 
 
 class PolicyQueue(Protocol):
-    """The waiting jobs in the order of a policy. It reads jobs and writes only `order_key`."""
+    """The waiting requests in the order of a policy. Writes nothing of them but `order_key`."""
 
-    def add(self, job: RequestState) -> None:
+    def add(self, state: RequestState) -> None:
         """O(log n)."""
 
-    def remove(self, job: RequestState) -> None:
+    def remove(self, state: RequestState) -> None:
         """O(log n)."""
 
-    def update(self, job: RequestState) -> None:
-        """The job's match has changed: put it where it belongs. O(log n)."""
+    def update(self, state: RequestState) -> None:
+        """The request's match has changed: put it where it belongs. O(log n)."""
 
     def scan(self) -> Iterator[RequestState]:
-        """The jobs in order. The one just given may be removed; nothing else may change."""
+        """The requests in order. The one just given may be removed; nothing else may change."""
 
     def __len__(self) -> int: ...
 
@@ -41,91 +41,91 @@ class SortedQueue:
 
     def __init__(self, *, by_match: bool) -> None:
         self._by_match = by_match
-        self._jobs: SortedKeyList = SortedKeyList(key=_order_key)
+        self._requests: SortedKeyList = SortedKeyList(key=_order_key)
 
-    def add(self, job: RequestState) -> None:
-        job.order_key = self._key(job)
-        self._jobs.add(job)
+    def add(self, state: RequestState) -> None:
+        state.order_key = self._key(state)
+        self._requests.add(state)
 
-    def remove(self, job: RequestState) -> None:
-        self._jobs.remove(job)
+    def remove(self, state: RequestState) -> None:
+        self._requests.remove(state)
 
-    def update(self, job: RequestState) -> None:
-        if job.order_key != self._key(job):
-            self.remove(job)
-            self.add(job)
+    def update(self, state: RequestState) -> None:
+        if state.order_key != self._key(state):
+            self.remove(state)
+            self.add(state)
 
     def scan(self) -> Iterator[RequestState]:
         at = 0
-        while at < len(self._jobs):
-            job = self._jobs[at]
-            yield job
-            if at < len(self._jobs) and self._jobs[at] is job:
+        while at < len(self._requests):
+            state = self._requests[at]
+            yield state
+            if at < len(self._requests) and self._requests[at] is state:
                 at += 1
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._requests)
 
-    def _key(self, job: RequestState) -> tuple[int, ...]:
-        priority, arrival = job.rank
-        return (priority, -job.probe.cached_len if self._by_match else 0, arrival)
+    def _key(self, state: RequestState) -> tuple[int, ...]:
+        priority, arrival = state.rank
+        return (priority, -state.probe.cached_len if self._by_match else 0, arrival)
 
 
 class TreeQueue:
-    """dfs-weight: the paths of the waiting jobs' matches as a tree of counts.
+    """dfs-weight: the paths of the waiting requests' matches as a tree of counts.
 
-    A path is the one of the job's last refresh: a node split above it since then is not in it.
+    A path is the one of the request's last refresh: a node split above it since then is not in it.
     """
 
     def __init__(self) -> None:
         self._roots: SortedDict = SortedDict()  # priority, high ones first -> _Branch
         self._size = 0
 
-    def add(self, job: RequestState) -> None:
-        job.order_key = job.probe.path()
+    def add(self, state: RequestState) -> None:
+        state.order_key = state.probe.path()
         self._size += 1
-        branch = self._roots.setdefault(job.rank[0], _Branch(0))
-        for serial in job.order_key:
+        branch = self._roots.setdefault(state.rank[0], _Branch(0))
+        for serial in state.order_key:
             branch = branch.grow(serial)
-        branch.jobs[job.arrival] = job
+        branch.states[state.arrival] = state
 
-    def remove(self, job: RequestState) -> None:
+    def remove(self, state: RequestState) -> None:
         self._size -= 1
-        branch = self._roots[job.rank[0]]
-        for serial in job.order_key:
+        branch = self._roots[state.rank[0]]
+        for serial in state.order_key:
             branch = branch.shrink(serial)
-        del branch.jobs[job.arrival]
+        del branch.states[state.arrival]
 
-    def update(self, job: RequestState) -> None:
-        if job.order_key != job.probe.path():
-            self.remove(job)
-            self.add(job)
+    def update(self, state: RequestState) -> None:
+        if state.order_key != state.probe.path():
+            self.remove(state)
+            self.add(state)
 
     def scan(self) -> Iterator[RequestState]:
         stack = list(reversed(self._roots.values()))
         while stack:
             branch = stack.pop()
             stack.extend(reversed(branch.order))  # as it was when the branch was reached
-            yield from list(branch.jobs.values())
+            yield from list(branch.states.values())
 
     def __len__(self) -> int:
         return self._size
 
 
 class _Branch:
-    """A node of the tree of paths: the jobs that end here, and the branches below by weight."""
+    """A node of the tree of paths: the requests that end here, and the branches below by weight."""
 
-    __slots__ = ("below", "count", "jobs", "order", "serial")
+    __slots__ = ("below", "count", "order", "serial", "states")
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
-        self.count = 0  # jobs here and below
-        self.jobs: SortedDict = SortedDict()  # by arrival
+        self.count = 0  # requests here and below
+        self.states: SortedDict = SortedDict()  # by arrival
         self.below: dict[int, _Branch] = {}
         self.order: SortedKeyList = SortedKeyList(key=lambda branch: (-branch.count, branch.serial))
 
     def grow(self, serial: int) -> _Branch:
-        """Count one more job in the branch `serial` and return it."""
+        """Count one more request in the branch `serial` and return it."""
         branch = self.below.get(serial)
         if branch is None:
             branch = self.below[serial] = _Branch(serial)
@@ -136,7 +136,7 @@ class _Branch:
         return branch
 
     def shrink(self, serial: int) -> _Branch:
-        """Count one job less in the branch `serial` and return it."""
+        """Count one request less in the branch `serial` and return it."""
         branch = self.below[serial]
         self.order.remove(branch)
         branch.count -= 1
@@ -154,5 +154,5 @@ def make_queue(policy: str) -> PolicyQueue:
     return SortedQueue(by_match=policy == "lpm")
 
 
-def _order_key(job: RequestState) -> tuple[int, ...]:
-    return job.order_key
+def _order_key(state: RequestState) -> tuple[int, ...]:
+    return state.order_key

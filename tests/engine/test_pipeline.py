@@ -72,18 +72,18 @@ def request(name: str, tokens: Iterable[int], ends: bool = True, **params: Any) 
 
 
 def run(engine: Engine) -> dict[str, list[RequestOutput]]:
-    news: dict[str, list[RequestOutput]] = {}
+    outputs: dict[str, list[RequestOutput]] = {}
     while engine.has_work():
         for output in engine.step():
-            news.setdefault(output.request_id, []).append(output)
+            outputs.setdefault(output.request_id, []).append(output)
         engine.check()
-    return news
+    return outputs
 
 
-def told(news: list[RequestOutput]) -> tuple[list[int], str]:
-    assert news[-1].finish is not None
-    assert all(output.finish is None for output in news[:-1])
-    return [token for output in news for token in output.token_ids], news[-1].finish.reason
+def told(outputs: list[RequestOutput]) -> tuple[list[int], str]:
+    assert outputs[-1].finish is not None
+    assert all(output.finish is None for output in outputs[:-1])
+    return [token for output in outputs for token in output.token_ids], outputs[-1].finish.reason
 
 
 @pytest.mark.parametrize("cache", ["radix", "hash", "off"])
@@ -95,7 +95,7 @@ def test_the_same_with_and_without(cache: str) -> None:
         engine = Engine(runner, config)
         for i in range(12):
             engine.add(request(f"r{i}", range(2, 20 + i), max_tokens=60))
-        answers.append({name: told(news) for name, news in run(engine).items()})
+        answers.append({name: told(outputs) for name, outputs in run(engine).items()})
         assert set(runner.log) == ({"launch", "collect"} if overlap else {"execute"})
         stats = engine.stats()
         assert stats["pages_private"] == stats["pages_locked"] == 0

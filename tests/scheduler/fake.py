@@ -57,6 +57,8 @@ def fake_logprobs(prefix_hash: int) -> np.ndarray:
 class FakeRunner:
     """Answers like a model runner: the next token is a function of the whole prefix."""
 
+    num_slots = 1 << 30  # in the page table
+
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.cells = np.zeros((num_pages, page_size), np.uint64)
@@ -64,7 +66,8 @@ class FakeRunner:
         self.hashes: dict[str, list[int]] = {}
         self.computed: dict[tuple[str, int], int] = {}  # (namespace, prefix hash) -> times
         self.namespaces: dict[str, str] = {}
-        self.table: dict[str, list[int]] = {}  # each request's pages, told what changed alone
+        self.table: dict[int, tuple[str, list[int]]] = {}  # request and pages of each slot, from
+        # what the rows say has changed
 
     def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         self.read_pages(schedule)
@@ -73,10 +76,14 @@ class FakeRunner:
     def read_pages(self, schedule: SchedulerOutput) -> None:
         for row in schedule.rows:
             pages, first = row.page_ids.tolist(), row.first_new_page
-            known = self.table.get(row.request_id, [])
+            owner, known = self.table.get(row.req_pool_idx, ("", []))
             assert first <= len(known)
+            assert not first or owner == row.request_id, "the slot was another request's"
             assert known[:first] + pages[first:] == pages, "a page changed and nobody was told"
-            self.table[row.request_id] = pages
+            self.table[row.req_pool_idx] = row.request_id, pages
+        slots = [row.req_pool_idx for row in schedule.rows]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < self.num_slots for slot in slots)
 
     def run(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         for source, target, count in schedule.cow_copies:
@@ -186,6 +193,7 @@ class Driver:
             max_overtake=self.max_overtake,
         )
         self.runner = FakeRunner(self.num_pages, self.page_size)
+        self.runner.num_slots = self.max_running_requests
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.seeds: dict[str, int] = {}
@@ -212,7 +220,7 @@ class Driver:
         max_len: int | None = None,
         session: str = "",
         twin_of: str = "",
-        targets: list[int] | None = None,
+        logprob_targets: list[int] | None = None,
         draws: bool = False,
         seed: int = 0,
         beams: BeamParams | None = None,
@@ -229,7 +237,9 @@ class Driver:
             max_len=capacity if max_len is None else max_len,
             session=session,
             twin_of=twin_of,
-            logprob_targets=None if targets is None else np.asarray(targets, np.int32),
+            logprob_targets=None
+            if logprob_targets is None
+            else np.asarray(logprob_targets, np.int32),
             beams=beams,
             also_generate=draws,
         )
@@ -251,18 +261,18 @@ class Driver:
                 self.admitted.append(row.request_id)
         self._collect(self.scheduler.update(schedule, self.runner.execute(schedule)))
         for twin in schedule.twins:
-            job = self.scheduler._jobs.get(twin.request_id)
-            if job is None or job.sequence is not None:  # it runs, or it ended with one token
+            state = self.scheduler._requests.get(twin.request_id)
+            if state is None or state.sequence is not None:  # it runs, or it ended with one token
                 self.admitted.append(twin.request_id)
         return schedule
 
     def _name_beams(self) -> None:
         """Tell the runner what the rows of beams are to hold."""
-        for name, job in self.scheduler._jobs.items():
-            if job.head is not None:
-                self.runner.tokens[name] = job.tokens.view().tolist()
+        for name, state in self.scheduler._requests.items():
+            if state.head is not None:
+                self.runner.tokens[name] = state.tokens.view().tolist()
                 self.runner.hashes.pop(name, None)
-                self.runner.namespaces[name] = job.request.params.namespace
+                self.runner.namespaces[name] = state.request.params.namespace
 
     def run(self) -> None:
         while self.step() is not None:

@@ -230,8 +230,9 @@ class OverlapDriver(Driver):
             self.num_pages * 1_000 + self.page_size * 100 + self.chunked_prefill_size
         )
         self.runner: DelayedRunner = DelayedRunner(self.num_pages, self.page_size, rng, self.pace)
+        self.runner.num_slots = self.max_running_requests
         self.runner.before_launch = self._note_launch
-        self.runner.length = lambda name: len(self.scheduler._jobs[name].tokens)
+        self.runner.length = lambda name: len(self.scheduler._requests[name].tokens)
         self.seconds = dict.fromkeys(
             ("schedule", "prepare", "forward", "sample", "commit", "hidden"), 0.0
         )
@@ -259,10 +260,10 @@ class OverlapDriver(Driver):
         if not self.has_work:
             return None
         self.runner.tick()
-        news = self.pipeline.step()
+        outputs = self.pipeline.step()
         if self.runner.finding is not None:
             raise self.runner.finding
-        self._collect(news)
+        self._collect(outputs)
         self.runner.untold.clear()
         self.runner.tick()
         return self.schedules[-1]
@@ -273,9 +274,9 @@ class OverlapDriver(Driver):
 
     def _name_beams(self) -> None:
         super()._name_beams()
-        for name, job in self.scheduler._jobs.items():
-            if job.head is not None:
-                head = job.head.request.request_id
+        for name, state in self.scheduler._requests.items():
+            if state.head is not None:
+                head = state.head.request.request_id
                 self.runner.serials[name] = self.runner.serials[head]
 
     def _note_launch(self, schedule: SchedulerOutput) -> None:
@@ -287,14 +288,14 @@ class OverlapDriver(Driver):
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
-            assert output.request_id not in self.finished, "news of a request that has ended"
+            assert output.request_id not in self.finished, "outputs of a request that has ended"
         super()._collect(outputs)
 
     def drain(self) -> None:
         while self.has_work:  # a step of requests that have all ended
             self.step()
         super().drain()
-        assert not self.scheduler._flights
+        assert not self.scheduler._in_flight
         self.check_ends()
 
     def check_ends(self) -> None:

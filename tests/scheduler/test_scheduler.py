@@ -11,9 +11,9 @@ from radixserve.cache import RadixCache
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SampleSpec
-from radixserve.scheduler.job import RequestState
-from radixserve.scheduler.room import PageBudget
-from radixserve.scheduler.waiting import WaitingQueue
+from radixserve.scheduler.page_budget import PageBudget
+from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.fake import EOS, VOCAB, Driver, random_prompt
 
 POLICIES = ["lpm", "fcfs", "dfs-weight"]
@@ -394,7 +394,7 @@ def test_waiting_requests_are_matched_again_only_where_the_tree_changed(policy: 
     cache.reset()
     room.refresh()
     assert walks[0] == 2 + 20  # there is nothing left to walk
-    assert {job.probe.cached_len for job in room.candidates()} == {0}
+    assert {state.probe.cached_len for state in room.candidates()} == {0}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

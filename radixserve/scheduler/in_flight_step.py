@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from radixserve.cache import PrefixCache
 from radixserve.schedule import SchedulerOutput
-from radixserve.scheduler.job import RequestState
-from radixserve.scheduler.plan import BatchBuilder
+from radixserve.scheduler.batch_builder import BatchBuilder
+from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.running_requests import RunningRequests
 
 
 class InFlightStep:
@@ -18,20 +19,20 @@ class InFlightStep:
 
     def __init__(self, schedule: SchedulerOutput, plan: BatchBuilder) -> None:
         self.schedule = schedule
-        self.rows = plan.jobs  # the job of each row, and the sequence it had then
-        self.twins = plan.twin_jobs  # the job of each twin, and its first one
+        self.rows = plan.states  # the request of each row, and the sequence it had then
+        self.twins = plan.twin_states  # the request of each twin, and its first one
 
     def living_rows(self) -> Iterator[RequestState]:
-        """The jobs that still wait for their row; one that ends meanwhile may end others."""
-        return (job for job, sequence in self.rows if job.sequence is sequence)
+        """The requests that still wait for their row; one that ends meanwhile may end others."""
+        return (state for state, sequence in self.rows if state.sequence is sequence)
 
     def living_twins(self) -> list[RequestState]:
         """A twin whose first one has ended meanwhile is a request of its own."""
         waiting = {first: set(first.twins) for _, first in self.twins}
-        return [job for job, first in self.twins if job in waiting[first]]
+        return [state for state, first in self.twins if state in waiting[first]]
 
     def future_indices(self) -> dict[RequestState, int] | None:
-        """Which output of this step is the next token of which job.
+        """Which output of this step is the next token of which request.
 
         None where the next step cannot be planned before this one's answer: a penalty counts the
         token that is drawn; beams and twins begin, end and share pages by it; scores decide what is
@@ -42,8 +43,8 @@ class InFlightStep:
             return None
         found = {}
         for at, row in enumerate(self.schedule.rows):
-            job, sequence = self.rows[at]
-            if job.sequence is not sequence:
+            state, sequence = self.rows[at]
+            if state.sequence is not sequence:
                 continue
             if row.logprob_targets is not None:
                 return None
@@ -51,60 +52,65 @@ class InFlightStep:
             if spec is not None:
                 if spec.num_candidates or spec.params.has_penalty:
                     return None
-                found[job] = at
+                found[state] = at
         return found
 
 
-def plan_behind(
-    flight: InFlightStep, plan: BatchBuilder, running: Iterable[RequestState], cache: PrefixCache
+def plan_ahead(
+    step: InFlightStep, plan: BatchBuilder, running: RunningRequests, cache: PrefixCache
 ) -> bool:
-    """Rows of the running jobs, as if `flight` had been answered and nobody ended by it but those
+    """Rows of the running requests, as if `step` had been answered and nobody ended by it but those
     that reach their length: decodes first, then prefill chunks, each in order of rank.
 
     False, and nothing is planned, where the answer must come first: see
     `InFlightStep.future_indices`; or not all have room. Then pages would have to
     be taken from a request, but which go on and what is free shows only in the answer.
     """
-    future_indices = flight.future_indices()
+    future_indices = step.future_indices()
     if future_indices is None:
         return False
     wanted, num_pages, budget = [], 0, plan.budget
-    for is_prefill, _, job, left in _in_order(running, plan):
+    for is_prefill, _, state, left in _in_order(running, plan):
         count = min(budget, left) if is_prefill else 1
         if count:
-            assert job.sequence is not None
-            num_pages += job.sequence.pages_wanted(count)
+            assert state.sequence is not None
+            num_pages += state.sequence.pages_wanted(count)
             budget -= count if is_prefill else 0
-            wanted.append((job, count, is_prefill, left))
+            wanted.append((state, count, is_prefill, left))
     if num_pages > cache.num_available:
         return False
-    for job, count, is_prefill, left in wanted:
-        sequence = job.sequence
+    for state, count, is_prefill, left in wanted:
+        sequence = state.sequence
         assert sequence is not None
         if left:
             at = sequence.length
-            sequence.extend(job.tokens.view(at, at + count))
+            sequence.extend(state.tokens.view(at, at + count))
         else:
             sequence.append_placeholders(1)
         plan.add(
-            job, count, is_decode=not is_prefill, future_index=-1 if left else future_indices[job]
+            state,
+            count,
+            is_decode=not is_prefill,
+            future_index=-1 if left else future_indices[state],
         )
     return True
 
 
 def _in_order(
-    running: Iterable[RequestState], plan: BatchBuilder
+    running: RunningRequests, plan: BatchBuilder
 ) -> list[tuple[bool, tuple[int, int], RequestState, int]]:
-    """(does it prefill, rank, job, tokens that no step computes yet) of those that go on; with none
-    of these left the step in flight draws the next one."""
+    """(is_prefill, rank, state, number of tokens that no step computes yet) of those that go on.
+
+    Where that number is 0 the step in flight draws the next token."""
     order = []
-    for job in running:
-        assert job.sequence is not None
-        left = len(job.tokens) - job.sequence.length
-        if not left and job.ends_next:
+    for state in running:
+        assert state.sequence is not None
+        left = len(state.tokens) - state.sequence.length
+        if not left and state.ends_next:
             plan.num_ending += 1
+            running.free_slot(state)
         else:
-            is_prefill = left > 1 or (left == 1 and not job.only_draws)
-            order.append((is_prefill, job.rank, job, left))
-    order.sort()  # ranks differ: jobs are never compared
+            is_prefill = left > 1 or (left == 1 and not state.only_draws)
+            order.append((is_prefill, state.rank, state, left))
+    order.sort()  # ranks differ: requests are never compared
     return order

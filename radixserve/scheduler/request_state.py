@@ -23,11 +23,9 @@ class RequestState:
         "cached_on_arrival",
         "drawn",
         "first_token_at",
-        "followers",
-        "follows",
-        "follows_until",
         "greedy_only_spec",
         "head",
+        "is_in_page_table",
         "lookup",
         "num_prompt",
         "num_prompt_done",
@@ -40,6 +38,7 @@ class RequestState:
         "queued_at",
         "queued_page_need",
         "rank",
+        "req_pool_idx",
         "request",
         "search",
         "sequence",
@@ -47,6 +46,9 @@ class RequestState:
         "tokens",
         "twin_of",
         "twins",
+        "waiters",
+        "waits_for",
+        "waits_until",
     )
 
     def __init__(
@@ -66,12 +68,16 @@ class RequestState:
         self.probe = probe  # of `tokens`, while waiting
         self.session = session  # who its sequences belong to, as long as that is open
         self.sequence: CacheSequence | None = None
-        self.follows: RequestState | None = None  # the running job whose tokens this one waits for
-        self.follows_until = 0  # how many of them
-        self.followers: list[RequestState] = []  # the other way round, while this one runs
+        self.req_pool_idx = -1  # slot in the page table while running
+        self.is_in_page_table = False  # whether an earlier row wrote that slot
+        self.waits_for: RequestState | None = (
+            None  # the running request whose tokens this one waits for
+        )
+        self.waits_until = 0  # how many of them
+        self.waiters: list[RequestState] = []  # the other way round, while this one runs
         self.twin_of: RequestState | None = None
         self.twins: list[RequestState] = []  # the other way round
-        self.head: RequestState | None = None  # of a beam: the job of the search as a whole
+        self.head: RequestState | None = None  # of a beam: the request of the search as a whole
         self.search: BeamGroup | None = None  # of a head
         self.beams: list[RequestState] = []  # of a head: the running beams, best first
         self.drawn: SampleOutput | None = None  # of a beam that waits for the others

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from radixserve.cache import PrefixCache
-from radixserve.scheduler.job import RequestState
-from radixserve.scheduler.waiting import WaitingQueue
+from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.running_requests import RunningRequests
+from radixserve.scheduler.waiting_queue import WaitingQueue
 
 _LOOKAHEAD = 8  # tokens of room kept for each running request when another is admitted
 
@@ -15,7 +16,7 @@ class PageBudget:
     def __init__(
         self,
         cache: PrefixCache,
-        running: dict[int, RequestState],
+        running: RunningRequests,
         waiting: WaitingQueue,
         max_running_requests: int,
     ) -> None:
@@ -27,40 +28,40 @@ class PageBudget:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
 
-    def pages_ahead(self, job: RequestState) -> int:
+    def pages_ahead(self, state: RequestState) -> int:
         """Pages that a running request will need soon."""
-        assert job.sequence is not None
-        ahead = min(len(job.tokens) + _LOOKAHEAD, job.request.max_len)
-        return max(0, self.pages_for(ahead) - len(job.sequence.pages))
+        assert state.sequence is not None
+        ahead = min(len(state.tokens) + _LOOKAHEAD, state.request.max_len)
+        return max(0, self.pages_for(ahead) - len(state.sequence.pages))
 
     def num_outstanding(self) -> int:
         """Pages that the running ones will need soon. O(those)."""
-        return sum(self.pages_ahead(job) for job in self._running.values())
+        return sum(self.pages_ahead(state) for state in self._running)
 
-    def num_fitting(self, job: RequestState, count: int) -> int:
+    def num_fitting(self, state: RequestState, count: int) -> int:
         """For how many of `count` more tokens there is room without taking anyone's pages."""
-        sequence, cache = job.sequence, self._cache
+        sequence, cache = state.sequence, self._cache
         assert sequence is not None
         slack = -sequence.length % cache.page_size
         return min(count, slack + cache.num_available * cache.page_size)
 
-    def fits(self, job: RequestState, num_pages: int) -> bool:
+    def fits(self, state: RequestState, num_pages: int) -> bool:
         """Whether `num_pages`, which the running ones do not need, are enough for all tokens of a
         waiting one."""
         if not self._running:
             return True  # alone it fits: `add` made sure
         size = self._cache.page_size
-        unlocked = job.probe.cached_len // size - job.probe.locked_len // size
-        return self._waiting.need(job) + unlocked <= num_pages
+        unlocked = state.probe.cached_len // size - state.probe.locked_len // size
+        return self._waiting.need(state) + unlocked <= num_pages
 
-    def num_startable(self, job: RequestState, count: int) -> int:
-        """How many of `count` forks of or like `job` may run at once: beside the others, and
-        passing nobody whom `job` must not."""
+    def num_startable(self, state: RequestState, count: int) -> int:
+        """How many of `count` forks of or like `state` may run at once: beside the others, and
+        passing nobody whom `state` must not."""
         waiting = self._waiting
         slots = min(count, self._max_running_requests - len(self._running))
-        if slots <= 0 or waiting.barrier < job.arrival:
+        if slots <= 0 or waiting.barrier < state.arrival:
             return 0
-        if waiting.highest_priority > job.request.params.priority:
+        if waiting.highest_priority > state.request.params.priority:
             return 0
         size = self.pages_for(_LOOKAHEAD) + 1
         spare = self._cache.num_available - self.num_outstanding()

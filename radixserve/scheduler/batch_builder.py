@@ -7,7 +7,7 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence
 from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
-from radixserve.scheduler.job import RequestState
+from radixserve.scheduler.request_state import RequestState
 
 _UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
 
@@ -17,10 +17,12 @@ class BatchBuilder:
 
     def __init__(self, step: int, budget: int) -> None:
         self.budget = budget
-        self.is_short = False  # somebody had no room: nobody new is admitted
-        self.num_ending = 0  # running jobs that have no row since the step in flight is their last
-        self.jobs: list[tuple[RequestState, CacheSequence]] = []  # of each row
-        self.twin_jobs: list[tuple[RequestState, RequestState]] = []  # each twin and its first one
+        self.is_out_of_pages = False  # a request found no free page: none is admitted
+        self.num_ending = 0  # running requests whose last row is in flight
+        self.states: list[tuple[RequestState, CacheSequence]] = []  # of each row
+        self.twin_states: list[
+            tuple[RequestState, RequestState]
+        ] = []  # each twin and its first one
         self._step = step
         self._rows: list[ScheduledRequest] = []
         self._twins: list[Twin] = []
@@ -32,17 +34,17 @@ class BatchBuilder:
     def is_empty(self) -> bool:
         return not self._rows
 
-    def has(self, job: RequestState) -> bool:
-        return job.arrival in self._arrivals
+    def has(self, state: RequestState) -> bool:
+        return state.arrival in self._arrivals
 
     def add(
-        self, job: RequestState, num_tokens: int, *, is_decode: bool, future_index: int = -1
+        self, state: RequestState, num_tokens: int, *, is_decode: bool, future_index: int = -1
     ) -> None:
-        """Compute `num_tokens` more tokens of `job`, for which its sequence has room.
+        """Compute `num_tokens` more tokens of `state`, for which its sequence has room.
 
-        `future_index`: of a job whose last token is not known yet, the output that it is.
+        `future_index`: of a request whose last token is not known yet, the output that it is.
         """
-        sequence = job.sequence
+        sequence = state.sequence
         assert sequence is not None
         end = sequence.length
         start = end - num_tokens
@@ -51,28 +53,30 @@ class BatchBuilder:
             self._num_decode += 1
         else:
             self.budget -= num_tokens
-        targets = _targets(job, start, end)
-        request = job.request
-        num_known = len(job.tokens)
+        targets = _targets(state, start, end)
+        request = state.request
+        num_known = len(state.tokens)
         is_sampled = end >= num_known and (request.logprob_targets is None or request.also_generate)
         if is_sampled:
             at = len(self._rows)
-            for twin in job.twins:
+            for twin in state.twins:
                 self._twins.append(Twin(twin.request.request_id, at, _sample_spec(twin)))
-                self.twin_jobs.append((twin, job))
-        self._arrivals.add(job.arrival)
-        self.jobs.append((job, sequence))
+                self.twin_states.append((twin, state))
+        self._arrivals.add(state.arrival)
+        self.states.append((state, sequence))
         if (
             sequence.cow_copies and start == sequence.committed_len
         ):  # else a step in flight makes them
             self._copies += sequence.cow_copies
-        spec = _sample_spec(job, end - num_known) if is_sampled else None
-        tokens = job.tokens.view(start, end) if future_index < 0 else _UNKNOWN_TOKEN
+        spec = _sample_spec(state, end - num_known) if is_sampled else None
+        tokens = state.tokens.view(start, end) if future_index < 0 else _UNKNOWN_TOKEN
         pages, first_new = sequence.page_table_delta()
-        name = request.request_id
+        first_new = first_new if state.is_in_page_table else 0
+        state.is_in_page_table = True
         row = ScheduledRequest(
-            name, tokens, start, pages, spec, targets, 0, future_index, first_new
-        )
+            request.request_id, tokens, start, pages, spec, targets, 0, future_index, first_new,
+            state.req_pool_idx,
+        )  # fmt: skip
         if targets is not None and request.also_generate:
             row = row._replace(num_top_logprobs=request.params.prompt_logprobs or 0)
         self._rows.append(row)
@@ -89,36 +93,36 @@ class BatchBuilder:
         )
 
 
-def _targets(job: RequestState, start: int, end: int) -> IntArray | None:
+def _targets(state: RequestState, start: int, end: int) -> IntArray | None:
     """What is to be scored behind the last of the tokens [start, end), and was not yet."""
-    targets = job.request.logprob_targets
+    targets = state.request.logprob_targets
     if targets is None:
         return None
-    first = job.request.score_start
-    wanted = targets[max(start - first, job.num_scored) : max(0, end - first)]
+    first = state.request.score_start
+    wanted = targets[max(start - first, state.num_scored) : max(0, end - first)]
     return wanted if len(wanted) else None
 
 
-def _sample_spec(job: RequestState, num_unknown: int = 0) -> SampleSpec:
+def _sample_spec(state: RequestState, num_unknown: int = 0) -> SampleSpec:
     """Of a plain request always the same one, from min_tokens on. `num_unknown` tokens are drawn by
     the step in flight."""
-    if job.greedy_only_spec is not None:
-        return job.greedy_only_spec
-    request = job.request
+    if state.greedy_only_spec is not None:
+        return state.greedy_only_spec
+    request = state.request
     banned: tuple[int, ...] = ()
-    is_short = job.num_output + num_unknown < request.params.min_tokens
-    if is_short:
+    is_out_of_pages = state.num_output + num_unknown < request.params.min_tokens
+    if is_out_of_pages:
         banned = tuple(sorted(request.end_ids))
-    is_greedy_only = request.params.is_greedy_only and not is_short and job.head is None
+    is_greedy_only = request.params.is_greedy_only and not is_out_of_pages and state.head is None
     spec = SampleSpec(
         params=request.params,
         seed=request.seed,
-        num_prompt=job.num_prompt,
-        token_ids=job.tokens.view(),
+        num_prompt=state.num_prompt,
+        token_ids=state.tokens.view(),
         banned_ids=banned,
-        num_candidates=0 if job.head is None else job.num_candidates,
+        num_candidates=0 if state.head is None else state.num_candidates,
         num_unknown=0 if is_greedy_only else num_unknown,
     )
     if is_greedy_only:
-        job.greedy_only_spec = spec
+        state.greedy_only_spec = spec
     return spec

@@ -1,0 +1,77 @@
+"""In-batch prefix sharing: a waiting request waits for tokens that a running one is computing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from radixserve.scheduler.request_state import RequestState
+
+
+class InBatchSharing:
+    """The running requests of one scheduling pass, by the tokens that they are about to publish.
+
+    A waiting request whose cached prefix ends at position m waits for a running one (its producer)
+    when both agree on [0, m] and the producer still has to compute position m.
+    """
+
+    def __init__(self, running: Iterable[RequestState]) -> None:
+        self._prefilling: list[RequestState] = []
+        self._decoding: dict[int, list[RequestState]] = {}  # by the position that they compute
+        for state in running:
+            self.add(state)
+
+    def add(self, state: RequestState) -> None:
+        sequence = state.sequence
+        assert sequence is not None
+        if sequence.is_stale:  # its namespace was reset: no lookup finds what it computes
+            return
+        if state.is_decoding:
+            self._decoding.setdefault(len(state.tokens) - 1, []).append(state)
+        else:
+            self._prefilling.append(state)
+
+    def must_wait(self, state: RequestState) -> bool:
+        """Whether `state` should wait for tokens of a running request; registers it as a waiter.
+
+        It then waits until `wake_waiters` releases it.
+        """
+        if state.waits_for is not None:
+            return True
+        limit = state.num_reusable
+        start = state.probe.cached_len
+        if start >= limit:
+            return False
+        for producer in (*self._prefilling, *self._decoding.get(start, ())):
+            agreed = _num_agreed(state, producer, start, limit)
+            if agreed > max(start, producer.committed):
+                state.waits_for, state.waits_until = producer, agreed
+                producer.waiters.append(state)
+                return True
+        return False
+
+
+def wake_waiters(producer: RequestState) -> list[RequestState]:
+    """Release the waiters whose tokens are committed; all when `producer` has stopped running."""
+    if not producer.waiters:
+        return []
+    reached = math.inf if producer.sequence is None else producer.committed
+    woken = [state for state in producer.waiters if state.waits_until <= reached]
+    if woken:
+        producer.waiters = [state for state in producer.waiters if state.waits_until > reached]
+        for state in woken:
+            state.waits_for = None
+    return woken
+
+
+def _num_agreed(state: RequestState, producer: RequestState, start: int, limit: int) -> int:
+    """Leading tokens that both share, at most `limit`; 0 unless they share more than `start`."""
+    if state.request.params.namespace != producer.request.params.namespace:
+        return 0
+    mine, theirs = state.tokens.view(), producer.tokens.view()
+    if len(theirs) <= start or mine[start] != theirs[start]:
+        return 0
+    size = min(limit, len(theirs))
+    differs = mine[:size] != theirs[:size]
+    first = int(differs.argmax())
+    return first if differs[first] else size

@@ -1,0 +1,166 @@
+"""`WaitingQueue`: waiting requests in policy order and by arrival, with the displacement bound.
+
+A pass costs what changed since the last one: matches are looked up again only where the tree has
+changed, and a queue in which nobody could start is not walked again before somebody might.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from sortedcontainers import SortedDict, SortedList
+
+from radixserve.cache import PrefixCache, PrefixWatch
+from radixserve.scheduler.policy import make_queue
+from radixserve.scheduler.request_state import RequestState
+
+
+class WaitingQueue:
+    """Owns the order and the displacement bound; `Scheduler` decides who starts."""
+
+    def __init__(self, cache: PrefixCache, policy: str, max_overtake: int) -> None:
+        self._cache = cache
+        self._max_overtake = max_overtake
+        self._queue = make_queue(policy)
+        self._by_arrival: SortedDict = SortedDict()
+        self._returned: SortedDict = SortedDict()  # those of them that ran before
+        self._by_watch: dict[PrefixWatch, RequestState] = {}
+        self._admitted: SortedList = SortedList()  # arrivals, as far as they still count
+        self._priorities: SortedList = SortedList()  # one each
+        self._needs: SortedList = SortedList()  # (pages, arrival) of those that follow nobody
+
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def __contains__(self, state: RequestState) -> bool:
+        return state.arrival in self._by_arrival
+
+    def add(self, state: RequestState, *, is_returning: bool) -> None:
+        """O(log n)."""
+        self._by_arrival[state.arrival] = state
+        if is_returning:
+            self._returned[state.arrival] = state
+        self._priorities.add(state.request.params.priority)
+        state.bypass_baseline = self._num_later(state)
+        self._by_watch[state.probe] = state
+        self._queue.add(state)
+        self._note_need(state)
+
+    def remove(self, state: RequestState) -> None:
+        """O(log n)."""
+        state.overtaken = self.overtaken(state)
+        del self._by_arrival[state.arrival]
+        self._returned.pop(state.arrival, None)
+        self._priorities.remove(state.request.params.priority)
+        del self._by_watch[state.probe]
+        state.probe.close()
+        self._queue.remove(state)
+        self._forget_need(state)
+
+    def refresh(self) -> None:
+        """Move the requests whose match has changed. O(those requests)."""
+        for probe in self._cache.changed_watches():
+            state = self._by_watch.get(probe)
+            if state is not None:
+                self._queue.update(state)
+                self._note_need(state)
+
+    @property
+    def highest_priority(self) -> float:
+        """Of anybody here. O(1)."""
+        return self._priorities[-1] if self._priorities else -math.inf
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def need(self, state: RequestState) -> int:
+        """Pages to take beyond its cached prefix for all its tokens and one more."""
+        size = self._cache.page_size
+        return -(-(len(state.tokens) + 1) // size) - state.probe.cached_len // size
+
+    @property
+    def least_need(self) -> float:
+        """Nobody but waiters needs fewer new pages than this. O(1)."""
+        return self._needs[0][0] if self._needs else math.inf
+
+    def note_waits(self, state: RequestState) -> None:
+        """It waits for somebody's tokens: what it will need is open. O(log n)."""
+        self._forget_need(state)
+
+    def note_woken(self, states: Iterable[RequestState]) -> None:
+        """These follow nobody any more."""
+        for state in states:
+            self._note_need(state)
+
+    def _note_need(self, state: RequestState) -> None:
+        if state.waits_for is not None:
+            return
+        need = self.need(state)
+        if need != state.queued_page_need:
+            self._forget_need(state)
+            state.queued_page_need = need
+            self._needs.add((need, state.arrival))
+
+    def _forget_need(self, state: RequestState) -> None:
+        if state.queued_page_need is not None:
+            self._needs.remove((state.queued_page_need, state.arrival))
+            state.queued_page_need = None
+
+    # -- the displacement bound ---------------------------------------------------------------
+
+    def overtaken(self, state: RequestState) -> int:
+        """How many later requests were admitted while this one waited. O(log n)."""
+        return state.overtaken + self._num_later(state) - state.bypass_baseline
+
+    def note_admitted(self, state: RequestState) -> None:
+        """`state`, just removed, overtakes all that arrived before it. O(log n) amortised."""
+        self._admitted.add(state.arrival)
+        if not self._by_arrival:
+            self._admitted.clear()
+            return
+        oldest = self._by_arrival.keys()[0]
+        del self._admitted[: self._admitted.bisect_right(oldest)]  # later than nobody here
+
+    @property
+    def barrier(self) -> float:
+        """Who arrived after this may not start: somebody was overtaken as often as is allowed.
+
+        Of those that never ran the oldest has been overtaken most. O(1) and the returned ones.
+        """
+        bound = self._max_overtake
+        fresh = next(
+            (state for a, state in self._by_arrival.items() if a not in self._returned), None
+        )
+        states = [*self._returned.values(), *([] if fresh is None else [fresh])]
+        late = (state.arrival for state in states if self.overtaken(state) >= bound)
+        return min(late, default=math.inf)
+
+    def candidates(self) -> Iterator[RequestState]:
+        """Each request once that may start now, in order; the one just given may be removed.
+
+        Behind a barrier: only those up to it, by arrival. Else the policy's order.
+        """
+        seen: set[int] = set()
+        while True:
+            barrier = self.barrier
+            if barrier < math.inf:
+                up_to = self._by_arrival.irange(maximum=barrier)
+                state = next((self._by_arrival[a] for a in up_to if a not in seen), None)
+                if state is None:
+                    return
+                seen.add(state.arrival)
+                yield state
+                continue
+            for state in self._queue.scan():
+                if state.arrival in seen:
+                    continue
+                seen.add(state.arrival)
+                yield state
+                was_admitted = state.arrival not in self._by_arrival
+                if was_admitted and self.barrier < math.inf:
+                    break
+            else:
+                return
+
+    def _num_later(self, state: RequestState) -> int:
+        return len(self._admitted) - int(self._admitted.bisect_right(state.arrival))
