@@ -82,7 +82,7 @@ def open_engine(name: str, setup: Setup) -> Engine:
     if name in _CACHES:
         from engine.runtime_engine import RuntimeEngine
 
-        return RuntimeEngine(setup, name)
+        return RuntimeEngine.open(setup, name)
     from engine import transformers_engines as peers
 
     kinds = {"transformers": peers.Generate, "copied": peers.Copied, "continuous": peers.Continuous}

@@ -16,20 +16,25 @@ BLOCK = 16  # tokens a page of the hash cache
 
 
 class RuntimeEngine:
-    """Settings are the defaults but for the size of the cache."""
+    """A `Runtime` that is open."""
 
-    def __init__(self, setup: Setup, cache: str) -> None:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.num_computed = 0
+
+    @staticmethod
+    def open(setup: Setup, cache: str) -> RuntimeEngine:
+        """Settings are the defaults but for the size of the cache. Raises Unavailable."""
         page_size = BLOCK if cache == "hash" else 1
         num_pages = setup.work.num_requests + setup.work.num_tokens // page_size + 64
         try:
-            self._runtime = Runtime(
+            runtime = Runtime(
                 setup.folder, dtype=setup.dtype, cache=cache, page_size=page_size,
                 num_pages=num_pages,
             )  # fmt: skip
         except InvalidRequest as error:
             raise Unavailable(str(error)) from error
-        self._has_cache = cache != "off"
-        self.num_computed = 0
+        return RuntimeEngine(runtime)
 
     def serve(
         self,
@@ -47,7 +52,7 @@ class RuntimeEngine:
     def sample(self, prompt: list[int], count: int, num_new: int) -> list[Answer]:
         """Random continuations: n=count or, without a cache, requests with the same seeds."""
         params = SamplingParams(max_tokens=num_new, ignore_eos=True, seed=0)
-        if self._has_cache:
+        if self._runtime.config.cache != "off":
             return self._answers(self._runtime.generate(prompt, replace(params, n=count)))
         each = [replace(params, seed=seed) for seed in range(count)]
         return self._answers(self._runtime.generate([prompt] * count, each, progress=False))

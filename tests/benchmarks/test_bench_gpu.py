@@ -27,16 +27,15 @@ from radixserve.output import Completion
 from tests.attention.fake_flashinfer import Fake, mark_sides
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = (ROOT / "benchmarks", ROOT / "benchmarks" / "gpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def benchmarks_on_path() -> Iterator[None]:
     """And what the parts change in this process as it was before."""
     with pytest.MonkeyPatch.context() as patch:
-        for folder in FOLDERS:
-            patch.syspath_prepend(str(folder))
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (*FOLDERS, ROOT, ROOT / "kernels"))))
+        folders = [str(folder) for folder in (ROOT / "benchmarks", ROOT, ROOT / "kernels")]
+        patch.syspath_prepend(folders[0])
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
         for name in ("SHARE_BYTES", "MERGE_TOKENS"):
             patch.setattr(sharing, name, getattr(sharing, name))
         yield
@@ -44,15 +43,15 @@ def benchmarks_on_path() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    return importlib.import_module(name)
+    return importlib.import_module(f"gpu.{name}")
 
 
 def dry_bench(rows: list[Any], **settings: Any) -> Any:
-    ceilings = load("gpu_limits").Ceilings(1e10, 1e11)
+    ceilings = load("limits").Ceilings(1e10, 1e11)
     given = {"is_dry": True, "ceilings": ceilings, **settings}
     keep = {"row": rows.append}
     return (
-        load("gpu_settings")
+        load("settings")
         .Settings(**given)
         .open(lambda kind, value: keep.get(kind, lambda _: None)(value))
     )
@@ -64,7 +63,7 @@ def dry_bench(rows: list[Any], **settings: Any) -> Any:
 def run_here(jobs: Any, settings: Any, log: Path, tell: Any, **_: Any) -> dict[str, Any]:
     """`run_jobs` without processes."""
     del log
-    attempt = load("gpu_jobs").attempt
+    attempt = load("jobs").attempt
     return {
         job.group: attempt(job, settings, lambda *told, job=job: tell(job.group, *told))
         for job in jobs
@@ -75,7 +74,7 @@ def run_here(jobs: Any, settings: Any, log: Path, tell: Any, **_: Any) -> dict[s
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, Any], Path]:
     """Exit code, output, results.json and the folder."""
     folder = tmp_path_factory.mktemp("gpu")
-    run = load("run")
+    run = load("session")
     groups = ("rows", "draws", "attention bf16 16", "triton bf16", "flashinfer bf16")
     specs = [replace(spec, groups=groups) if spec.name == "kernels" else spec for spec in run.PARTS]
     counts = "2 passed, 40 deselected in 1.00s\n"
@@ -85,19 +84,19 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[st
         patch.setattr(load("part_kernels"), "PAGE_SIZES", (16,))
         done = type("Done", (), {"stdout": counts, "stderr": "", "returncode": 0})
         patch.setattr(load("part_tests").subprocess, "run", lambda *_, **__: done)
-        code = run.run_all(run.arguments(["--out", str(folder), "--dry-run"]))
+        code = run.run_all(run.parse_arguments(["--out", str(folder), "--dry-run"]))
     return code, out.getvalue(), json.loads((folder / "results.json").read_text()), folder
 
 
 def test_every_part_runs(dry_run: tuple[int, str, dict[str, Any], Path]) -> None:
     code, out, document, folder = dry_run
     assert code == 0, out
-    names = [spec.name for spec in load("gpu_parts").PARTS]
+    names = [spec.name for spec in load("session").PARTS]
     assert list(document["parts"]) == names
     for name, part in document["parts"].items():
         assert part["state"] == "ok", (name, part)
         assert part["rows"]
-    assert {"torch", "triton", "flashinfer-python", "cores", "python"} <= set(document["settings"])
+    assert {"torch", "triton", "transformers", "cores", "python"} <= set(document["settings"])
     assert len(out) < 12_000
     assert out.count("dry run on the CPU: figures mean nothing") == 2  # first and last
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -166,16 +165,16 @@ def test_every_figure_is_there(dry_run: tuple[int, str, dict[str, Any], Path]) -
 def test_parts_of_an_earlier_run_are_kept(
     dry_run: tuple[int, str, dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, folder = load("run"), dry_run[3]
+    run, folder = load("session"), dry_run[3]
     before = json.loads((folder / "results.json").read_text())
     monkeypatch.setattr(run, "run_jobs", run_here)
     options = ["--out", str(folder), "--dry-run", "--parts", "beam"]
-    assert run.run_all(run.arguments(options)) == 0
+    assert run.run_all(run.parse_arguments(options)) == 0
     after = json.loads((folder / "results.json").read_text())
     assert list(after["parts"]) == list(before["parts"])
     for name, part in before["parts"].items():
         assert (after["parts"][name] == part) == (name != "beam")
-    assert run.run_all(run.arguments([*options, "--page-size", "16", "--quick"])) == 0
+    assert run.run_all(run.parse_arguments([*options, "--page-size", "16", "--quick"])) == 0
     other = json.loads((folder / "results.json").read_text())
     assert list(other["parts"]) == ["limits", "beam"]  # other settings; the limits are needed
 
@@ -183,10 +182,10 @@ def test_parts_of_an_earlier_run_are_kept(
 def test_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = load("run")
+    run = load("session")
     monkeypatch.setattr(run, "run_jobs", run_here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run.run_all(run.arguments(["--out", str(tmp_path)])) == 2
+    assert run.run_all(run.parse_arguments(["--out", str(tmp_path)])) == 2
     assert "PyTorch finds no CUDA device; --dry-run" in capsys.readouterr().err
 
 
@@ -201,7 +200,7 @@ def test_wrong_arguments(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
-        load("run").arguments(["--out", "x", *options])
+        load("session").parse_arguments(["--out", "x", *options])
     assert leaving.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -211,11 +210,11 @@ def test_wrong_arguments(
 
 def test_limits_of_an_h200() -> None:
     """The floors of a card with 4.3 TB/s and 790 TFLOP/s."""
-    limits = load("gpu_limits")
-    shape, card = limits.Shape.of(SIZES["llama-3.1-8b"]), limits.Ceilings(4.3e12, 790e12)
-    assert shape == limits.Shape.of(SIZES["llama-3-8b"])
-    assert round(shape.weight_bytes / 1e9, 2) == 15.01
-    assert shape.kv_bytes == 131_072
+    limits, shapes = load("limits"), importlib.import_module("harness.shapes")
+    shape, card = shapes.Shape.of(SIZES["llama-3.1-8b"]), limits.Ceilings(4.3e12, 790e12)
+    assert shape == shapes.Shape.of(SIZES["llama-3-8b"])
+    assert round(limits.weight_bytes(shape) / 1e9, 2) == 15.01
+    assert limits.kv_bytes(shape) == 131_072
     decodes = {(1, 1_024): 3.52, (8, 1_024): 3.74, (64, 1_024): 5.49, (64, 8_192): 19.5}
     for (rows, keys), expected in {**decodes, (256, 1_024): 12.9}.items():
         found = limits.decode_s(shape, card, rows, keys) * 1e3
@@ -234,8 +233,8 @@ def test_limits_of_an_h200() -> None:
 
 def test_limits_of_whole_workloads() -> None:
     """One request alone is its prefill and its steps; beams of one are one request."""
-    limits = load("gpu_limits")
-    shape, card = limits.Shape.of(SIZES["qwen3-0.6b"]), limits.Ceilings(4.3e12, 790e12)
+    limits, shapes = load("limits"), importlib.import_module("harness.shapes")
+    shape, card = shapes.Shape.of(SIZES["qwen3-0.6b"]), limits.Ceilings(4.3e12, 790e12)
     steps = sum(limits.decode_s(shape, card, 1, 1_000 + step) for step in range(1, 8))
     pure = limits.prefill_s(shape, limits.Ceilings(math.inf, card.flops), 1_000)
     assert limits.serving_s(shape, card, [(1_000, 8)]) == pytest.approx(pure + steps)
@@ -256,7 +255,7 @@ def test_where_together_becomes_faster() -> None:
 
 
 def test_misses_and_failures_are_told(tmp_path: Path) -> None:
-    report = load("gpu_report")
+    report = load("report")
     far = report.Check("of the limit", 0.5, 0.85)
     row = report.Row(
         "slow", {"ms": 1234.5, "x": None}, (far, report.Check("share", 0.01, 0.03, True))
@@ -424,7 +423,7 @@ def test_parity_notices_what_was_not_tried() -> None:
 
 FAKE_PART = """
 import os, signal, subprocess, sys, time
-from gpu_jobs import Skip
+from gpu.jobs import Skip
 
 class Settings:
     def open(self, tell):
@@ -456,12 +455,12 @@ def fake_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "__spec__", None)
     monkeypatch.delattr(main, "__file__", raising=False)
-    yield load("fake_part").Settings()
+    yield importlib.import_module("fake_part").Settings()
     del sys.modules["fake_part"]
 
 
 def test_jobs_cannot_hurt_each_other(tmp_path: Path, fake_settings: Any) -> None:
-    jobs = load("gpu_jobs")
+    jobs = load("jobs")
     groups = ("raises", "skips", "leaves", "dies", "works")
     asked = [jobs.Job("fake_part", group, 250.0) for group in groups]
     told: list[tuple[str, str, Any]] = []
@@ -482,7 +481,7 @@ def test_jobs_cannot_hurt_each_other(tmp_path: Path, fake_settings: Any) -> None
 def test_jobs_that_hang_end_with_all_they_started(
     tmp_path: Path, fake_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs, passed, children = load("gpu_jobs"), [0.0], []
+    jobs, passed, children = load("jobs"), [0.0], []
 
     def tell(group: str, kind: str, value: Any) -> None:
         """When the job has come so far, its time is over."""
@@ -517,7 +516,7 @@ def test_jobs_are_started_another_way_if_need_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A card that was touched before processes were forked can be used in new ones only."""
-    run, jobs = load("run"), load("gpu_jobs")
+    run, jobs = load("session"), load("jobs")
     tried = []
 
     def fake_jobs(asked: Any, *_: Any, method: str) -> Any:
@@ -557,7 +556,7 @@ def cuda_clock(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert hasattr(torch.cuda, name)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    return load("gpu_clock").Clock(torch.device("cuda", 0))
+    return load("clock").Clock(torch.device("cuda", 0))
 
 
 def test_time_on_a_device(cuda_clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,14 +565,14 @@ def test_time_on_a_device(cuda_clock: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert cuda_clock.samples(lambda: None, 3) == [1.0, 1.0, 1.0]
     cuda_clock.hold(0.002)
     assert held == [4_000_000]
-    times = load("gpu_clock").Times.of([1.0, 2.0, 3.0, 2.0, 2.0])
+    times = load("clock").Times.of([1.0, 2.0, 3.0, 2.0, 2.0])
     assert (times.median, times.num_samples) == (2.0, 5)
     assert times.cells()["ms"] == 2_000
 
 
 def test_the_host_s_share_of_a_step(cuda_clock: Any) -> None:
     """Steps that end every second; on the device alone, once the host is ahead, 0.9 of it."""
-    stages = load("gpu_stage")
+    stages = load("stage")
 
     def step(begin: float, end: float, *, is_held: bool) -> Any:
         marks = []
@@ -582,32 +581,31 @@ def test_the_host_s_share_of_a_step(cuda_clock: Any) -> None:
             marks[-1].at = at
         return stages.Step(*marks, 0.1, is_held, num_rows=2, num_prefill=0, num_keys=20)
 
-    stage = object.__new__(stages.Stage)
-    stage._bench = SimpleNamespace(clock=cuda_clock, device=torch.device("cuda", 0))
+    figures = stages.DecodeFigures.of
     timed = [step(at, at + 1.0, is_held=False) for at in range(5)]
     held = [step(9, 9.9, is_held=True), step(11, 11.2, is_held=False), step(13, 13.9, is_held=True)]
-    found = stage._figures(timed, held, 2)
+    found = figures(cuda_clock, timed, held, 2)
     assert (found.step.median, found.num_keys) == (1.0, 10)
     assert found.device.median == pytest.approx(0.9)
     assert found.host_share == pytest.approx(0.1)
     with pytest.raises(RuntimeError, match="no step was queued before"):
-        stage._figures(timed, held[1:2], 2)
+        figures(cuda_clock, timed, held[1:2], 2)
     with pytest.raises(AssertionError):
-        stage._figures(timed, held, 3)
+        figures(cuda_clock, timed, held, 3)
 
 
 def test_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = dry_bench([])
     bench.is_dry, bench.device = False, torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 << 30, 80 << 30))
-    bench.check_engine("llama-3.1-8b", 262_144)
-    with pytest.raises(load("gpu_jobs").Skip, match=r"needs 111 GiB, 79 GiB of 80 GiB are free"):
-        bench.check_engine("llama-3.1-8b", 262_144, 2)
+    bench.check_memory("llama-3.1-8b", 262_144)
+    with pytest.raises(load("jobs").Skip, match=r"needs 111 GiB, 79 GiB of 80 GiB are free"):
+        bench.check_memory("llama-3.1-8b", 262_144, 2)
     assert issubclass(torch.AcceleratorError, RuntimeError)
 
 
 def test_computed_tokens_are_judged() -> None:
-    judge, bench = load("part_throughput")._judge, dry_bench([])
+    judge, bench = load("part_throughput").judge, dry_bench([])
     assert judge([1.0, 1.0005], bench) == ""
     assert "computed again" in judge([1.0, 1.01], bench)
     assert judge([0.9], bench) == ""

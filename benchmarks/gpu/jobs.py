@@ -1,8 +1,8 @@
 """Jobs in processes of their own, several at a time if asked: none of them can hurt another.
 
 A job is a group of a part: `run(bench, group)` of the part's module. It tells rows while it runs;
-they are kept whatever becomes of it: an exception, a crash, or a time limit, at which its process
-and all that it started are killed.
+they are kept however it ends: by an exception, a crash, or a time limit, at which its process and
+all that it started are killed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from typing import Any, Protocol
 Tell = Callable[[str, Any], None]
 
 METHODS = ("forkserver", "spawn")  # the first one saves each job the imports
-PRELOAD = ("gpu_preload",)  # imported once, in the process that jobs are forked from
+PRELOAD = (  # heavy imports of the jobs, loaded once before these are forked; none touches a device
+    "transformers.models.llama.modeling_llama",
+    "radixserve.api.runtime",
+    "radixserve.runner.model_runner",
+)
 
 
 class Skip(Exception):
-    """A part, or what is left of it, cannot run here; the message says why."""
+    """A part, or the rest of it, cannot run here; the message says why."""
 
 
 class Opens(Protocol):
     """The settings of a run."""
 
     def open(self, tell: Tell) -> Any:
-        """What a part's `run` is handed first."""
+        """The first argument of a part's `run`."""
         ...
 
 
@@ -45,10 +49,6 @@ class Job:
     module: str
     group: str
     limit_s: float
-
-    def say(self, text: str) -> str:
-        """Which group says it."""
-        return f"{self.group}: {text}" if self.group else text
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def run_jobs(
             wait([one.reader for one in running], max(0.0, soonest - time.monotonic()))
             for one in list(running):
                 if (end := one.read(tell)) is not None:
+                    one.kill()
                     running.remove(one)
                     ended[one.job.group] = end
     finally:
@@ -95,7 +96,7 @@ class _Running:
     def __init__(self, context: Any, job: Job, settings: Opens, log: Path) -> None:
         self.job, self.deadline = job, time.monotonic() + job.limit_s
         self.reader, writer = context.Pipe(duplex=False)
-        self._process = context.Process(target=work, args=(job, settings, writer, log))
+        self._process = context.Process(target=_work, args=(job, settings, writer, log))
         self._process.start()
         writer.close()
 
@@ -105,15 +106,13 @@ class _Running:
             try:
                 kind, value = self.reader.recv()
             except EOFError:
-                return self._fallen()
+                return self._crashed()
             if kind == "ended":
                 self._process.join(5)
-                self.kill()
                 return Ended(**value)
             tell(self.job.group, kind, value)
         if time.monotonic() > self.deadline:
-            self.kill()
-            return Ended(self.job.say(f"no end after {self.job.limit_s:.0f} s"))
+            return _trouble(self.job, f"no end after {self.job.limit_s:.0f} s")
         return None
 
     def kill(self) -> None:
@@ -126,17 +125,20 @@ class _Running:
                 self._process.kill()
         self._process.join()
 
-    def _fallen(self) -> Ended:
+    def _crashed(self) -> Ended:
         self._process.join(5)
         code = self._process.exitcode
-        self.kill()
+        how = f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
-            return Ended(self.job.say(f"{how}, see the log"))
-        return Ended(self.job.say(f"ended with exit code {code}, see the log"))
+        return _trouble(self.job, f"{how}, see the log")
 
 
-def work(job: Job, settings: Opens, writer: Connection, log: Path) -> None:
+def _trouble(job: Job, text: str) -> Ended:
+    return Ended(f"{job.group}: {text}" if job.group else text)
+
+
+def _work(job: Job, settings: Opens, writer: Connection, log: Path) -> None:
     """In the job's process."""
     os.setsid()
     with log.open("ab", buffering=0) as file:
@@ -144,11 +146,7 @@ def work(job: Job, settings: Opens, writer: Connection, log: Path) -> None:
         os.dup2(file.fileno(), 2)
     print(f"-- {job.module} {job.group}", flush=True)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
-
-    def tell(kind: str, value: Any) -> None:
-        writer.send((kind, value))
-
-    end = attempt(job, settings, tell)
+    end = attempt(job, settings, lambda kind, value: writer.send((kind, value)))
     spent = os.times()
     cpu_s = spent.user + spent.system + spent.children_user + spent.children_system
     print(f"-- {job.module} {job.group}: {cpu_s:.1f} CPU s {end.trouble}{end.skipped}", flush=True)
@@ -157,7 +155,7 @@ def work(job: Job, settings: Opens, writer: Connection, log: Path) -> None:
 
 
 def attempt(job: Job, settings: Opens, tell: Tell) -> Ended:
-    """Run the job here, whatever it does."""
+    """Run the job in this process, however it ends."""
     try:
         import_module(job.module).run(settings.open(tell), job.group)
     except Skip as reason:
@@ -165,5 +163,5 @@ def attempt(job: Job, settings: Opens, tell: Tell) -> Ended:
     except Exception as error:
         traceback.print_exc()
         text = " ".join(str(error).split())[:240]
-        return Ended(job.say(f"{type(error).__name__}: {text}"))
+        return _trouble(job, f"{type(error).__name__}: {text}")
     return Ended()

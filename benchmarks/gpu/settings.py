@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_limits import Ceilings
+from gpu.limits import Ceilings
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,6 @@ class Settings:
 
     def open(self, tell: Callable[[str, Any], None]) -> Any:
         """The Bench of a job, in its process. Raises Skip where there is no GPU."""
-        from gpu_bench import Bench
+        from gpu.bench import Bench
 
         return Bench(self, tell)

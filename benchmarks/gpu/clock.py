@@ -1,4 +1,4 @@
-"""Time on the device: marks in its queue, and the spread of many samples.
+"""Time on the device: events in its queue, and the spread of many samples.
 
 On the CPU, for dry runs, the same calls read the host's clock.
 """
@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 CYCLES_PER_S = 2e9  # of a card's clock, about
-COPY_BYTES = 4 << 30  # of each buffer, far beyond any cache
-PRODUCT_SIZE = 8_192
-NUM_SAMPLES = 30
-Mark = Any  # a torch.cuda.Event, or seconds
+Event = Any  # a torch.cuda.Event, or seconds
 
 
 @dataclass(frozen=True)
@@ -51,32 +48,32 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._is_cuda = device.type == "cuda"
+        self.is_cuda = device.type == "cuda"
 
-    def mark(self) -> Mark:
-        """The place behind everything that was queued."""
-        if not self._is_cuda:
+    def record(self) -> Event:
+        """An event after everything that is queued."""
+        if not self.is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def is_passed(self, mark: Mark) -> bool:
+    def has_passed(self, event: Event) -> bool:
         """Whether the device has got there."""
-        return bool(mark.query()) if self._is_cuda else True
+        return bool(event.query()) if self.is_cuda else True
 
-    def seconds(self, first: Mark, second: Mark) -> float:
-        """Between two marks that the device has passed."""
-        return float(first.elapsed_time(second)) / 1e3 if self._is_cuda else float(second - first)
+    def seconds(self, first: Event, second: Event) -> float:
+        """Between two events that the device has passed."""
+        return float(first.elapsed_time(second)) / 1e3 if self.is_cuda else float(second - first)
 
     def hold(self, seconds: float) -> None:
-        """Keep the device busy with nothing for about so long, behind what is queued."""
-        if self._is_cuda:
+        """Keep the device busy with nothing for about so long, after what is queued."""
+        if self.is_cuda:
             torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
     def wait(self) -> None:
         """Until the device has done everything that was queued."""
-        if self._is_cuda:
+        if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
     def samples(self, operation: Callable[[], object], count: int, warm_up: int = 3) -> list[float]:
@@ -84,35 +81,17 @@ class Clock:
         for _ in range(warm_up):
             operation()
         self.wait()
-        marks = []
+        events = []
         for _ in range(count):
-            first = self.mark()
+            first = self.record()
             operation()
-            marks.append((first, self.mark()))
+            events.append((first, self.record()))
         self.wait()
-        return [self.seconds(first, second) for first, second in marks]
-
-
-def measure_copy(clock: Clock, num_bytes: int = COPY_BYTES) -> tuple[float, Times]:
-    """Bytes a second of a copy on the device, read and written ones, and its times."""
-    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=clock.device)
-    target = torch.empty_like(source)
-    times = Times.of(clock.samples(lambda: target.copy_(source), NUM_SAMPLES))
-    return 2 * num_bytes / times.median, times
-
-
-def measure_product(clock: Clock, size: int = PRODUCT_SIZE) -> tuple[float, Times]:
-    """FLOPs a second of a square bfloat16 product of random numbers, and its times."""
-    left, right = (
-        torch.randn(size, size, device=clock.device).to(torch.bfloat16) for _ in range(2)
-    )
-    out = torch.empty_like(left)
-    times = Times.of(clock.samples(lambda: torch.mm(left, right, out=out), NUM_SAMPLES))
-    return 2 * size**3 / times.median, times
+        return [self.seconds(first, second) for first, second in events]
 
 
 def captured(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
-    """What repeats `run` over the same memory as a CUDA graph, and where its result lies.
+    """A function that repeats `run` over the same memory as a CUDA graph, and its result's tensor.
 
     On the CPU it is `run` itself.
     """

@@ -1,4 +1,4 @@
-"""What a part is handed: the settings of the run, and where its rows go."""
+"""The first argument of every part: the settings of the run, its engines, and where rows go."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_clock import Clock
-from gpu_jobs import Skip
-from gpu_limits import Ceilings, Shape
-from gpu_report import Cell, Check, Row
-from gpu_settings import Settings
+from gpu.clock import Clock
+from gpu.jobs import Skip
+from gpu.limits import Ceilings, kv_bytes, weight_bytes
+from gpu.report import Cell, Check, Row
+from gpu.settings import Settings
+from harness.machine import describe_gpu, describe_machine
+from harness.shapes import Shape
 
+from radixserve import Runtime
 from radixserve.attention.choice import choose_backend, why_not
 from radixserve.models.sizes import SIZES
+from radixserve.runner.model_runner import ModelRunner
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
 TINY = {  # as many heads for a K/V head as the large models, and heads as large
@@ -30,14 +34,28 @@ SIZES.setdefault("bench-tiny", TINY)
 SMALLER = {LLAMA: "tiny-llama", QWEN: "tiny-qwen3", "bench-tiny": "tiny-llama"}  # in a dry run
 DTYPE = torch.bfloat16
 SPARE_BYTES = 6 << 30  # of an engine, besides matrices and pool
+PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
+
+
+def run(bench: Bench, group: str) -> None:
+    """The job that tells the hardware and versions."""
+    facts = describe_gpu() if bench.device.type == "cuda" else {}
+    bench.tell(group, {**facts, **describe_machine(PACKAGES)})
+
+
+class DryRuntime(Runtime):
+    """Takes a CUDA device's path over CPU tensors, with the kernels' torch references."""
+
+    def _make_runner(self, model_path: str) -> ModelRunner:
+        return ModelRunner(model_path, self.config, on_device=True)
 
 
 class Bench:
     """One job of a part: its settings, and where its results go."""
 
     def __init__(self, settings: Settings, tell: Callable[[str, Any], None]) -> None:
-        """`tell(kind, value)`: kinds are "row", "note" and "facts"."""
-        self.settings, self._tell = settings, tell
+        """`tell(kind, value)`: kinds are "row", "note" and "machine"."""
+        self.settings, self.tell = settings, tell
         self.is_dry, self.is_quick = settings.is_dry, settings.is_quick
         if not self.is_dry and not torch.cuda.is_available():
             raise Skip("PyTorch finds no CUDA device; --dry-run walks through on the CPU")
@@ -55,7 +73,7 @@ class Bench:
         return self.settings.ceilings
 
     def pick(self, full: Any, quick: Any, dry: Any) -> Any:
-        """What belongs to the size of this run."""
+        """The value for the size of this run."""
         return dry if self.is_dry else quick if self.is_quick else full
 
     def model(self, name: str) -> str:
@@ -67,7 +85,7 @@ class Bench:
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        """Of EngineConfig, for every engine of the run."""
+        """Fields of EngineConfig for every engine of the run."""
         return {
             "device": str(self.device),
             "dtype": "bfloat16",
@@ -76,8 +94,29 @@ class Bench:
             "seed": self.settings.seed,
         }
 
+    def open_runtime(self, model: str, *, engines: int = 1, **settings: Any) -> Runtime:
+        """A Runtime of a size with random weights and a pool of settings["num_pages"] pages.
+
+        Raises Skip where `engines` like this have no room on the card.
+        """
+        chosen = {**self.engine_settings, **settings}
+        self.check_memory(model, chosen["num_pages"], engines)
+        return (DryRuntime if self.is_dry else Runtime)(self.model(model), **chosen)
+
+    def check_memory(self, model: str, num_pages: int, count: int = 1) -> None:
+        """Raise Skip where `count` engines of a model and pools of their own have no room."""
+        if self.device.type != "cuda":
+            return
+        shape = self.shape(model)
+        pool = num_pages * self.settings.page_size * kv_bytes(shape)
+        wanted = count * (weight_bytes(shape) * 5 // 4 + pool + SPARE_BYTES)
+        free, total = torch.cuda.mem_get_info(self.device)
+        if wanted > free:
+            wants, has, whole = (f"{size / 2**30:.0f} GiB" for size in (wanted, free, total))
+            raise Skip(f"needs {wants}, {has} of {whole} are free")
+
     def backend_name(self, head_dim: int = 128) -> str:
-        """What the run's backend comes to."""
+        """The run's backend, "auto" resolved."""
         if self.is_dry and self.settings.backend == "auto":
             return "triton"
         return choose_backend(self.settings.backend, DTYPE, self.device, head_dim)
@@ -86,17 +125,16 @@ class Bench:
         """Why a backend cannot be had here; "" if it can."""
         return why_not(backend, dtype, self.device, head_dim)
 
-    def check_engine(self, model: str, num_pages: int, count: int = 1) -> None:
-        """Raise Skip where `count` engines of a model and pools of their own have no room."""
-        if self.device.type != "cuda":
-            return
-        shape = self.shape(model)
-        pool = num_pages * self.settings.page_size * shape.kv_bytes
-        wanted = count * (shape.weight_bytes * 5 // 4 + pool + SPARE_BYTES)
-        free, total = torch.cuda.mem_get_info(self.device)
-        if wanted > free:
-            wants, has, all_of_it = (f"{size / 2**30:.0f} GiB" for size in (wanted, free, total))
-            raise Skip(f"needs {wants}, {has} of {all_of_it} are free")
+    def check_group(self, backend: str) -> dict[str, Any]:
+        """Settings of an engine of a group: with this backend, "" for the run's own. Raises Skip
+        where the backend is not available or is the run's own."""
+        if not backend:
+            return {}
+        if (name := self.backend_name()) == backend:
+            raise Skip(f"{name} is the run's backend already")
+        if reason := self.why_not(backend):
+            raise Skip(f"no {backend}: {reason}")
+        return {"attention_backend": backend}
 
     def row(
         self,
@@ -109,19 +147,15 @@ class Bench:
         details: dict[str, Any] | None = None,
     ) -> None:
         """A line of the part's table."""
-        row = Row(name, cells or {}, checks, section, failed, "", details or {})
-        self._tell("row", row)
+        self.tell("row", Row(name, cells or {}, checks, section, failed, "", details or {}))
 
-    def skip(self, name: str, why: str, section: str = "") -> None:
+    def skip(self, name: str, why: str) -> None:
         """A line of the table that cannot be had here."""
-        self._tell("row", Row(name, section=section, skipped=why))
+        self.tell("row", Row(name, skipped=why))
 
     def note(self, text: str) -> None:
-        """Below the table."""
-        self._tell("note", text)
-
-    def give_facts(self, facts: dict[str, Any]) -> None:
-        self._tell("facts", facts)
+        """A line after the table."""
+        self.tell("note", text)
 
     def at_least(self, what: str, value: float, limit: float) -> Check:
         return Check(what, value, limit, is_judged=not self.is_dry)

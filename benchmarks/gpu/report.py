@@ -1,21 +1,22 @@
-"""What a run on a GPU found: rows of figures with their checks, as tables, Markdown and JSON."""
+"""The results of a run on a GPU: rows of figures with checks, as tables, Markdown and JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.report import Cell, Table, format_cell, format_settings
+
 DRY = "dry run on the CPU: figures mean nothing"
 NOTES = (
     "Times are medians, +- is half the distance of the quartiles over the median. Limits come from"
-    " the two ceilings that the part `limits` measured on this card: see gpu_limits.py. met,"
+    " the two ceilings that the part `limits` measured on this card: see gpu/limits.py. met,"
     " MISSED: a figure against its target. FAILED: a result that is wrong, or a part that broke;"
     " only these end the command with an error. skipped: what cannot run here, and why."
 )
-Cell = str | int | float | None
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,6 @@ class Row:
             return f"skipped: {self.skipped}"
         return "; ".join(map(str, self.checks))
 
-    @property
-    def misses(self) -> list[Check]:
-        return [check for check in self.checks if check.is_judged and not check.is_met]
-
 
 @dataclass
 class Part:
@@ -72,16 +69,19 @@ class Part:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)  # why it broke
-    skipped: str = ""  # why it did not run
     seconds: float = 0.0
     is_done: bool = False
     is_brief: bool = False  # in a terminal
 
     @property
+    def judged(self) -> list[tuple[Row, Check]]:
+        return [(row, check) for row in self.rows for check in row.checks if check.is_judged]
+
+    @property
     def failures(self) -> list[str]:
         wrong = [f"{row.name}: {row.failed}" for row in self.rows if row.failed]
-        nothing = self.is_done and not (self.rows or self.troubles or self.skipped)
-        return [*self.troubles, *wrong, *(["it has no results"] if nothing else [])]
+        has_nothing = self.is_done and not (self.rows or self.troubles)
+        return [*self.troubles, *wrong, *(["it has no results"] if has_nothing else [])]
 
     @property
     def state(self) -> str:
@@ -89,60 +89,66 @@ class Part:
             return "FAILED"
         if not self.is_done:
             return "unfinished"
-        done = [row for row in self.rows if not row.skipped]
-        return "skipped" if self.skipped or not done else "ok"
+        return "skipped" if all(row.skipped for row in self.rows) else "ok"
 
     @property
     def misses(self) -> list[str]:
         return [
-            f"{row.name}: {check.what} {shown(check.value)}, target {shown(check.limit)}"
-            for row in self.rows
-            for check in row.misses
+            f"{row.name}: {check.what} {format_cell(check.value)},"
+            f" target {format_cell(check.limit)}"
+            for row, check in self.judged
+            if not check.is_met
         ]
 
     def heading(self) -> str:
         return f"{self.name}: {self.title} ({self.state}, {self.seconds:.0f} s)"
 
     def remarks(self) -> list[str]:
-        why = [f"skipped: {self.skipped}"] if self.skipped else []
-        return [*why, *(f"FAILED: {one}" for one in self.troubles), *self.notes]
+        return [*(f"FAILED: {one}" for one in self.troubles), *self.notes]
 
     def table(self) -> str:
         """For a terminal."""
         lines = [self.heading()]
-        for section, found in _sections(self.rows):
+        for section, found in self._sections().items():
             rows = [row for row in found if row.verdict] if self.is_brief else found
             if len(rows) < len(found):
                 lines.append(f"  {section}: {len(found) - len(rows)} rows as they should be")
-            if not rows:
-                continue
-            cells = _cells(section, rows)
-            widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
-            for name, *middle, verdict in cells:
-                padded = (cell.rjust(w) for cell, w in zip(middle, widths[1:-1], strict=True))
-                parts = [name.ljust(widths[0]), *padded, verdict]
-                lines.append("  " + "  ".join(parts).rstrip())
+            if rows:
+                lines.append(_table(section, rows).text("  "))
         return "\n".join([*lines, *(f"  {_clipped(line, 300)}" for line in self.remarks()), ""])
 
     def markdown(self) -> str:
-        parts = [f"## {self.heading()}"]
-        for section, rows in _sections(self.rows):
-            head, *body = [
-                "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |"
-                for row in _cells(section, rows)
-            ]
-            rule = "|---|" + "---:|" * (head.count(" | ") - 1) + "---|"
-            parts.append("\n".join([head, rule, *body]))
-        return "\n\n".join([*parts, *(f"- {line}" for line in self.remarks())])
+        tables = [_table(*one).markdown() for one in self._sections().items()]
+        remarks = (f"- {line}" for line in self.remarks())
+        return "\n\n".join([f"## {self.heading()}", *tables, *remarks])
 
     def document(self) -> dict[str, Any]:
-        rows = [{**asdict(row), "verdict": row.verdict} for row in self.rows]
-        checks = [[{**asdict(c), "is_met": c.is_met} for c in row.checks] for row in self.rows]
-        for row, found in zip(rows, checks, strict=True):
-            row["checks"] = found
-        told = {name: getattr(self, name) for name in ("title", "state", "seconds", "skipped")}
-        lists = {name: getattr(self, name) for name in ("notes", "troubles", "misses")}
-        return {**told, **lists, "rows": rows}
+        rows = []
+        for row in self.rows:
+            checks = [{**asdict(check), "is_met": check.is_met} for check in row.checks]
+            rows.append({**asdict(row), "verdict": row.verdict, "checks": checks})
+        names = ("title", "state", "seconds", "notes", "troubles", "misses")
+        return {**{name: getattr(self, name) for name in names}, "rows": rows}
+
+    @staticmethod
+    def of(name: str, document: dict[str, Any]) -> Part:
+        """The part that `document` was made from."""
+        rows = []
+        for told in document["rows"]:
+            checks = tuple(
+                Check(**{key: value for key, value in one.items() if key != "is_met"})
+                for one in told["checks"]
+            )
+            fields = {key: value for key, value in told.items() if key != "verdict"}
+            rows.append(Row(**{**fields, "checks": checks}))
+        kept = {key: document[key] for key in ("title", "notes", "troubles", "seconds")}
+        return Part(name, rows=rows, is_done=document["state"] != "unfinished", **kept)
+
+    def _sections(self) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.section, []).append(row)
+        return found
 
 
 @dataclass
@@ -157,22 +163,19 @@ class Report:
     def label(self) -> str:
         return DRY if self.settings.get("dry_run") else ""
 
-    def sort(self, specs: Iterable[Any]) -> None:
-        """Parts in the order of `specs`."""
-        names = [spec.name for spec in specs if spec.name in self.parts]
-        self.parts = {name: self.parts[name] for name in names}
+    def sort(self, names: Iterable[str]) -> None:
+        """Parts in the order of `names`."""
+        self.parts = {name: self.parts[name] for name in names if name in self.parts}
 
     def header(self) -> list[str]:
-        facts = ", ".join(f"{key} {value}" for key, value in self.settings.items())
-        return [line for line in (self.label, facts) if line]
+        return [line for line in (self.label, format_settings(self.settings)) if line]
 
     def summary(self) -> str:
         """A line for each part, and everything that was missed or failed."""
         lines = ["summary" + (f" ({self.label})" if self.label else "")]
         for part in self.parts.values():
-            judged = [c for row in part.rows for c in row.checks if c.is_judged]
-            met = sum(check.is_met for check in judged)
-            goals = f"{met} of {len(judged)} targets met" if judged else ""
+            met = sum(check.is_met for _, check in part.judged)
+            goals = f"{met} of {len(part.judged)} targets met" if part.judged else ""
             counted = f"{len(part.rows):3} rows  {part.seconds:4.0f} s"
             lines.append(f"  {part.name:<11} {part.state:<10} {counted}  {goals}".rstrip())
         for part in self.parts.values():
@@ -195,57 +198,20 @@ class Report:
 def load_parts(folder: Path, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Part]:
     """Parts of an earlier run of the same command into the same folder, on the same machine."""
     path = folder / "results.json"
-    if not path.exists():
-        return {}
-    document = json.loads(path.read_text())
+    document = json.loads(path.read_text()) if path.exists() else {"settings": None}
     if document["settings"] != settings:
         return {}
-    return {
-        name: _part(name, document["parts"][name]) for name in names if name in document["parts"]
-    }
+    parts = document["parts"]
+    return {name: Part.of(name, parts[name]) for name in names if name in parts}
 
 
-def _part(name: str, found: dict[str, Any]) -> Part:
-    rows = []
-    for told in found["rows"]:
-        checks = tuple(
-            Check(**{key: value for key, value in one.items() if key != "is_met"})
-            for one in told["checks"]
-        )
-        fields = {key: value for key, value in told.items() if key not in ("verdict", "checks")}
-        rows.append(Row(**fields, checks=checks))
-    kept = {key: found[key] for key in ("title", "notes", "troubles", "skipped", "seconds")}
-    return Part(name, rows=rows, is_done=found["state"] != "unfinished", **kept)
-
-
-def shown(cell: Cell) -> str:
-    """A figure with as many digits as say something."""
-    if cell is None:
-        return "-"
-    if isinstance(cell, str):
-        return cell
-    if isinstance(cell, int):
-        return f"{cell:,}"
-    size = abs(cell)
-    return f"{cell:,.0f}" if size >= 1_000 else f"{cell:.3g}" if size < 100 else f"{cell:.4g}"
-
-
-def _sections(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.section, []).append(row)
-    return list(found.items())
-
-
-def _cells(section: str, rows: Sequence[Row]) -> list[list[str]]:
-    """A head, then a line for each row; verdicts last."""
+def _table(section: str, rows: list[Row]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row.cells))
-    head = [section, *columns, ""]
     body = [
-        [row.name, *(shown(row.cells.get(c)) for c in columns), _clipped(row.verdict, 160)]
+        [row.name, *(row.cells.get(column) for column in columns), _clipped(row.verdict, 160)]
         for row in rows
     ]
-    return [head, *body]
+    return Table([section, *columns, ""], body, has_verdict=True)
 
 
 def _clipped(text: str, length: int) -> str:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from harness.shapes import Shape
 
 NUM_STATES = 5  # outputs of a row that a merge moves: two written before, two read, one written
-FLOAT_BYTES = 4
+FLOAT_BYTES, NUMBER_BYTES = 4, 2  # of a sum; of weights, K and V
 
 
 @dataclass(frozen=True)
@@ -26,71 +27,28 @@ class Ceilings:
     flops: float  # a second
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a decoder of the Llama family in 16 bits."""
+H200 = Ceilings(4.3e12, 790e12)  # as measured on one
 
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    number_bytes: int = 2
 
-    @staticmethod
-    def of(fields: dict[str, Any]) -> Shape:
-        """From the fields of a config.json."""
-        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
-        return Shape(
-            num_layers=fields["num_hidden_layers"],
-            hidden=hidden,
-            num_heads=heads,
-            num_kv_heads=fields["num_key_value_heads"],
-            head_dim=fields.get("head_dim") or hidden // heads,
-            intermediate=fields["intermediate_size"],
-            vocab=fields["vocab_size"],
-        )
+def weight_bytes(shape: Shape) -> int:
+    """Read in every step."""
+    return NUMBER_BYTES * (shape.layer_weights + shape.head_weights)
 
-    @property
-    def layer_weights(self) -> int:
-        """Elements of the matrices of all layers."""
-        attended = self.num_heads * self.head_dim
-        qkv = attended + 2 * self.num_kv_heads * self.head_dim
-        each = self.hidden * (qkv + attended + 3 * self.intermediate)
-        return self.num_layers * each
 
-    @property
-    def head_weights(self) -> int:
-        """Elements of the matrix that makes logits."""
-        return self.vocab * self.hidden
+def kv_bytes(shape: Shape) -> int:
+    """K and V of a token, all layers."""
+    return NUMBER_BYTES * shape.kv_elements
 
-    @property
-    def weight_bytes(self) -> int:
-        """Read in every step."""
-        return self.number_bytes * (self.layer_weights + self.head_weights)
 
-    @property
-    def kv_bytes(self) -> int:
-        """K and V of a token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.number_bytes
-
-    @property
-    def score_flops(self) -> int:
-        """A token's attention to one key, all layers: the score and the weighted sum."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
-
-    @property
-    def merge_bytes(self) -> int:
-        """Moved to merge two attention states of a token, all layers."""
-        state = self.head_dim * self.number_bytes + FLOAT_BYTES
-        return NUM_STATES * self.num_layers * self.num_heads * state
+def merge_bytes(shape: Shape) -> int:
+    """Moved to merge two attention states of a token, all layers."""
+    state = shape.head_dim * NUMBER_BYTES + FLOAT_BYTES
+    return NUM_STATES * shape.num_layers * shape.num_heads * state
 
 
 def attention_s(shape: Shape, ceilings: Ceilings, num_read: float, num_attended: float) -> float:
     """num_read: keys that come from memory. num_attended: pairs of a query and a key."""
-    memory = num_read * shape.kv_bytes / ceilings.bandwidth
+    memory = num_read * kv_bytes(shape) / ceilings.bandwidth
     return max(memory, num_attended * shape.score_flops / ceilings.flops)
 
 
@@ -104,13 +62,13 @@ def cascade_s(shape: Shape, ceilings: Ceilings, num_rows: int, shared: int, own:
     """The same, `shared` keys read once for all rows, and the two states of each row merged."""
     together = attention_s(shape, ceilings, shared, num_rows * shared)
     apart = flat_s(shape, ceilings, num_rows, own)
-    return together + apart + num_rows * shape.merge_bytes / ceilings.bandwidth
+    return together + apart + num_rows * merge_bytes(shape) / ceilings.bandwidth
 
 
 def matrices_s(shape: Shape, ceilings: Ceilings, num_tokens: int, num_logits: int) -> float:
     """All products of a step."""
     flops = 2 * (shape.layer_weights * num_tokens + shape.head_weights * num_logits)
-    return max(shape.weight_bytes / ceilings.bandwidth, flops / ceilings.flops)
+    return max(weight_bytes(shape) / ceilings.bandwidth, flops / ceilings.flops)
 
 
 def decode_s(shape: Shape, ceilings: Ceilings, num_rows: int, num_keys: float) -> float:
@@ -120,7 +78,7 @@ def decode_s(shape: Shape, ceilings: Ceilings, num_rows: int, num_keys: float) -
 
 
 def prefill_s(shape: Shape, ceilings: Ceilings, num_new: int, num_cached: int = 0) -> float:
-    """`num_new` tokens behind `num_cached`, and the logits of the last one."""
+    """`num_new` tokens after `num_cached`, and the logits of the last one."""
     pairs = num_new * num_cached + num_new * (num_new + 1) / 2
     attention = attention_s(shape, ceilings, num_new + num_cached, pairs)
     return matrices_s(shape, ceilings, num_new, 1) + attention
