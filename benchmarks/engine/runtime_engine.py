@@ -10,7 +10,7 @@ from typing import Any
 from engine.base import Answer, Setup, Unavailable
 
 from radixserve import ChatSession, InvalidRequest, Runtime, SamplingParams
-from radixserve.commands.profile import PARTS
+from radixserve.commands.terminal import PARTS
 
 BLOCK = 16  # tokens a page of the hash cache
 

@@ -14,7 +14,7 @@ from engine.turns import Record
 from harness.report import Section, Table
 from harness.workloads import Conversation, Workload
 
-from radixserve.commands.profile import format_profile
+from radixserve.commands.terminal import format_profile
 
 HEAD = ("", "CPU s", "wall s", "first token ms", "p95", "prefilled", "peak MiB", "x floor",
         "differ")  # fmt: skip

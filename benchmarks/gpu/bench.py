@@ -15,7 +15,7 @@ from harness.machine import describe_gpu, describe_machine
 from harness.shapes import Shape
 
 from radixserve import Runtime
-from radixserve.attention.choice import choose_backend, why_not
+from radixserve.attention.choice import choose_backend, unsupported_reason
 from radixserve.models.sizes import SIZES
 from radixserve.runner.model_runner import ModelRunner
 
@@ -61,7 +61,7 @@ class Bench:
             raise Skip("PyTorch finds no CUDA device; --dry-run walks through on the CPU")
         self.device = torch.device("cpu") if self.is_dry else torch.device("cuda", 0)
         self.clock = Clock(self.device)
-        if settings.backend != "auto" and (reason := self.why_not(settings.backend)):
+        if settings.backend != "auto" and (reason := self.unsupported_reason(settings.backend)):
             raise Skip(f"no {settings.backend}: {reason}")
         torch.manual_seed(settings.seed)
         if self.is_dry:
@@ -121,9 +121,11 @@ class Bench:
             return "triton"
         return choose_backend(self.settings.backend, DTYPE, self.device, head_dim)
 
-    def why_not(self, backend: str, dtype: torch.dtype = DTYPE, head_dim: int = 128) -> str:
+    def unsupported_reason(
+        self, backend: str, dtype: torch.dtype = DTYPE, head_dim: int = 128
+    ) -> str:
         """Why a backend cannot be had here; "" if it can."""
-        return why_not(backend, dtype, self.device, head_dim)
+        return unsupported_reason(backend, dtype, self.device, head_dim)
 
     def check_group(self, backend: str) -> dict[str, Any]:
         """Settings of an engine of a group: with this backend, "" for the run's own. Raises Skip
@@ -132,7 +134,7 @@ class Bench:
             return {}
         if (name := self.backend_name()) == backend:
             raise Skip(f"{name} is the run's backend already")
-        if reason := self.why_not(backend):
+        if reason := self.unsupported_reason(backend):
             raise Skip(f"no {backend}: {reason}")
         return {"attention_backend": backend}
 

@@ -19,7 +19,7 @@ from gpu.bench import Bench
 from gpu.jobs import Skip
 
 from radixserve import Runtime, SamplingParams
-from radixserve.attention import sharing
+from radixserve.attention.cuda import sharing
 from radixserve.output import Completion
 from radixserve.runner.cuda_graph import DecodeGraph
 
@@ -69,7 +69,7 @@ class Agreement:
 
 def run(bench: Bench, group: str) -> None:
     probed = torch.float32 if group == "torch" else torch.bfloat16  # which it takes anywhere
-    if reason := bench.why_not(group, probed):
+    if reason := bench.unsupported_reason(group, probed):
         raise Skip(f"no {group}: {reason}")
     prompts = make_prompts(bench)
     expected: dict[str, list[Completion]] = {}

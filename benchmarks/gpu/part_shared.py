@@ -3,7 +3,7 @@
 attention   that of all layers alone, as a graph, over a pool of random K and V
 step        decode steps of the engine; the prefix is computed once and found in the cache
 crossover   from how many tokens on together is faster, (rows - 1) x prefix: SHARE_BYTES of
-            radixserve/attention/sharing.py over the bytes of a token in a layer
+            radixserve/attention/cuda/sharing.py over the bytes of a token in a layer
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gpu.limits import cascade_s, decode_s, flat_s, kv_bytes, matrices_s
 from gpu.stage import DecodeFigures, Stage
 from harness.shared_prefix import SharedPrefix
 
-from radixserve.attention import sharing
 from radixserve.attention.choice import make_backend
+from radixserve.attention.cuda import sharing
 
 ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0
 STEP_ROWS = 64  # that the target of the step is for
@@ -55,8 +55,8 @@ def time_attention(bench: Bench, case: SharedPrefix, repeats: int) -> tuple[Time
         num_heads = case.q.shape[1]
         backend = make_backend(bench.backend_name(), case.kv, num_heads, shares=together)
         backend.prepare()
-        graph = backend.for_graph(case.num_rows, case.num_row_pages, int(together))
-        if together and not backend.levels_for_graph(case.batch):
+        graph = backend.capture_backend(case.num_rows, case.num_row_pages, int(together))
+        if together and not backend.shared_levels(case.batch):
             raise RuntimeError("the backend finds nothing to read together")
         graph.plan(case.batch)
         replay, _ = captured(partial(_attend, graph, case), bench.device)

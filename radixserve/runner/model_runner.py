@@ -18,7 +18,7 @@ from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
 from radixserve.runner.device import check_dtype, choose_device, describe_device
@@ -76,7 +76,7 @@ class ModelRunner:
         self,
         model_path: str,
         config: EngineConfig,
-        ranks: Ranks | None = None,
+        ranks: TPGroup | None = None,
         *,
         on_device: bool = False,
     ) -> None:

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.attention.flashinfer_calls import (
+from radixserve.attention.cuda.flashinfer_calls import (
     DecodeCalls,
-    Fixed,
+    GraphBuffers,
     HeadShape,
     Library,
     PrefillCalls,
     compile_modules,
+    import_error,
     load_library,
-    not_installed,
-    unfit,
+    unsupported_reason,
 )
-from radixserve.attention.launches import Launch, PartBuffers, StagedPart
-from radixserve.attention.paged import PagedBackend
-from radixserve.attention.parts import view_size
+from radixserve.attention.cuda.launches import Launch, PartBuffers, StagedPart
+from radixserve.attention.cuda.paged import PagedBackend
+from radixserve.attention.cuda.parts import choose_kernel_page_size
 from radixserve.errors import ModelNotSupported
 
 WORKSPACE_BYTES = 256 << 20  # where keys are split: partial results of all parts, one after another
-FIXED_INT_BYTES = 1 << 20  # for plans of graphs, some bytes a row; wrappers make themselves 8 MiB
+GRAPH_INT_BYTES = 1 << 20  # for plans of graphs, some bytes a row; wrappers make themselves 8 MiB
 LARGEST_TILE = 128  # queries x query heads of a K/V head in one tile of the prefill kernel
 SMALLEST_TILE = 16
 BLOCKS_PER_SM = 2  # that the prefill kernel's planner counts with
@@ -41,7 +41,7 @@ MERGE_THREADS = 1024  # of a block, which merges all heads of a token
 class FlashInferBackend(PagedBackend):
     """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float16 or bfloat16.
 
-    `shares`, `view`: see `PagedBackend`. `library` takes FlashInfer's place, for tests.
+    `shares`, `kernel_page_size`: see `PagedBackend`. `library` takes FlashInfer's place, for tests.
     Raises ModelNotSupported, with the reason, for heads that FlashInfer does not serve.
     """
 
@@ -51,27 +51,29 @@ class FlashInferBackend(PagedBackend):
         num_heads: int,
         *,
         shares: bool = True,
-        view: int | None = None,
+        kernel_page_size: int | None = None,
         library: Library | None = None,
     ) -> None:
         num_kv_heads, head_dim = kv.shape[-2:]
-        if num_heads % num_kv_heads:
-            raise ModelNotSupported(
-                f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
-            )
-        reason = unfit(kv.dtype, head_dim)
-        if reason or (library is None and (reason := not_installed())):
+        reason = unsupported_reason(kv.dtype, head_dim)
+        if reason or (library is None and (reason := import_error())):
             raise ModelNotSupported(f"the flashinfer backend cannot be used: {reason}")
-        view = view_size(kv.shape[3], view)
-        heads = HeadShape(num_heads, num_kv_heads, head_dim, view, kv.dtype)
+        kernel_page_size = choose_kernel_page_size(kv.shape[3], kernel_page_size)
+        heads = HeadShape(num_heads, num_kv_heads, head_dim, kernel_page_size, kv.dtype)
         kernels = FlashInferKernels(kv, heads, library or load_library())
-        super().__init__(kv, kernels, shares=shares and can_merge(heads), view=view)
+        super().__init__(
+            kv,
+            num_heads,
+            kernels,
+            shares=shares and can_merge(heads),
+            kernel_page_size=kernel_page_size,
+        )
 
 
 class FlashInferKernels:
     """See `PagedKernels`. One float workspace for all wrappers: what a run leaves there is read by
     that run alone. Where plans are left on the device is each wrapper's own, as several live in a
-    step; graphs share it by role, for one of them is at work at a time.
+    step; graphs share it by wrapper key, as one of them is at work at a time.
     """
 
     name = "flashinfer"
@@ -86,8 +88,8 @@ class FlashInferKernels:
         shape = (-1, heads.page_size, heads.num_kv_heads, heads.head_dim)
         self._pages = [(layer[0].view(shape), layer[1].view(shape)) for layer in kv.unbind(0)]
         self._decode: DecodeCalls | None = None
-        self._prefill: dict[str, PrefillCalls] = {}  # by role
-        self._int_workspaces: dict[str, Tensor] = {}  # of graphs, by role
+        self._prefill: dict[str, PrefillCalls] = {}  # by wrapper key
+        self._int_workspaces: dict[str, Tensor] = {}  # of graphs, by wrapper key
 
     def prepare(self) -> None:
         if not self._workspace.is_cuda:
@@ -100,27 +102,29 @@ class FlashInferKernels:
                 'CUDA_HOME and ninja in PATH; attention_backend="triton" does without them'
             ) from error
 
-    def launch(self, staged: StagedPart, role: str) -> Launch:
+    def launch(self, staged: StagedPart, wrapper_key: str) -> Launch:
         calls: DecodeCalls | PrefillCalls
         if staged.part.is_decode and not self._wants_tensor_cores(staged.part.num_requests):
             if self._decode is None:
                 self._decode = DecodeCalls(self._library, self._workspace, self._heads)
             calls = self._decode
         else:
-            if role not in self._prefill:
-                self._prefill[role] = PrefillCalls(self._library, self._workspace, self._heads)
-            calls = self._prefill[role]
+            if wrapper_key not in self._prefill:
+                self._prefill[wrapper_key] = PrefillCalls(
+                    self._library, self._workspace, self._heads
+                )
+            calls = self._prefill[wrapper_key]
         calls.plan(staged)
         return FlashInferLaunch(calls, self._pages)
 
-    def fixed(self, staged: StagedPart, role: str, buffers: PartBuffers) -> FlashInferLaunch:
+    def fixed(self, staged: StagedPart, wrapper_key: str, buffers: PartBuffers) -> FlashInferLaunch:
         part = staged.part
         workspace = self._workspace_for(part.num_requests, part.end - part.first)
-        if role not in self._int_workspaces:
-            self._int_workspaces[role] = torch.empty(
-                FIXED_INT_BYTES, dtype=torch.uint8, device=workspace.device
+        if wrapper_key not in self._int_workspaces:
+            self._int_workspaces[wrapper_key] = torch.empty(
+                GRAPH_INT_BYTES, dtype=torch.uint8, device=workspace.device
             )
-        fixed = Fixed(buffers, self._int_workspaces[role])
+        fixed = GraphBuffers(buffers, self._int_workspaces[wrapper_key])
         calls: DecodeCalls | PrefillCalls
         if part.is_decode:
             calls = DecodeCalls(
@@ -143,7 +147,7 @@ class FlashInferKernels:
 
     def _workspace_for(self, num_requests: int, num_tokens: int) -> Tensor:
         """The common one, or a larger one that is common from now on: graphs keep theirs."""
-        wanted = fixed_workspace_bytes(self._heads, self._num_sms, num_requests, num_tokens)
+        wanted = graph_workspace_bytes(self._heads, self._num_sms, num_requests, num_tokens)
         if self._workspace.is_cuda and wanted > len(self._workspace):
             self._workspace = self._workspace.new_zeros(wanted)
         return self._workspace
@@ -151,7 +155,7 @@ class FlashInferKernels:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferLaunch:
-    """See `FixedLaunch`."""
+    """See `GraphLaunch`."""
 
     calls: DecodeCalls | PrefillCalls
     pages: list[tuple[Tensor, Tensor]]  # of each layer: K and V [num_pages, page_size, Hkv, D]
@@ -188,7 +192,7 @@ def workspace_bytes(heads: HeadShape, num_sms: int) -> int:
     return _tile_bytes(heads, num_tiles, LARGEST_TILE)
 
 
-def fixed_workspace_bytes(
+def graph_workspace_bytes(
     heads: HeadShape, num_sms: int, num_requests: int, num_tokens: int
 ) -> int:
     """Of a graph, which always splits: for the most tiles that its shape allows."""

@@ -13,8 +13,8 @@ from itertools import groupby
 import numpy as np
 
 from radixserve.attention.base import HostIndex, IndexArray
-from radixserve.attention.cascade import SharedNode
-from radixserve.attention.parts import Part, indptr_of, take_ranges
+from radixserve.attention.cuda.cascade import SharedNode
+from radixserve.attention.cuda.parts import Part, indptr_of, take_ranges
 
 
 def tree_order(nodes: Sequence[SharedNode], is_long: np.ndarray) -> IndexArray:

@@ -24,8 +24,14 @@ import torch
 from torch import Tensor
 
 from radixserve.attention import dense
-from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray, check_dtype, kv_view
-from radixserve.attention.cascade import SharedNode, covered_pages, find_shared
+from radixserve.attention.base import (
+    AttentionBackend,
+    ForwardBatch,
+    HostIndex,
+    IndexArray,
+    check_dtype,
+)
+from radixserve.attention.cuda.cascade import SharedNode, covered_pages, find_shared
 from radixserve.attention.segments import (
     Segments,
     cut_segments,
@@ -37,7 +43,7 @@ from radixserve.attention.segments import (
     token_index,
 )
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.torch_ops import attention_with_lse, merge_attention, store_kv
+from radixserve_kernels.torch_ops import attention_with_lse, merge_attention
 
 MAX_FOLDED = 63  # queries of a row in a group; longer chunks are dense
 GATHER_BYTES = 4 << 20  # K and V of a group, so that they stay in the processor's cache
@@ -95,7 +101,7 @@ class Plan:
     out_index: Tensor | None  # [T] each token's place in the parts laid end to end; None: in order
 
 
-class TorchBackend:
+class ReferenceBackend(AttentionBackend):
     """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float32 or bfloat16.
 
     `shares`: whether rows attend together to leading pages that they have in common, where that
@@ -107,20 +113,13 @@ class TorchBackend:
     def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
         if not check_dtype(kv.dtype):
             raise ModelNotSupported(f"the torch backend takes float32 or bfloat16, not {kv.dtype}")
-        num_kv_heads, self.head_dim = kv.shape[-2:]
-        if num_heads % num_kv_heads:
-            raise ModelNotSupported(
-                f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
-            )
-        self.num_heads, self.num_kv_heads, self.kv = num_heads, num_kv_heads, kv
-        self.group_size = num_heads // num_kv_heads
-        self.page_size = kv.shape[3]
+        super().__init__(kv, num_heads)
+        self.group_size = num_heads // self.num_kv_heads
         self.dtype, self.device = kv.dtype, kv.device
-        self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
         self._pages = [
             (layer_kv[0].flatten(1), layer_kv[1].flatten(1)) for layer_kv in kv.unbind(0)
         ]  # each [num_pages, P * Hkv * D]
-        self._token_bytes = 2 * num_kv_heads * self.head_dim * kv.element_size()
+        self._token_bytes = 2 * self.num_kv_heads * self.head_dim * kv.element_size()
         self._shares = shares
         self._workspace = kv.new_empty((2, 0))
         self._plan: Plan | None = None
@@ -128,14 +127,7 @@ class TorchBackend:
     def plan(self, batch: ForwardBatch) -> None:
         single = self._plan_single(batch) if batch.num_tokens == 1 else None
         self._plan = single or self._plan_rows(batch)
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
-    ) -> Tensor:
-        plan = self._plan
-        assert plan is not None, "run before plan"
-        store_kv(k, v, *self._slots[layer], plan.slot_mapping)
-        return self._run_parts(plan, q, k, v, layer, scale)
+        self._slot_mapping = batch.slot_mapping
 
     def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
         plan = self._plan

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import check_dtype, kv_view
-from radixserve.attention.launches import Launch, PartBuffers, StagedPart
-from radixserve.attention.paged import PagedBackend
-from radixserve.attention.parts import Part, view_size
+from radixserve.attention.cuda.launches import Launch, PartBuffers, StagedPart
+from radixserve.attention.cuda.paged import PagedBackend
+from radixserve.attention.cuda.parts import Part, choose_kernel_page_size
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels import gpu_ops
 
@@ -27,24 +27,30 @@ H200_SMS = 132
 class TritonBackend(PagedBackend):
     """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D]; float32, bfloat16, float16.
 
-    `shares`, `view`: see `PagedBackend`. Raises ModelNotSupported where query heads do not share
-    K/V heads evenly, or for other dtypes.
+    `shares`, `kernel_page_size`: see `PagedBackend`. Raises ModelNotSupported for other
+    dtypes.
     """
 
     def __init__(
-        self, kv: Tensor, num_heads: int, *, shares: bool = True, view: int | None = None
+        self,
+        kv: Tensor,
+        num_heads: int,
+        *,
+        shares: bool = True,
+        kernel_page_size: int | None = None,
     ) -> None:
-        num_kv_heads = kv.shape[4]
-        if num_heads % num_kv_heads:
-            raise ModelNotSupported(
-                f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
-            )
         if not check_dtype(kv.dtype) and kv.dtype != torch.float16:
             raise ModelNotSupported(
                 f"the triton backend takes float32, bfloat16 or float16, not {kv.dtype}"
             )
-        view = view_size(kv.shape[3], view)
-        super().__init__(kv, TritonKernels(kv, num_heads, view), shares=shares, view=view)
+        kernel_page_size = choose_kernel_page_size(kv.shape[3], kernel_page_size)
+        super().__init__(
+            kv,
+            num_heads,
+            TritonKernels(kv, num_heads, kernel_page_size),
+            shares=shares,
+            kernel_page_size=kernel_page_size,
+        )
 
 
 class TritonKernels:
@@ -64,8 +70,8 @@ class TritonKernels:
     def prepare(self) -> None:
         """Triton compiles in seconds, at first use."""
 
-    def launch(self, staged: StagedPart, role: str) -> Launch:
-        del role
+    def launch(self, staged: StagedPart, wrapper_key: str) -> Launch:
+        del wrapper_key
         arrays = Arrays(
             staged.qo_indptr.device,
             staged.kv_indptr.device,
@@ -74,8 +80,8 @@ class TritonKernels:
         )
         return self._make(staged, arrays, int(staged.part.kv_lens.max()))
 
-    def fixed(self, staged: StagedPart, role: str, buffers: PartBuffers) -> TritonLaunch:
-        del role
+    def fixed(self, staged: StagedPart, wrapper_key: str, buffers: PartBuffers) -> TritonLaunch:
+        del wrapper_key
         most = min(len(buffers.kv_indices) * self._page_size, len(self._slots[0][0]))
         return self._make(staged, Arrays(*buffers), most)
 
@@ -116,7 +122,7 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TritonLaunch:
-    """See `FixedLaunch`."""
+    """See `GraphLaunch`."""
 
     slots: list[tuple[Tensor, Tensor]]  # of each layer: K and V [num_slots, Hkv, D]
     arrays: Arrays

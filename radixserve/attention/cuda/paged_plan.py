@@ -17,20 +17,20 @@ from itertools import groupby
 import numpy as np
 
 from radixserve.attention.base import HostIndex, IndexArray
-from radixserve.attention.cascade import SharedNode, covered_pages
-from radixserve.attention.levels import level_part, saved_pages, spread_part, tree_order
-from radixserve.attention.parts import Part, own_part, pad_part, view_part
+from radixserve.attention.cuda.cascade import SharedNode, covered_pages
+from radixserve.attention.cuda.levels import level_part, saved_pages, spread_part, tree_order
+from radixserve.attention.cuda.parts import Part, on_kernel_pages, pad_part, unique_part
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPlan:
-    own: tuple[Part, ...]
+    unique: tuple[Part, ...]
     shared: tuple[Part, ...]
     order: IndexArray | None  # [T] which of the batch's tokens lies where; None: all in place
 
 
 @dataclass(frozen=True, slots=True)
-class FixedShape:
+class GraphShape:
     """Of a plan for a CUDA graph: its sizes may not change between replays."""
 
     num_rows: int  # of one token each
@@ -38,29 +38,35 @@ class FixedShape:
     num_groups: int  # requests of the shared part; 0: there is none
 
 
-def plan_rows(host: HostIndex, page_size: int, nodes: Sequence[SharedNode], view: int) -> PagedPlan:
-    """The plan of a step, for kernels that read pages of `view` tokens."""
+def plan_rows(
+    host: HostIndex, page_size: int, nodes: Sequence[SharedNode], kernel_page_size: int
+) -> PagedPlan:
+    """The plan of a step, for kernels that read pages of `kernel_page_size` tokens."""
     num_new = host.qo_indptr[1:] - host.qo_indptr[:-1]
     is_long = num_new > 1
     rows, is_moved = _row_order(nodes, is_long)
     covered = covered_pages(list(nodes), len(rows))
     parts, first = [], 0
     for members in _by_kind(rows, is_long):
-        parts.append(own_part(host, members, page_size, covered, first))
+        parts.append(unique_part(host, members, page_size, covered, first))
         first = parts[-1].end
     levels = [
         level_part(host, list(level), page_size, rows)
         for _, level in groupby(nodes, key=lambda node: node.level)
     ]
     return PagedPlan(
-        own=tuple(view_part(part, host, page_size, view) for part in parts),
-        shared=tuple(view_part(part, host, page_size, view) for part in levels),
+        unique=tuple(on_kernel_pages(part, host, page_size, kernel_page_size) for part in parts),
+        shared=tuple(on_kernel_pages(part, host, page_size, kernel_page_size) for part in levels),
         order=_token_order(host, rows, num_new) if is_moved else None,
     )
 
 
-def plan_fixed(
-    host: HostIndex, page_size: int, nodes: Sequence[SharedNode], view: int, shape: FixedShape
+def plan_graph(
+    host: HostIndex,
+    page_size: int,
+    nodes: Sequence[SharedNode],
+    kernel_page_size: int,
+    shape: GraphShape,
 ) -> PagedPlan:
     """The plan of at most shape.num_rows rows of one token, padded to `shape`; in place.
 
@@ -75,19 +81,23 @@ def plan_fixed(
     rows = np.arange(num_rows)
     nodes = _fitting(nodes, rows, shape.num_groups)
     covered = covered_pages(list(nodes), num_rows)
-    own = view_part(own_part(host, rows, page_size, covered, 0), host, page_size, view)
-    if num_rows < shape.num_rows and isinstance(own.kv_indices, slice):
-        own = replace(own, kv_indices=host.kv_indices[own.kv_indices])
-    own = pad_part(own, shape.num_rows, shape.num_rows)
-    if own.num_pages > shape.max_pages:
+    unique = on_kernel_pages(
+        unique_part(host, rows, page_size, covered, 0), host, page_size, kernel_page_size
+    )
+    if num_rows < shape.num_rows and isinstance(unique.kv_indices, slice):
+        unique = replace(unique, kv_indices=host.kv_indices[unique.kv_indices])
+    unique = pad_part(unique, shape.num_rows, shape.num_rows)
+    if unique.num_pages > shape.max_pages:
         raise ValueError(
-            f"{own.num_pages} pages do not fit a graph of {shape.max_pages} pages in all"
+            f"{unique.num_pages} pages do not fit a graph of {shape.max_pages} pages in all"
         )
     if not shape.num_groups:
-        return PagedPlan((own,), (), None)
+        return PagedPlan((unique,), (), None)
     level = _nothing() if not nodes else spread_part(level_part(host, nodes, page_size, rows))
-    level = pad_part(view_part(level, host, page_size, view), shape.num_groups, shape.num_rows)
-    return PagedPlan((own,), (level,), None)
+    level = pad_part(
+        on_kernel_pages(level, host, page_size, kernel_page_size), shape.num_groups, shape.num_rows
+    )
+    return PagedPlan((unique,), (level,), None)
 
 
 def num_groups_for(num_rows: int) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixserve.attention.base import HostIndex, IndexArray
-from radixserve.attention.cascade import SharedNode, find_shared
-from radixserve.attention.levels import drop_levels, limit_levels, saved_pages
+from radixserve.attention.cuda.cascade import SharedNode, find_shared
+from radixserve.attention.cuda.levels import drop_levels, limit_levels, saved_pages
 
 MAX_LEVELS = 4
 

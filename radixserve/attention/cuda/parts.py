@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from radixserve.arrays import IntArray
 from radixserve.attention.base import HostIndex, IndexArray
 
-MAX_VIEW = 64  # tokens of the largest page that kernels are asked to read
+MAX_KERNEL_PAGE_SIZE = 64  # tokens of the largest page that kernels are asked to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Part:
         return self.is_causal and self.max_q == 1
 
 
-def own_part(
+def unique_part(
     host: HostIndex, rows: IndexArray, page_size: int, covered: IndexArray, first: int
 ) -> Part:
     """The `rows`' new tokens against what lies behind each row's first `covered` [R] pages.
@@ -114,20 +114,22 @@ def pad_part(part: Part, num_requests: int, num_tokens: int) -> Part:
     )
 
 
-def view_size(page_size: int, wanted: int | None = None) -> int:
+def choose_kernel_page_size(page_size: int, wanted: int | None = None) -> int:
     """Tokens of a page as kernels are asked to read it, a divisor of `page_size`.
 
-    `wanted`, where it is one; else the largest up to MAX_VIEW. Pages of K and V lie token after
-    token, so that a page can be read as several smaller ones.
+    `wanted`, where it is one; else the largest up to MAX_KERNEL_PAGE_SIZE. Pages of K and V lie
+    token after token, so that a page can be read as several smaller ones.
     """
     if wanted is not None:
         if not 0 < wanted <= page_size or page_size % wanted:
             raise ValueError(f"pages of {page_size} tokens cannot be read as pages of {wanted}")
         return wanted
-    return max(size for size in range(1, min(page_size, MAX_VIEW) + 1) if page_size % size == 0)
+    return max(
+        size for size in range(1, min(page_size, MAX_KERNEL_PAGE_SIZE) + 1) if page_size % size == 0
+    )
 
 
-def view_part(part: Part, host: HostIndex, page_size: int, size: int) -> Part:
+def on_kernel_pages(part: Part, host: HostIndex, page_size: int, size: int) -> Part:
     """The same on pages of `size` tokens, a divisor of `page_size`."""
     if size == page_size:
         return part

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from radixserve.attention.base import ForwardBatch
-from radixserve.attention.paged_plan import PagedPlan
-from radixserve.attention.parts import Part
-from radixserve.attention.plan_upload import PlanUpload, Staged
+from radixserve.attention.cuda.paged_plan import PagedPlan
+from radixserve.attention.cuda.parts import Part
+from radixserve.attention.cuda.plan_upload import PlanUpload, Staged
 
 
 class StagedPart(NamedTuple):
@@ -41,14 +41,14 @@ class Launch(Protocol):
         ...
 
 
-class FixedLaunch(Launch, Protocol):
+class GraphLaunch(Launch, Protocol):
     def update(self, staged: StagedPart) -> None:
         """Another part of the same shape, in the same buffers."""
         ...
 
 
 class PagedKernels(Protocol):
-    """A family of kernels over one pool. `role`: no two parts of a plan have the same."""
+    """A family of kernels over one pool. `wrapper_key`: no two parts of a plan have the same."""
 
     name: str
 
@@ -56,11 +56,11 @@ class PagedKernels(Protocol):
         """Compile what will be needed."""
         ...
 
-    def launch(self, staged: StagedPart, role: str) -> Launch:
-        """For the current plan; an earlier one with that role is not run any more."""
+    def launch(self, staged: StagedPart, wrapper_key: str) -> Launch:
+        """For the current plan; an earlier one with that wrapper_key is not run any more."""
         ...
 
-    def fixed(self, staged: StagedPart, role: str, buffers: PartBuffers) -> FixedLaunch:
+    def fixed(self, staged: StagedPart, wrapper_key: str, buffers: PartBuffers) -> GraphLaunch:
         """For a graph; the part has the sizes that all later ones will have."""
         ...
 
@@ -69,9 +69,9 @@ class PagedKernels(Protocol):
         ...
 
 
-def roles_of(plan: PagedPlan) -> list[str]:
+def wrapper_keys(plan: PagedPlan) -> list[str]:
     """A name for each part, the same for parts of one kind in every plan."""
-    own = ["decode" if part.is_decode else "extend" for part in plan.own]
+    own = ["decode" if part.is_decode else "extend" for part in plan.unique]
     return own + [f"level {at}" for at in range(len(plan.shared))]
 
 
@@ -80,7 +80,7 @@ def stage_parts(
 ) -> list[StagedPart]:
     """The parts' arrays on the device, the small ones in `into`; page ids of whole rows are the
     batch's own."""
-    parts = (*plan.own, *plan.shared)
+    parts = (*plan.unique, *plan.shared)
     small = [
         array
         for part in parts

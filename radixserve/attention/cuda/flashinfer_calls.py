@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from radixserve.attention.launches import PartBuffers, StagedPart
+from radixserve.attention.cuda.launches import PartBuffers, StagedPart
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -47,7 +47,7 @@ def load_library() -> Library:
     )
 
 
-def unfit(dtype: torch.dtype, head_dim: int | None = None) -> str:
+def unsupported_reason(dtype: torch.dtype, head_dim: int | None = None) -> str:
     """Why FlashInfer does not serve heads like these; "" if it does."""
     if dtype not in DTYPES:
         return f"FlashInfer takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
@@ -56,7 +56,7 @@ def unfit(dtype: torch.dtype, head_dim: int | None = None) -> str:
     return ""
 
 
-def not_installed() -> str:
+def import_error() -> str:
     """Why FlashInfer cannot be imported; "" if it can. Imports it."""
     if importlib.util.find_spec("flashinfer") is None:
         return "FlashInfer is not installed (pip install radixserve[cuda])"
@@ -90,7 +90,7 @@ class HeadShape:
         }
 
 
-class Fixed(NamedTuple):
+class GraphBuffers(NamedTuple):
     """What the wrapper of a graph is made with."""
 
     buffers: PartBuffers  # of the sizes that all its plans have
@@ -110,7 +110,7 @@ class DecodeCalls:
         workspace: Tensor,
         heads: HeadShape,
         *,
-        fixed: Fixed | None = None,
+        fixed: GraphBuffers | None = None,
         use_tensor_cores: bool = False,
     ) -> None:
         assert fixed is not None or not use_tensor_cores
@@ -174,7 +174,7 @@ class PrefillCalls:
         workspace: Tensor,
         heads: HeadShape,
         *,
-        fixed: Fixed | None = None,
+        fixed: GraphBuffers | None = None,
     ) -> None:
         self._heads = heads
         more: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """What the CUDA backends have in common: a plan of parts, each run by one kernel, and merged.
 
-`PagedBackend` plans any step; `PagedGraph` steps of one shape in buffers that stay where they are,
+`PagedBackend` plans any step; `GraphBackend` steps of one shape in buffers that never move,
 so that `attend` can be captured in a CUDA graph. Which kernels run the parts is `PagedKernels`'
 business. Everything but these kernels runs on the CPU as well.
 """
@@ -15,60 +15,53 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import ForwardBatch, HostIndex, kv_view
-from radixserve.attention.launches import (
-    FixedLaunch,
+from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
+from radixserve.attention.cuda.launches import (
+    GraphLaunch,
     Launch,
     PagedKernels,
     PartBuffers,
-    roles_of,
     stage_parts,
+    wrapper_keys,
 )
-from radixserve.attention.paged_plan import (
-    FixedShape,
+from radixserve.attention.cuda.paged_plan import (
+    GraphShape,
     PagedPlan,
     num_groups_for,
-    plan_fixed,
+    plan_graph,
     plan_rows,
 )
-from radixserve.attention.parts import view_size
-from radixserve.attention.plan_upload import PlanUpload, layout
-from radixserve.attention.sharing import MAX_LEVELS, NodeFinder
-from radixserve_kernels.torch_ops import store_kv
+from radixserve.attention.cuda.parts import choose_kernel_page_size
+from radixserve.attention.cuda.plan_upload import PlanUpload, layout
+from radixserve.attention.cuda.sharing import MAX_LEVELS, NodeFinder
 
 
-class Placed(NamedTuple):
+class LaunchSlice(NamedTuple):
     launch: Launch
     tokens: slice  # of the plan's order
 
 
-class PagedAttention:
+class PagedAttention(AttentionBackend):
     """`attend` and `run` of the two classes below, over a plan that they make."""
 
-    def __init__(self, kv: Tensor, kernels: PagedKernels, view: int) -> None:
-        self.kv, self.name = kv, kernels.name
-        self._kernels, self._view, self._page_size = kernels, view, kv.shape[3]
-        self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
-        self._own: tuple[Placed, ...] = ()
-        self._shared: tuple[Placed, ...] = ()
+    def __init__(
+        self, kv: Tensor, num_heads: int, kernels: PagedKernels, kernel_page_size: int
+    ) -> None:
+        super().__init__(kv, num_heads)
+        self.name = kernels.name
+        self._kernels, self._kernel_page_size = kernels, kernel_page_size
+        self._unique: tuple[LaunchSlice, ...] = ()
+        self._shared: tuple[LaunchSlice, ...] = ()
         self._order: Tensor | None = None  # [T] int64: which token lies where; None: all in place
-        self._slot_mapping: Tensor | None = None
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
-    ) -> Tensor:
-        assert self._slot_mapping is not None, "run before plan"
-        store_kv(k, v, *self._slots[layer], self._slot_mapping)
-        return self.attend(q, layer, scale)
 
     def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
-        assert self._own, "attend before plan"
+        assert self._unique, "attend before plan"
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         order = self._order
         queries = q if order is None else q.index_select(0, order)
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if self._shared else None
-        for launch, at in self._own:
+        for launch, at in self._unique:
             launch.run(queries[at], layer, scale, out[at], None if lse is None else lse[at])
         for launch, at in self._shared:
             assert lse is not None
@@ -79,10 +72,10 @@ class PagedAttention:
 
     def _install(self, plan: PagedPlan, launches: Sequence[Launch], batch: ForwardBatch) -> None:
         placed = tuple(
-            Placed(launch, slice(part.first, part.end))
-            for launch, part in zip(launches, (*plan.own, *plan.shared), strict=True)
+            LaunchSlice(launch, slice(part.first, part.end))
+            for launch, part in zip(launches, (*plan.unique, *plan.shared), strict=True)
         )
-        self._own, self._shared = placed[: len(plan.own)], placed[len(plan.own) :]
+        self._unique, self._shared = placed[: len(plan.unique)], placed[len(plan.unique) :]
         self._slot_mapping = batch.slot_mapping
 
 
@@ -90,17 +83,27 @@ class PagedBackend(PagedAttention):
     """See `AttentionBackend`. Plans any step.
 
     `shares`: whether rows attend together to pages that they have in common, where that pays
-    (sharing.py). `view`: tokens of a page as the kernels read it.
+    (sharing.py). `kernel_page_size`: tokens of a page as the kernels read it.
     """
 
+    can_capture = True
+
     def __init__(
-        self, kv: Tensor, kernels: PagedKernels, *, shares: bool = True, view: int | None = None
+        self,
+        kv: Tensor,
+        num_heads: int,
+        kernels: PagedKernels,
+        *,
+        shares: bool = True,
+        kernel_page_size: int | None = None,
     ) -> None:
-        super().__init__(kv, kernels, view_size(kv.shape[3], view))
+        super().__init__(
+            kv, num_heads, kernels, choose_kernel_page_size(kv.shape[3], kernel_page_size)
+        )
         token_bytes = 2 * kv.shape[4] * kv.shape[5] * kv.element_size()
-        self._nodes = NodeFinder(self._page_size, token_bytes, shares=shares)
+        self._nodes = NodeFinder(self.page_size, token_bytes, shares=shares)
         self._staging = PlanUpload(kv.device)
-        self._rooms: dict[int, Tensor] = {}
+        self._page_buffers: dict[int, Tensor] = {}
 
     def prepare(self) -> None:
         """Compile what will be needed; once, before the first step."""
@@ -109,7 +112,7 @@ class PagedBackend(PagedAttention):
     def plan(self, batch: ForwardBatch) -> None:
         host = batch.host
         nodes = self._nodes.find(host, MAX_LEVELS)
-        plan = plan_rows(host, self._page_size, nodes, self._view)
+        plan = plan_rows(host, self.page_size, nodes, self._kernel_page_size)
         self._staging.begin()
         staged = stage_parts(plan, batch, self._staging)
         self._order = None
@@ -117,18 +120,18 @@ class PagedBackend(PagedAttention):
             order = self._staging.upload([plan.order.astype(np.int32)])[0]
             self._order = order.device.long()
         launches = [
-            self._kernels.launch(one, role)
-            for one, role in zip(staged, roles_of(plan), strict=True)
+            self._kernels.launch(one, wrapper_key)
+            for one, wrapper_key in zip(staged, wrapper_keys(plan), strict=True)
         ]
         self._staging.end()
         self._install(plan, launches, batch)
 
-    def levels_for_graph(self, batch: ForwardBatch) -> int:
+    def shared_levels(self, batch: ForwardBatch) -> int:
         """Shared levels of the graph to replay for these rows of one token: 1 where it pays for
         them as they lie, else 0."""
         return int(self._nodes.pays_in_place(batch.host))
 
-    def for_graph(self, max_rows: int, max_pages: int, num_levels: int = 0) -> PagedGraph:
+    def capture_backend(self, max_rows: int, max_pages: int, num_levels: int = 0) -> GraphBackend:
         """A backend for at most `max_rows` rows of one token and `max_pages` pages of all together.
 
         With num_levels=1 it reads one level of shared pages together, where it finds any that
@@ -138,20 +141,22 @@ class PagedBackend(PagedAttention):
         if num_levels not in (0, 1):
             raise ValueError(f"a graph has 0 or 1 shared levels, not {num_levels}")
         num_groups = num_groups_for(max_rows) if num_levels else 0
-        shape = FixedShape(max_rows, max_pages * (self._page_size // self._view), num_groups)
-        rooms = [self._room(at, shape.max_pages) for at in range(1 + num_levels)]
-        common = self._kernels, self._view, self._staging, self._nodes
-        return PagedGraph(self.kv, *common, shape, rooms)
+        shape = GraphShape(
+            max_rows, max_pages * (self.page_size // self._kernel_page_size), num_groups
+        )
+        page_buffers = [self._page_buffer(at, shape.max_pages) for at in range(1 + num_levels)]
+        common = self._kernels, self._kernel_page_size, self._staging, self._nodes
+        return GraphBackend(self.kv, self.num_heads, *common, shape, page_buffers)
 
-    def _room(self, at: int, size: int) -> Tensor:
+    def _page_buffer(self, at: int, size: int) -> Tensor:
         """[size] int32 for the kv_indices of part `at`; graphs share it."""
-        if at not in self._rooms or len(self._rooms[at]) < size:
-            self._rooms[at] = torch.zeros(size, dtype=torch.int32, device=self.kv.device)
-        return self._rooms[at][:size]
+        if at not in self._page_buffers or len(self._page_buffers[at]) < size:
+            self._page_buffers[at] = torch.zeros(size, dtype=torch.int32, device=self.kv.device)
+        return self._page_buffers[at][:size]
 
 
-class PagedGraph(PagedAttention):
-    """See `AttentionBackend`; made by `PagedBackend.for_graph`.
+class GraphBackend(PagedAttention):
+    """See `AttentionBackend`; made by `PagedBackend.capture_backend`.
 
     `plan` belongs outside of the graph and before each replay; `attend` with q [max_rows, Hq, D]
     inside: what it launches is the same for every plan, and reads the same memory. Rows beyond the
@@ -162,26 +167,27 @@ class PagedGraph(PagedAttention):
     def __init__(
         self,
         kv: Tensor,
+        num_heads: int,
         kernels: PagedKernels,
-        view: int,
+        kernel_page_size: int,
         staging: PlanUpload,
         nodes: NodeFinder,
-        shape: FixedShape,
-        rooms: Sequence[Tensor],
+        shape: GraphShape,
+        page_buffers: Sequence[Tensor],
     ) -> None:
-        super().__init__(kv, kernels, view)
+        super().__init__(kv, num_heads, kernels, kernel_page_size)
         self.shape = shape
         self._staging, self._nodes = staging, nodes
-        sizes = [shape.num_rows, shape.num_groups][: len(rooms)]
+        sizes = [shape.num_rows, shape.num_groups][: len(page_buffers)]
         places, total = layout([length for n in sizes for length in (n + 1, n + 1, n, n)])
         self._memory = torch.zeros(total, dtype=torch.int32, device=kv.device)
         views = [self._memory[place] for place in places]
         self._buffers = [
             PartBuffers(views[4 * at], views[4 * at + 1], views[4 * at + 2], room)
-            for at, room in enumerate(rooms)
+            for at, room in enumerate(page_buffers)
         ]
-        self._launches: list[FixedLaunch] = []
-        self.plan(_one_row(self._page_size, kv.device))
+        self._launches: list[GraphLaunch] = []
+        self.plan(_one_row(self.page_size, kv.device))
 
     @property
     def num_levels(self) -> int:
@@ -191,13 +197,15 @@ class PagedGraph(PagedAttention):
         """Whether `plan` takes it."""
         num_rows = len(batch.host.start)
         missing = self.shape.num_rows - num_rows
-        num_pages = int(batch.host.kv_indptr[-1]) * (self._page_size // self._view) + missing
+        num_pages = (
+            int(batch.host.kv_indptr[-1]) * (self.page_size // self._kernel_page_size) + missing
+        )
         is_decode = batch.num_tokens == num_rows
         return is_decode and missing >= 0 and num_pages <= self.shape.max_pages
 
     def plan(self, batch: ForwardBatch) -> None:
         nodes = self._nodes.find(batch.host, 1) if self.num_levels else []
-        plan = plan_fixed(batch.host, self._page_size, nodes, self._view, self.shape)
+        plan = plan_graph(batch.host, self.page_size, nodes, self._kernel_page_size, self.shape)
         self._staging.begin()
         staged = []
         for one, buffers in zip(
@@ -210,8 +218,10 @@ class PagedGraph(PagedAttention):
                 launch.update(one)
         else:
             self._launches = [
-                self._kernels.fixed(one, role, buffers)
-                for one, role, buffers in zip(staged, roles_of(plan), self._buffers, strict=True)
+                self._kernels.fixed(one, wrapper_key, buffers)
+                for one, wrapper_key, buffers in zip(
+                    staged, wrapper_keys(plan), self._buffers, strict=True
+                )
             ]
         self._staging.end()
         self._install(plan, self._launches, batch)
