@@ -218,7 +218,7 @@ def test_demo_reuses_and_answers_the_same(document: dict[str, Any]) -> None:
 def test_demo_tree_shows_what_is_held(document: dict[str, Any]) -> None:
     (top,) = document["tree"]["namespaces"][""]
     assert top["text"].startswith("<|begin|><|system|>You are a helpful assistant")
-    assert top["sessions"] == 2
+    assert top["sequences"] == 2
     assert top["children"]
 
 
@@ -234,7 +234,7 @@ def test_demo_for_people() -> None:
         assert int(reused) + int(computed) == int(right.split()[0])
     assert "same answers with and without the cache: yes (18 of 18)" in out
     assert "hit rate" in out
-    assert "sessions 2 '<|begin|><|system|>You" in out
+    assert "sequences 2 '<|begin|><|system|>You" in out
     assert "more nodes" in out
     assert max(map(len, out.splitlines())) <= 100
 

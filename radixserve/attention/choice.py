@@ -35,7 +35,7 @@ def choose_backend(
     """The name of the backend that "auto" stands for, or the one that is asked for.
 
     "auto" is the fastest that can be had: on CUDA "flashinfer", "triton", "torch"; elsewhere "cpu",
-    "torch". "triton" on a CPU, which computes in its kernels' twins, has to be asked for.
+    "torch". "triton" on a CPU, which computes by its kernels' references, has to be asked for.
     head_dim: of the model, where it is known. Raises ModelNotSupported, with the reason and what
     can be used, if none can or the one asked for cannot.
     """

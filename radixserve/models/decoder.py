@@ -184,6 +184,8 @@ def read_decoder(
     check_decoder(config)
     shape = decoder_shape(config)
     inv_freq, scaling = rope_frequencies(config, shape.head_dim)
+    if (factors := source.rope_factors()) is not None:
+        inv_freq = inv_freq / factors
     reader = source.tensors(dtype, device)
     reader.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     embedding = reader.take("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))

@@ -68,7 +68,7 @@ class ModelRunner:
 
     model_path is a checkpoint folder, a hub id or "random:" and a known size. `ranks`: this is one
     of several runners that compute each layer together. `on_device`: take a CUDA device's path on
-    the CPU as well, with the kernels' torch twins: for tests and dry runs. Raises InvalidRequest
+    the CPU as well, by the kernels' references: for tests and dry runs. Raises InvalidRequest
     (no such model or device, no room) or ModelNotSupported (naming the reason).
     """
 
@@ -83,7 +83,7 @@ class ModelRunner:
         device = choose_device(config.device, config.attention_backend)
         check_dtype(config.dtype, device)
         source = find_model(model_path, config.seed)
-        self.folder = source.folder
+        self.model_path = source.path
         self._device = device
         if device.type == "cpu":
             keep_freed_memory()

@@ -72,12 +72,12 @@ def test_what_is_split() -> None:
     backend.plan(build_forward_batch(same_prefix(1, 4_000), 1, CPU))
     one_row = backend._unique[0].launch
     assert isinstance(one_row, triton_backend.TritonLaunch)
-    assert one_row.num_splits >= one_row.even_splits == 4_001 // 128
+    assert one_row.num_splits >= one_row.fixed_splits == 4_001 // 128
     backend.plan(build_forward_batch(same_prefix(64, 4_000), 1, CPU))
     (level, _), (own, _) = backend._shared[0], backend._unique[0]
     assert isinstance(level, triton_backend.TritonLaunch)
     assert isinstance(own, triton_backend.TritonLaunch)
-    assert level.num_splits > 8 > own.even_splits == 1
+    assert level.num_splits > 8 > own.fixed_splits == 1
     graph = backend.capture_backend(64, 64 * 5_000, 1)
     (fixed, _) = graph._shared[0]
     assert isinstance(fixed, triton_backend.TritonLaunch)

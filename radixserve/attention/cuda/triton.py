@@ -2,7 +2,7 @@
 
 Rows of one token run in the decode kernel, which splits their keys, others in the extend kernel,
 shared pages in that one without a mask; planning and merging are paged.py's. On CPU tensors the
-kernels' torch twins compute the same, slowly.
+kernels' torch references compute the same, slowly.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class TritonKernels:
         """max_keys: of the longest request, here or in any later plan."""
         part = staged.part
         if part.is_decode:
-            num_splits, even_splits = gpu_ops.choose_splits(
+            num_splits, fixed_splits = gpu_ops.choose_splits(
                 part.num_requests, self._num_kv_heads, max_keys, self._num_sms
             )
         else:
-            num_splits = even_splits = gpu_ops.choose_num_splits(
+            num_splits = fixed_splits = gpu_ops.choose_num_splits(
                 count_tiles(part, self._group_size), self._num_kv_heads, max_keys, self._num_sms
             )
         return TritonLaunch(
@@ -104,7 +104,7 @@ class TritonKernels:
             arrays=arrays,
             page_size=self._page_size,
             num_splits=num_splits,
-            even_splits=even_splits,
+            fixed_splits=fixed_splits,
             max_q=part.max_q,
             is_decode=part.is_decode,
             is_causal=part.is_causal,
@@ -128,7 +128,7 @@ class TritonLaunch:
     arrays: Arrays
     page_size: int
     num_splits: int
-    even_splits: int
+    fixed_splits: int
     max_q: int
     is_decode: bool
     is_causal: bool
@@ -146,7 +146,7 @@ class TritonLaunch:
                 num_splits=self.num_splits,
                 out=out,
                 lse=lse,
-                even_splits=self.even_splits,
+                fixed_splits=self.fixed_splits,
             )
             return
         gpu_ops.extend(
