@@ -7,7 +7,7 @@
 
 Contenders: a plain numpy reference, `RadixCache`, `HashBlockCache` with blocks of 16 and 256
 tokens, and SGLang's tree where it can be imported (cache/sglang.py says how), else a line says why
-it cannot. cache/targets.py holds the targets.
+it cannot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from cache.cases import (
 from cache.contenders import peers, radix
 from cache.memory import footprint
 from cache.scheduling import scheduling_pass
-from cache.targets import Verdict, describe, judge
 from cache.timing import Figure, micros
 from harness.machine import describe_machine
 from harness.report import Report, Section, Table, add_report_arguments, parse_names
@@ -88,7 +87,7 @@ def measure(bench: Bench, wanted: list[str], report: Report) -> list[Figure]:
     reference = Reference(bench)
     reference.measure()
     title = "reference: numpy compares 4,096 tokens and copies as many page ids"
-    report.add(Section(title, make_table([reference.figure()], [])))
+    report.add(Section(title, make_table([reference.figure()])))
     figures: list[Figure] = []
     cases = dict.fromkeys(CASES[name][1] for name in wanted)
     for case in sorted(cases, key=lambda case: case is not eviction):
@@ -100,20 +99,20 @@ def measure(bench: Bench, wanted: list[str], report: Report) -> list[Figure]:
         figures += found
         for name in dict.fromkeys(figure.key[0] for figure in found):
             mine = [figure for figure in found if figure.key[0] == name]
-            report.add(Section(f"{name}  {CASES[name][0]}", make_table(mine, judge(figures))))
+            report.add(Section(f"{name}  {CASES[name][0]}", make_table(mine)))
     report.sections[1:] = sorted(report.sections[1:], key=lambda section: section.title)
     return [reference.figure(), *sorted(figures, key=lambda figure: figure.key[0])]
 
 
-def make_table(figures: Sequence[Figure], verdicts: Sequence[Verdict]) -> Table:
-    """A row for each key: what, a cell for each contender, the verdicts."""
+def make_table(figures: Sequence[Figure]) -> Table:
+    """A row for each key, a column for each contender."""
     columns = list(dict.fromkeys(figure.contender for figure in figures))
     cells = {(figure.key, figure.contender): format_figure(figure) for figure in figures}
     rows = [
-        (what, *(cells.get((key, column), "") for column in columns), describe(key, verdicts))
+        (what, *(cells.get((key, column), "") for column in columns))
         for key, what in dict.fromkeys((figure.key, figure.what) for figure in figures)
     ]
-    return Table((figures[0].unit, *columns, "target"), rows, has_verdict=True)
+    return Table((figures[0].unit, *columns), rows)
 
 
 def format_figure(figure: Figure) -> str:
@@ -145,17 +144,14 @@ def main() -> None:
     figures = measure(bench, wanted, report)
     share = (time.process_time() - busy) / (time.perf_counter() - wall)
     settings["share_of_a_core"] = round(share, 2)
-    verdicts = judge(figures)
-    reached = sum(verdict.is_reached for verdict in verdicts)
     data = {
         "absent": absent,
         "figures": [
             {**asdict(f), "ratio": f.value / figures[0].value if f.unit == "us" else None}
             for f in figures
         ],
-        "targets": [{**asdict(v), "is_reached": v.is_reached} for v in verdicts],
     }
-    report.finish("cache-cpu", data, tail=[f"{reached} of {len(verdicts)} targets reached"])
+    report.finish("cache-cpu", data)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _MAX_CALLS = 200
 class Figure:
     """One cell of the table: median, minimum and maximum of the repeats."""
 
-    key: str  # "A.lookup"; what a target refers to
+    key: str  # "A.lookup": case and operation
     what: str  # the row's title
     contender: str
     value: float

@@ -34,7 +34,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
 
 
 def test_bench_cache_measures_every_case(saved: tuple[dict[str, Any], str]) -> None:
-    document, _ = saved
+    document, markdown = saved
+    assert "## I  a scheduling pass" in markdown
     figures = document["figures"]
     assert {figure["key"][0] for figure in figures} == {"r", *"ABCDEFGHI"}
     assert all(0 < figure["low"] <= figure["value"] <= figure["high"] for figure in figures)
@@ -48,20 +49,6 @@ def test_bench_cache_measures_every_case(saved: tuple[dict[str, Any], str]) -> N
     assert {"hash-16", "hash-256"} <= contenders
     is_absent = any(line.startswith("sglang: skipped") for line in document["absent"])
     assert ("sglang-rust" in contenders) != is_absent
-
-
-def test_bench_cache_judges_itself(
-    saved: tuple[dict[str, Any], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    document, markdown = saved
-    verdicts = document["targets"]
-    assert all(v["is_reached"] == (v["measured"] <= v["at_most"]) for v in verdicts)
-    reached = sum(v["is_reached"] for v in verdicts)
-    assert f"{reached} of {len(verdicts)} targets reached" in markdown
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    kinds = {figure["key"].rstrip("0123456789") for figure in document["figures"]}
-    for target in importlib.import_module("cache.targets").TARGETS:
-        assert target.key.rstrip("0123456789") in kinds, f"nothing measures {target.key}"
 
 
 def test_bench_cache_names_its_cases() -> None:
