@@ -57,7 +57,9 @@ def _attention_alone(
     case = SharedPrefix(
         shape, num_rows, shared, OWN, page_size=1, is_contiguous=True, dtype=torch_dtype, device=CPU
     )
-    name, samples, results = backend_name(dtype), {}, {}
+    name = backend_name(dtype)
+    samples: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, np.ndarray] = {}
     backends = {
         kind: make_backend(name, case.kv, shape.num_heads, shares=shares)
         for kind, shares in KINDS.items()

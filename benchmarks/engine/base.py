@@ -85,8 +85,9 @@ def open_engine(name: str, setup: Setup) -> Engine:
         return RuntimeEngine.open(setup, name)
     from engine import transformers_engines as peers
 
-    kinds = {"transformers": peers.Generate, "copied": peers.Copied, "continuous": peers.Continuous}
-    return kinds[name](setup)
+    if name == "continuous":
+        return peers.Continuous(setup)
+    return peers.Copied(setup) if name == "copied" else peers.Generate(setup)
 
 
 _CACHES = ("radix", "hash", "off")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from gpu.clock import Clock
 from gpu.jobs import Skip
 from gpu.limits import Ceilings, kv_bytes, weight_bytes
-from gpu.report import Cell, Check, Row
+from gpu.report import Check, Row
 from gpu.settings import Settings
 from harness.machine import describe_gpu, describe_machine
 from harness.shapes import Shape
@@ -141,7 +141,7 @@ class Bench:
     def row(
         self,
         name: str,
-        cells: dict[str, Cell] | None = None,
+        cells: Mapping[str, Any] | None = None,
         *,
         checks: tuple[Check, ...] = (),
         section: str = "",
@@ -149,7 +149,7 @@ class Bench:
         details: dict[str, Any] | None = None,
     ) -> None:
         """A line of the part's table."""
-        self.tell("row", Row(name, cells or {}, checks, section, failed, "", details or {}))
+        self.tell("row", Row(name, dict(cells or {}), checks, section, failed, "", details or {}))
 
     def skip(self, name: str, why: str) -> None:
         """A line of the table that cannot be had here."""

@@ -74,7 +74,8 @@ def run_jobs(
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(list(preload))
-    waiting, running, ended = list(jobs), [], {}
+    waiting, ended = list(jobs), {}
+    running: list[_Running] = []
     try:
         while waiting or running:
             while waiting and len(running) < width:

@@ -89,9 +89,9 @@ def serving_s(shape: Shape, ceilings: Ceilings, requests: Sequence[tuple[int, in
     rate of products, then a step for all that still go on."""
     total = 0.0
     for prompt, _ in requests:
-        flops = 2 * (shape.layer_weights * prompt + shape.head_weights)
-        flops += shape.score_flops * prompt * (prompt + 1) / 2
-        total += flops / ceilings.flops
+        products = 2 * (shape.layer_weights * prompt + shape.head_weights)
+        scores = shape.score_flops * prompt * (prompt + 1) / 2
+        total += (products + scores) / ceilings.flops
     for step in range(1, max(new for _, new in requests)):
         lengths = [prompt + step for prompt, new in requests if new > step]
         total += decode_s(shape, ceilings, len(lengths), sum(lengths) / len(lengths))

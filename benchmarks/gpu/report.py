@@ -198,8 +198,8 @@ class Report:
 def load_parts(folder: Path, settings: dict[str, Any], names: Iterable[str]) -> dict[str, Part]:
     """Parts of an earlier run of the same command into the same folder, on the same machine."""
     path = folder / "results.json"
-    document = json.loads(path.read_text()) if path.exists() else {"settings": None}
-    if document["settings"] != settings:
+    document = json.loads(path.read_text()) if path.exists() else {}
+    if document.get("settings") != settings:
         return {}
     parts = document["parts"]
     return {name: Part.of(name, parts[name]) for name in names if name in parts}

@@ -161,7 +161,8 @@ class Stage(StepLoop):
         """Seconds from adding a request to its first token, and how much of it was cached."""
         self._clock.wait()
         began = time.perf_counter()
-        name, found = self.add(prompt, 1), []
+        name = self.add(prompt, 1)
+        found: list[Any] = []
         while not found:
             found = [o.finish for o in self.step() if o.request_id == name and o.finish is not None]
         spent = time.perf_counter() - began
