@@ -26,7 +26,7 @@ from harness.shapes import SHAPES, save_checkpoint
 from harness.step_loop import StepLoop
 
 from radixserve.config import EngineConfig
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 
 PARTS = ("schedule", "prepare", "sample", "commit")
 WARM_UP = 20  # steps that only decode, before those that count
@@ -42,7 +42,7 @@ def measure(folder: Path, args: argparse.Namespace, shared: int) -> dict[str, fl
         num_pages=num_running * (length + num_new + 1),
         max_running_requests=num_running,
     )
-    loop = StepLoop(ModelRunner(str(folder), config), config, SHAPES["tiny"].vocab)
+    loop = StepLoop(CpuModelRunner(str(folder), config), config, SHAPES["tiny"].vocab)
     prefix = loop.tokens(shared)
     prompts = [np.concatenate((prefix, loop.tokens(length - shared))) for _ in range(num_running)]
     loop.start_decoding(prompts, num_new)

@@ -18,7 +18,7 @@ from harness.step_loop import StepLoop
 
 from radixserve.attention.choice import choose_backend, make_backend
 from radixserve.config import EngineConfig
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 
 OWN = 16  # tokens of a sequence after the shared ones
 KINDS = {"tree": True, "flat": False}  # whether what is shared is read once
@@ -95,7 +95,7 @@ def _steps(folder: Path, dtype: str, num_rows: int, shared: int, repeats: int) -
             max_running_requests=num_rows,
             cascade_attention=shares,
         )
-        runner = ModelRunner(str(folder), config)
+        runner = CpuModelRunner(str(folder), config)
         loop = loops[kind] = StepLoop(runner, config, runner.info.vocab_size)
         prefix = loop.tokens(shared)
         prompts = [np.append(prefix, np.int32(row)) for row in range(num_rows)]

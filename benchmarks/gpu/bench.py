@@ -17,7 +17,7 @@ from harness.shapes import Shape
 from radixserve import Runtime
 from radixserve.attention.choice import choose_backend, unsupported_reason
 from radixserve.models.sizes import SIZES
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cuda_runner import CudaModelRunner
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
 TINY = {  # as many heads for a K/V head as the large models, and heads as large
@@ -46,8 +46,8 @@ def run(bench: Bench, group: str) -> None:
 class DryRuntime(Runtime):
     """Takes a CUDA device's path over CPU tensors, with the kernels' torch references."""
 
-    def _make_runner(self, model_path: str) -> ModelRunner:
-        return ModelRunner(model_path, self.config, on_device=True)
+    def _make_runner(self, model_path: str) -> CudaModelRunner:
+        return CudaModelRunner(model_path, self.config)
 
 
 class Bench:

@@ -26,7 +26,7 @@ METHODS = ("forkserver", "spawn")  # the first one saves each job the imports
 PRELOAD = (  # heavy imports of the jobs, loaded once before these are forked; none touches a device
     "transformers.models.llama.modeling_llama",
     "radixserve.api.runtime",
-    "radixserve.runner.model_runner",
+    "radixserve.runner.cuda_runner",
 )
 
 

@@ -191,5 +191,5 @@ def _steps(
         for size in sizes:
             prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
             found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
-        bench.note(f"cascade_attention={is_on}: {stage.choices}")
+        bench.note(f"cascade_attention={is_on}: {stage.resolved_config}")
     return found

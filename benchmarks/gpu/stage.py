@@ -21,7 +21,7 @@ from harness.step_loop import StepLoop
 
 from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cuda_runner import CudaModelRunner
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 STEADY = 3  # steps of all rows before the first that counts
@@ -45,7 +45,7 @@ class Step:
 class TimedRunner:
     """A runner that records when its steps ran."""
 
-    def __init__(self, runner: ModelRunner, clock: Clock) -> None:
+    def __init__(self, runner: CudaModelRunner, clock: Clock) -> None:
         self._runner, self._clock = runner, clock
         self.num_pages, self.overlap_depth = runner.num_pages, runner.overlap_depth
         self.steps: list[Step] = []
@@ -122,8 +122,8 @@ class Stage(StepLoop):
         self._bench, self._clock = bench, bench.clock
         self.config = EngineConfig(**{**bench.engine_settings, **settings})
         bench.check_memory(model, self.config.num_pages or 0)
-        runner = ModelRunner(bench.model(model), self.config, on_device=bench.is_dry)
-        self.choices = runner.choices
+        runner = CudaModelRunner(bench.model(model), self.config)
+        self.resolved_config = runner.resolved_config
         self.capacity = runner.num_pages * self.config.page_size  # tokens
         self.timed = TimedRunner(runner, bench.clock)
         vocab = runner.info.vocab_size

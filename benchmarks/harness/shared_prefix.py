@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from harness.shapes import Shape
 
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
 
