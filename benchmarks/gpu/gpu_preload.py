@@ -4,7 +4,7 @@ import torch
 import transformers.models.llama.modeling_llama
 
 import radixserve.api.runtime
-import radixserve.models.gpu_decoder
+import radixserve.models.decoder
 import radixserve.models.sizes
 import radixserve.runner.model_runner
 

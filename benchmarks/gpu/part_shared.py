@@ -3,7 +3,7 @@
 attention   that of all layers alone, as a graph, over a pool of random K and V
 step        decode steps of the engine; the prefix is computed once and found in the cache
 crossover   from how many tokens on together is faster, (rows - 1) x prefix: SHARE_BYTES of
-            radixserve/attention/cuda/sharing.py over the bytes of a token in a layer
+            radixserve/attention/cuda/cascade.py over the bytes of a token in a layer
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpu_limits import cascade_s, decode_s, flat_s, matrices_s
 from gpu_stage import DecodeFigures, Stage
 
 from radixserve.attention.choice import make_backend
-from radixserve.attention.cuda import sharing
+from radixserve.attention.cuda import cascade
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
@@ -86,7 +86,7 @@ class Prefix:
 
 def always_share() -> None:
     """In this process whatever rows have in common is read together."""
-    sharing.SHARE_BYTES, sharing.MERGE_TOKENS = 1, 0
+    cascade.SHARE_BYTES, cascade.MERGE_TOKENS = 1, 0
 
 
 def measure_attention(bench: Bench) -> None:

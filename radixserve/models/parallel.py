@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.decoder import DecoderShape, LayerTensors, WeightAndBias
+from radixserve.models.decoder_tensors import DecoderShape, LayerTensors, WeightAndBias
 
 MAX_RANKS = 64
 
