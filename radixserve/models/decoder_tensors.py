@@ -29,7 +29,7 @@ FIRST_POSITIONS = 2_048  # whose rotations are made at load
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape(DecoderSizes):
-    """What of a checkpoint's config decides its tensors and its arithmetic."""
+    """The fields of a config that decide its tensors and its arithmetic."""
 
     qkv_bias: bool
     o_bias: bool

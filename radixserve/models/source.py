@@ -58,7 +58,7 @@ class ModelSource:
 
 
 def find_model(model_path: str, seed: int = 0) -> ModelSource:
-    """What `model_path` names: a folder, a hub id, or "random:" and a name of sizes.py.
+    """The model that `model_path` names: a folder, a hub id, or "random:" and a name of sizes.py.
 
     `seed` is that of random weights. Raises InvalidRequest if there is no such model,
     ModelNotSupported if its config cannot be read.

@@ -160,7 +160,7 @@ class WeightReader:
     """Takes a checkpoint's tensors by name, in a dtype, and remembers what was wrong.
 
     `take` never raises for a bad tensor, so that `finish` can name all of them at once; it hands
-    out zeros instead, which nobody gets to use.
+    out zeros instead, which are never used.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:

@@ -185,11 +185,11 @@ def _loss(node: SharedNode, nodes: Sequence[SharedNode]) -> int:
     return (num_readers - 1) * node.num_pages
 
 
-def _without(gone: SharedNode, node: SharedNode) -> SharedNode:
-    """`node` when `gone` is no longer above it."""
-    if node.level <= gone.level or node.rows[0] not in gone.rows:
+def _without(dropped: SharedNode, node: SharedNode) -> SharedNode:
+    """`node` once `dropped` is no longer above it."""
+    if node.level <= dropped.level or node.rows[0] not in dropped.rows:
         return node
-    first = gone.first if node.level == gone.level + 1 else node.first
+    first = dropped.first if node.level == dropped.level + 1 else node.first
     return replace(node, first=first, level=node.level - 1)
 
 

@@ -156,7 +156,7 @@ def workspace_bytes(heads: HeadShape, num_sms: int) -> int:
 def graph_workspace_bytes(
     heads: HeadShape, num_sms: int, num_requests: int, num_tokens: int
 ) -> int:
-    """Of a graph, which always splits: for the most tiles that its shape allows."""
+    """Partial results of a graph, which always splits: for the most tiles of its shape."""
     group = heads.num_heads // heads.num_kv_heads
     longest = (num_tokens - num_requests + 1) * group
     tile = SMALLEST_TILE if longest <= SMALLEST_TILE else LARGEST_TILE if longest > 64 else 64

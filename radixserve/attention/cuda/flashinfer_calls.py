@@ -1,7 +1,7 @@
 """Every call into FlashInfer: the names that are used, and two wrappers around its wrappers.
 
-What is passed here is held against the signatures of the installed package in the tests. Importing
-this module needs no FlashInfer.
+The tests hold the arguments against the signatures of the installed package. Importing this module
+needs no FlashInfer.
 
 `plan` of either wrapper gets int32 arrays that lie on the host (indptr, last_page_len, lengths),
 pinned, and page ids that lie on the device: nothing waits for the device. FlashInfer copies what it
@@ -71,7 +71,7 @@ def import_error() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What all plans of a pool have in common."""
+    """The arguments that all plans of a pool have in common."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,7 +80,7 @@ class HeadShape:
     dtype: torch.dtype
 
     def as_arguments(self) -> dict[str, Any]:
-        """Of both wrappers' plans. The scale of the scores is given to `run`."""
+        """For both wrappers' plans. The scale of the scores is given to `run`."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,

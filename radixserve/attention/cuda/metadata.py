@@ -32,7 +32,7 @@ class LaunchArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaunchMetadata:
-    """All that a kernel is told of its launch."""
+    """A launch with its arrays on both sides: all that a kernel needs to know of it."""
 
     plan: LaunchPlan
     host: LaunchArrays  # pinned where the device is CUDA; valid until the next plan
