@@ -68,7 +68,7 @@ class ModelRunner:
 
     model_path is a checkpoint folder, a hub id or "random:" and a known size. `ranks`: this is one
     of several runners that compute each layer together. `on_device`: take a CUDA device's path on
-    the CPU as well, with the kernels' torch twins: for tests and dry runs. Raises InvalidRequest
+    the CPU as well, by the kernels' references: for tests and dry runs. Raises InvalidRequest
     (no such model or device, no room) or ModelNotSupported (naming the reason).
     """
 

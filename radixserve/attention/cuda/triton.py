@@ -113,7 +113,7 @@ class TritonLaunch:
                 num_splits=self.num_splits,
                 out=out,
                 lse=lse,
-                even_splits=self.fixed_splits,
+                fixed_splits=self.fixed_splits,
             )
         else:
             gpu_ops.extend(

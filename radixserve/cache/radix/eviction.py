@@ -1,6 +1,6 @@
 """In which order unused nodes are dropped: the interface, and the default.
 
-The other policies are in `policies`, what is known of sessions in `retention`.
+The other policies are in `policies`, what is known of sessions in `session_eviction`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from radixserve.cache.ghosts import Place
-from radixserve.cache.node import Node
+from radixserve.cache.radix.evicted_history import EvictionPoint
+from radixserve.cache.radix.node import Node
 
 
-class Use(NamedTuple):
+class PathUse(NamedTuple):
     """What a sequence did with the path that it lets go."""
 
     reused: int  # it found whole pages up to this position
-    is_author: bool  # it published what was not there
+    has_published: bool  # it published what was not there
     priority: int
 
 
 class EvictionOrder(ABC):
-    """All unlocked nodes of living namespaces. The tree alone calls it; it writes only `mark`.
+    """All unlocked nodes of living namespaces. Only the tree calls it; it writes `policy_key`.
 
     No operation may cost more than O(log nodes), amortized, whatever the tree's size. The tree adds
     the nodes of a path deepest first, and locks (discards) a node before anything below it changes.
@@ -30,9 +30,9 @@ class EvictionOrder(ABC):
     before its parent or in an earlier queue.
     """
 
-    first_mark = 0  # of a new node
-    tracks_use = False  # whether `used` is called
-    tracks_loss = False  # whether `dropped` is called
+    initial_key = 0  # of a new node
+    tracks_use = False  # whether `on_path_used` is called
+    tracks_evictions = False  # whether `on_evicted` is called
 
     @abstractmethod
     def add(self, node: Node) -> None:
@@ -57,14 +57,14 @@ class EvictionOrder(ABC):
     def queues(self) -> list[Iterable[Node]]:
         """What is here, each queue in its order, for audits."""
 
-    def used(self, node: Node, use: Use) -> None:  # noqa: B027  (only some policies care)
+    def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
         """A sequence anchored in `node` is about to let go: before its path is unlocked."""
 
-    def resized(self, node: Node) -> None:  # noqa: B027
+    def on_resized(self, node: Node) -> None:  # noqa: B027
         """An unlocked node was cut short, by an eviction or a split."""
 
-    def dropped(self, node: Node, place: Place, num_pages: int) -> None:  # noqa: B027
-        """Eviction takes the last `num_pages` of `node`; they begin at `place`. It was discarded
+    def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:  # noqa: B027
+        """Eviction takes the last `num_pages` of `node`; they begin at `point`. It was discarded
         before if that is all of it."""
 
 
@@ -84,12 +84,12 @@ class LRU(EvictionOrder):
         self._oldest = 1  # no tick before it is in use
 
     def add(self, node: Node) -> None:
-        tick = node.mark = self._next
+        tick = node.policy_key = self._next
         self._next = tick + 1
         self._nodes[tick] = node
 
     def discard(self, node: Node) -> None:
-        nodes, tick = self._nodes, node.mark
+        nodes, tick = self._nodes, node.policy_key
         if nodes.get(tick) is node:  # a split copies marks
             del nodes[tick]
             if tick == self._oldest:

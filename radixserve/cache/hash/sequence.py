@@ -11,27 +11,26 @@ from __future__ import annotations
 
 from array import array
 
-from radixserve.cache.block import Block, Space
-from radixserve.cache.block_pool import BlockPool
+from radixserve.cache.hash.block import Block, BlockNamespace
+from radixserve.cache.hash.block_pool import BlockPool
 from radixserve.cache.interface import PageCopy
-from radixserve.cache.node import TOKEN_BYTES
-from radixserve.cache.paged_tokens import PagedTokens
-from radixserve.cache.tokens import TokenIds
+from radixserve.cache.sequence import PagedSequence
+from radixserve.cache.tokens import TOKEN_BYTES, TokenIds
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
 
-class HashSequence(PagedTokens):
+class HashSequence(PagedSequence):
     """Made by `HashBlockCache.acquire` or `fork`; ends with `release`. Not thread-safe."""
 
     __slots__ = (
         "_blocks",
         "_committed",
         "_is_open",
+        "_namespace",
         "_partial",
         "_pool",
         "_source",
-        "_space",
         "cached_len",
         "cow_copies",
     )
@@ -39,7 +38,7 @@ class HashSequence(PagedTokens):
     def __init__(
         self,
         pool: BlockPool,
-        space: Space,
+        namespace: BlockNamespace,
         tokens: bytearray,
         blocks: list[Block],
         source: Block | None = None,
@@ -50,7 +49,7 @@ class HashSequence(PagedTokens):
         private `page`. It owns the arrays from now on."""
         self._begin(tokens, array("i", [block.page for block in blocks]))
         self._pool = pool
-        self._space = space
+        self._namespace = namespace
         self._blocks = blocks
         self._partial: Block | None = None  # of the page behind `_blocks`, where that is shared
         self._source = source  # locked until the copy has been made from it
@@ -63,7 +62,7 @@ class HashSequence(PagedTokens):
         if source is not None:
             self._pages.append(page)
             self.cow_copies.append((source.page, page, self._committed % pool.block_size))
-        pool.register(self, space)
+        pool.register(self, namespace)
 
     def __repr__(self) -> str:
         state = "" if self._is_open else ", released"
@@ -86,7 +85,7 @@ class HashSequence(PagedTokens):
     @property
     def is_stale(self) -> bool:
         """Its namespace was reset: what it commits is not found by others."""
-        return self._space.is_dead
+        return self._namespace.is_dead
 
     def pages_wanted(self, num_tokens: int) -> int:
         """New pages that `extend` by that many tokens would take."""
@@ -108,7 +107,7 @@ class HashSequence(PagedTokens):
         self._check_open()
         if self._num_unknown:
             self._refuse_to_extend()
-        data = self._data_behind(tokens, num_unknown)
+        data = self._data_after(tokens, num_unknown)
         length = (len(self._tokens) + len(data)) // TOKEN_BYTES
         wanted = self._pool.pages_for(length) - len(self._pages)
         if wanted > 0:
@@ -152,7 +151,7 @@ class HashSequence(PagedTokens):
         pages = self._pages[first:whole]
         data = bytes(self._tokens[first * pool.width : whole * pool.width])
         parent = blocks[-1] if blocks else None
-        blocks += pool.publish(self._space, parent, data, pages, partial)
+        blocks += pool.publish(self._namespace, parent, data, pages, partial)
         self._partial = None
         own = array("i")  # given back: another sequence was first
         for index, page in enumerate(pages, first):
@@ -180,11 +179,11 @@ class HashSequence(PagedTokens):
         whole, extra = divmod(self._committed, pool.block_size)
         if not extra:
             pool.lock(self._blocks)
-            return HashSequence(pool, self._space, tokens, [*self._blocks])
+            return HashSequence(pool, self._namespace, tokens, [*self._blocks])
         page = pool.allocate(1)[0]
         source = self._shared_head(whole)
         pool.lock([*self._blocks, source])
-        return HashSequence(pool, self._space, tokens, [*self._blocks], source, page)
+        return HashSequence(pool, self._namespace, tokens, [*self._blocks], source, page)
 
     def _shared_head(self, index: int) -> Block:
         """The block to copy our partial page from: that page's, or where its own head comes from
@@ -192,7 +191,7 @@ class HashSequence(PagedTokens):
         if self._source is not None:
             return self._source
         if self._partial is None:
-            self._partial = self._pool.adopt(self._space, self._pages[index])
+            self._partial = self._pool.adopt(self._namespace, self._pages[index])
         return self._partial
 
     def truncate(self, length: int) -> None:
@@ -228,7 +227,7 @@ class HashSequence(PagedTokens):
         if index < len(self._blocks):
             return self._blocks[index]
         shared = self._partial if index == len(self._blocks) else None
-        if shared is not None and shared.refs > 1 and length < self._committed:
+        if shared is not None and shared.lock_ref > 1 and length < self._committed:
             return shared
         return None
 
@@ -261,7 +260,7 @@ class HashSequence(PagedTokens):
             return
         self._is_open = False
         self._cut(0, 0)
-        self._pool.unregister(self, self._space)
+        self._pool.unregister(self, self._namespace)
 
     def _check_open(self) -> None:
         if not self._is_open:

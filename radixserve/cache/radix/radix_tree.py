@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixserve.cache.child_index import add_key, closest_child, has_longer, remove_key
-from radixserve.cache.eviction import EvictionOrder
-from radixserve.cache.ghosts import GhostList
-from radixserve.cache.node import NO_CHILDREN, TOKEN_BYTES, Claims, Node, Space
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.retention import Retention
-from radixserve.cache.watches import Watches
+from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
+from radixserve.cache.radix.evicted_history import EvictedHistory
+from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.node import NO_CHILDREN, NamespaceTree, Node, SessionRefs
+from radixserve.cache.radix.session_eviction import SessionAwareEviction
+from radixserve.cache.radix.watch_registry import WatchRegistry
+from radixserve.cache.tokens import TOKEN_BYTES
 
 
 class Match(NamedTuple):
@@ -49,11 +50,13 @@ class RadixTree:
 
     def __init__(self, pool: PagePool, page_size: int, order: EvictionOrder) -> None:
         self.page_size = page_size
-        self.spaces: dict[str, Space] = {}
+        self.namespaces: dict[str, NamespaceTree] = {}
         self.order = order  # of the unlocked nodes
-        self.retention: Retention | None = None  # the same, once there are sessions
-        self.ghosts = GhostList()
-        self.watches = Watches()
+        self.session_eviction: SessionAwareEviction | None = (
+            None  # the same, once there are sessions
+        )
+        self.evicted_history = EvictedHistory()
+        self.watch_registry = WatchRegistry()
         self.num_pages = 0  # in nodes, dead ones included
         self.num_locked = 0  # of those, in locked nodes
         self.num_dead = 0  # of those, unlocked in a dead space: as good as free
@@ -62,30 +65,30 @@ class RadixTree:
         self.num_evicted_tokens = 0
         self._pool = pool
         self._key_bytes = page_size * TOKEN_BYTES
-        self.graves: list[Node] = []  # subtrees of dead spaces still to be taken apart
-        self._next_serial = 0
+        self.pending_free: list[Node] = []  # subtrees of dead spaces still to be taken apart
+        self._next_id = 0
 
-    def retain(self, retention: Retention) -> None:
-        """From now on there are sessions; `retention` takes over the order."""
-        self.order = self.retention = retention
+    def set_session_eviction(self, session_eviction: SessionAwareEviction) -> None:
+        """From now on there are sessions; `session_eviction` takes over the order."""
+        self.order = self.session_eviction = session_eviction
 
     # -- finding ------------------------------------------------------------------------------
 
-    def space(self, name: str) -> Space:
+    def namespace(self, name: str) -> NamespaceTree:
         """The living space of that name, made when missing."""
-        found = self.spaces.get(name)
+        found = self.namespaces.get(name)
         if found is None:
-            found = self.spaces[name] = Space(name)
-            self.watches.touch_space(name)
+            found = self.namespaces[name] = NamespaceTree(name)
+            self.watch_registry.notify_namespace(name)
         return found
 
-    def match(self, space: Space, data: memoryview, limit: int) -> Match:
+    def match(self, namespace: NamespaceTree, data: memoryview, limit: int) -> Match:
         """Longest common prefix of the first `limit` tokens of `data` (int32) with anything in
-        `space`. Read-only.
+        `namespace`. Read-only.
 
         O(tokens matched) in memcmp, plus O(log children) a node at page sizes above 1.
         """
-        node, pos, width = space.root, 0, self.page_size
+        node, pos, width = namespace.root, 0, self.page_size
         while pos < limit:
             stop = pos + width
             child = node.children.get(data[pos : stop if stop < limit else limit].tobytes())
@@ -108,16 +111,16 @@ class RadixTree:
                 return _match((pos + agreed, head, node))
         return _match((pos, node, node))
 
-    def never_saw(self, space: Space, first_page: bytes) -> bool:
+    def never_saw(self, namespace: NamespaceTree, first_page: bytes) -> bool:
         """Whether nothing begins with the first token of that page, nor did anything that is
         remembered. May say no where a closer look says yes. O(1)."""
-        spaces, root = self.spaces, space.root
+        namespaces, root = self.namespaces, namespace.root
         return (
             first_page not in root.children
             and (self.page_size == 1 or closest_child(root, first_page)[0] is None)
-            and not self.ghosts.find((root.serial, 0, first_page[:TOKEN_BYTES]))
-            and len(spaces) == 1
-            and space.name in spaces
+            and not self.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
+            and len(namespaces) == 1
+            and namespace.name in namespaces
         )
 
     # -- locks --------------------------------------------------------------------------------
@@ -125,31 +128,31 @@ class RadixTree:
     def lock(self, node: Node) -> None:
         """Protect `node` and all above it. Climbs only to the first node already protected."""
         while True:
-            node.refs += 1
+            node.lock_ref += 1
             parent = node.parent
-            if node.refs > 1 or parent is None:
+            if node.lock_ref > 1 or parent is None:
                 return
             self.order.discard(node)
             pages = len(node.pages)
             self.num_locked += pages
-            node.space.num_locked += pages
-            if node.space.is_dead:
+            node.namespace.num_locked += pages
+            if node.namespace.is_dead:
                 self.num_dead -= pages
             node = parent
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock`. What nobody protects any more becomes evictable, youngest last."""
         while True:
-            node.refs -= 1
+            node.lock_ref -= 1
             parent = node.parent
-            if node.refs or parent is None:
+            if node.lock_ref or parent is None:
                 return
             pages = len(node.pages)
             self.num_locked -= pages
-            node.space.num_locked -= pages
-            if node.space.is_dead:
+            node.namespace.num_locked -= pages
+            if node.namespace.is_dead:
                 self.num_dead += pages
-                self.graves.extend(node.children.values())
+                self.pending_free.extend(node.children.values())
                 self._remove(node)
             elif len(node.tokens) < self._key_bytes and has_longer(parent, node.key):
                 self._remove(node)  # a sibling holds all of this leaf, and more
@@ -157,11 +160,15 @@ class RadixTree:
                 self.order.add(node)
             node = parent
 
-    def prune(self, space: Space) -> None:
+    def prune(self, namespace: NamespaceTree) -> None:
         """Forget a namespace that holds nothing and that nobody holds."""
-        root = space.root
-        if not root.refs and not root.children and self.spaces.get(space.name) is space:
-            del self.spaces[space.name]
+        root = namespace.root
+        if (
+            not root.lock_ref
+            and not root.children
+            and self.namespaces.get(namespace.name) is namespace
+        ):
+            del self.namespaces[namespace.name]
 
     # -- changing -----------------------------------------------------------------------------
 
@@ -182,20 +189,20 @@ class RadixTree:
         `takes_hold`: one hold on `parent` becomes a hold on the leaf, which keeps `parent` locked;
         else the leaf is unlocked and the caller locks it before anything else.
         """
-        space, size = parent.space, len(pages)
-        self._next_serial = serial = self._next_serial + 1
+        namespace, size = parent.namespace, len(pages)
+        self._next_id = node_id = self._next_id + 1
         self.num_nodes += 1
-        leaf = Node(space, parent, start, key, tokens, pages, serial)
-        leaf.mark = self.order.first_mark
+        leaf = Node(namespace, parent, start, key, tokens, pages, node_id)
+        leaf.policy_key = self.order.initial_key
         if not is_public:
-            leaf.claims = Claims(is_public=False)
+            leaf.session_refs = SessionRefs(is_public=False)
         self.num_pages += size
-        space.num_pages += size
+        namespace.num_pages += size
         if takes_hold:
-            leaf.refs = 1
+            leaf.lock_ref = 1
             self.num_locked += size
-            space.num_locked += size
-        elif space.is_dead:
+            namespace.num_locked += size
+        elif namespace.is_dead:
             self.num_dead += size
         children = parent.children
         assert key not in children
@@ -205,7 +212,7 @@ class RadixTree:
         if self.page_size > 1:
             add_key(parent, key)
         if parent.watchers:
-            self.watches.touch(parent, key[:TOKEN_BYTES])
+            self.watch_registry.notify(parent, key[:TOKEN_BYTES])
         return leaf
 
     def split(self, node: Node, at: int) -> Node:
@@ -218,26 +225,26 @@ class RadixTree:
         assert parent is not None
         assert 0 < at < node.num_tokens
         assert at % self.page_size == 0
-        self._next_serial = serial = self._next_serial + 1
+        self._next_id = node_id = self._next_id + 1
         self.num_nodes += 1
         head, first = node.tokens[:cut], node.pages[:pages]
-        upper = Node(node.space, parent, node.start, node.key, head, first, serial)
+        upper = Node(node.namespace, parent, node.start, node.key, head, first, node_id)
         parent.children[node.key] = upper  # the first page, and so the key, is the same
         del node.tokens[:cut]
         del node.pages[:pages]
         node.start += at
         node.parent = upper
         self._link(upper, node)
-        upper.mark = node.mark
-        if node.claims is not None and self.retention is not None:
-            self.retention.split(upper, node)
-        if node.refs:
-            upper.refs = 1
+        upper.policy_key = node.policy_key
+        if node.session_refs is not None and self.session_eviction is not None:
+            self.session_eviction.split(upper, node)
+        if node.lock_ref:
+            upper.lock_ref = 1
         else:
-            self.order.resized(node)
+            self.order.on_resized(node)
         self.num_splits += 1
         if node.watchers:
-            self.watches.touch(node)
+            self.watch_registry.notify(node)
         return upper
 
     def extend(self, leaf: Node, tokens: bytearray, pages: array[int]) -> None:
@@ -247,14 +254,14 @@ class RadixTree:
             self._unlink(leaf.parent, leaf)
             leaf.tokens += tokens
             self._link(leaf.parent, leaf)
-            self.watches.touch(leaf.parent, old_key[:TOKEN_BYTES])
+            self.watch_registry.notify(leaf.parent, old_key[:TOKEN_BYTES])
         else:
             leaf.tokens += tokens
         if pages:
             leaf.pages += pages
             self._count_pages(leaf, len(pages))
         if leaf.watchers:
-            self.watches.touch(leaf, bytes(tokens[:TOKEN_BYTES]))
+            self.watch_registry.notify(leaf, bytes(tokens[:TOKEN_BYTES]))
 
     def take_tail_page(self, leaf: Node) -> int:
         """Cut the partial last page off a leaf that has whole pages too; the caller owns it now."""
@@ -264,14 +271,14 @@ class RadixTree:
         page = leaf.pages.pop()
         del leaf.tokens[-extra * TOKEN_BYTES :]
         self._count_pages(leaf, -1)
-        if not leaf.refs:
-            self.order.resized(leaf)
-        self.watches.touch(leaf)
+        if not leaf.lock_ref:
+            self.order.on_resized(leaf)
+        self.watch_registry.notify(leaf)
         return page
 
     def detach(self, leaf: Node) -> array[int]:
         """Take an unlocked leaf out of the tree; the caller owns its pages now."""
-        assert leaf.refs == 0
+        assert leaf.lock_ref == 0
         assert not leaf.children
         pages = self._take_out(leaf)
         self.order.discard(leaf)
@@ -279,7 +286,7 @@ class RadixTree:
 
     def reclaim(self, leaf: Node) -> array[int]:
         """The only session of a leaf takes it out of the tree; its hold is gone with it."""
-        assert leaf.refs == 1
+        assert leaf.lock_ref == 1
         assert not leaf.children
         parent = leaf.parent
         assert parent is not None
@@ -288,16 +295,16 @@ class RadixTree:
         return pages
 
     def _count_pages(self, node: Node, pages: int) -> None:
-        space = node.space
+        namespace = node.namespace
         self.num_pages += pages
-        space.num_pages += pages
-        if node.refs:
+        namespace.num_pages += pages
+        if node.lock_ref:
             self.num_locked += pages
-            space.num_locked += pages
-        elif space.is_dead:
+            namespace.num_locked += pages
+        elif namespace.is_dead:
             self.num_dead += pages
-        if node.claims is not None and self.retention is not None:
-            self.retention.count_pages(node, pages)
+        if node.session_refs is not None and self.session_eviction is not None:
+            self.session_eviction.count_pages(node, pages)
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -311,8 +318,12 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        order, ghosts, wanted = self.order, self.ghosts, num_pages
-        young, half, tracks_loss = ghosts.young, ghosts.half, order.tracks_loss
+        order, evicted_history, wanted = self.order, self.evicted_history, num_pages
+        recent, max_recent, tracks_evictions = (
+            evicted_history.recent,
+            evicted_history.max_recent,
+            order.tracks_evictions,
+        )
         has_long_pages = self.page_size > 1
         gone: list[array[int]] = []  # counted at the end
         num_spare = 0  # bytes that the tokens of partial pages lack
@@ -320,9 +331,9 @@ class RadixTree:
             leaf = order.pop(wanted)
             if leaf is None:
                 break
-            parent, space, pages = leaf.parent, leaf.space, leaf.pages
+            parent, namespace, pages = leaf.parent, leaf.namespace, leaf.pages
             size = len(pages)
-            if space.is_dead:  # counts as free already
+            if namespace.is_dead:  # counts as free already
                 self._remove(leaf)
                 continue
             if size > wanted:
@@ -332,29 +343,29 @@ class RadixTree:
             # `_remove` for a leaf of a living space, and it is remembered. The hot path.
             assert parent is not None
             key = leaf.key
-            place = (parent.serial, leaf.start, key[:TOKEN_BYTES] if has_long_pages else key)
-            young[place] = key
-            if len(young) > half:
-                young = ghosts.turn()
-            if tracks_loss:
-                order.dropped(leaf, place, size)
+            point = (parent.node_id, leaf.start, key[:TOKEN_BYTES] if has_long_pages else key)
+            recent[point] = key
+            if len(recent) > max_recent:
+                recent = evicted_history.rotate()
+            if tracks_evictions:
+                order.on_evicted(leaf, point, size)
             if leaf.watchers:
-                self.watches.touch(leaf)
+                self.watch_registry.notify(leaf)
             leaf.pages = _NO_PAGES
-            if leaf.claims is not None and self.retention is not None:
-                self.retention.count_pages(leaf, -size)
-                self.retention.buried(leaf)
+            if leaf.session_refs is not None and self.session_eviction is not None:
+                self.session_eviction.count_pages(leaf, -size)
+                self.session_eviction.on_removed(leaf)
             if has_long_pages:
                 num_spare += size * self._key_bytes - len(leaf.tokens)
-                if parent.heads is not None:
+                if parent.first_token_index is not None:
                     remove_key(parent, key)
             wanted -= size
-            space.num_pages -= size
+            namespace.num_pages -= size
             gone.append(pages)
             leaf.parent = None
             del parent.children[key]
             if parent.parent is None and not parent.children:
-                self.prune(space)
+                self.prune(namespace)
         if gone:
             freed = self._pool.free_all(gone)
             self.num_nodes -= len(gone)
@@ -364,23 +375,23 @@ class RadixTree:
 
     def reset(self, name: str) -> None:
         """Forget a namespace in O(1): its pages count as free, taken apart when needed."""
-        self.ghosts.forget(name)
-        space = self.spaces.pop(name, None)
-        if space is None:
+        self.evicted_history.forget(name)
+        namespace = self.namespaces.pop(name, None)
+        if namespace is None:
             return
-        space.is_dead = True
-        self.num_dead += space.num_pages - space.num_locked
-        self.watches.touch_space(name)
-        if space.num_pages > space.num_locked:  # what is locked goes when it is let go
-            self.graves.append(space.root)
+        namespace.is_dead = True
+        self.num_dead += namespace.num_pages - namespace.num_locked
+        self.watch_registry.notify_namespace(name)
+        if namespace.num_pages > namespace.num_locked:  # what is locked goes when it is let go
+            self.pending_free.append(namespace.root)
 
-    def reap(self, num_pages: int) -> int:
+    def free_pending(self, num_pages: int) -> int:
         """Take dead subtrees apart until at least `num_pages` pages are free or none is left."""
         freed = 0
-        while freed < num_pages and self.graves:
-            node = self.graves.pop()
-            self.graves.extend(node.children.values())
-            if node.refs or node.parent is None:  # held, a root, or gone already
+        while freed < num_pages and self.pending_free:
+            node = self.pending_free.pop()
+            self.pending_free.extend(node.children.values())
+            if node.lock_ref or node.parent is None:  # held, a root, or gone already
                 continue
             freed += len(node.pages)
             self._remove(node)
@@ -392,18 +403,18 @@ class RadixTree:
         keep = len(pages) - num_pages
         cut = keep * self._key_bytes
         page = bytes(tokens[cut : cut + self._key_bytes])
-        place = (leaf.serial, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
+        point = (leaf.node_id, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
         self.num_evicted_tokens += (len(tokens) - cut) // TOKEN_BYTES
-        self.ghosts.remember(place, page)
-        if self.order.tracks_loss:
-            self.order.dropped(leaf, place, num_pages)
+        self.evicted_history.remember(point, page)
+        if self.order.tracks_evictions:
+            self.order.on_evicted(leaf, point, num_pages)
         self._pool.free(pages[keep:])
         del pages[keep:]
         del tokens[cut:]
         self._count_pages(leaf, -num_pages)
-        self.order.resized(leaf)
+        self.order.on_resized(leaf)
         if leaf.watchers:
-            self.watches.touch(leaf)
+            self.watch_registry.notify(leaf)
 
     def _remove(self, node: Node) -> None:
         """Take an unlocked node out and free its pages. Its children are the caller's concern."""
@@ -417,16 +428,16 @@ class RadixTree:
         self._count_pages(node, -len(pages))
         self._unlink(parent, node)
         if node.watchers:
-            self.watches.touch(node)
+            self.watch_registry.notify(node)
         self.num_nodes -= 1
         node.pages = _NO_PAGES
-        if node.claims is not None and self.retention is not None:
-            self.retention.buried(node)
+        if node.session_refs is not None and self.session_eviction is not None:
+            self.session_eviction.on_removed(node)
         if node.children:
             for child in node.children.values():
-                child.parent = child.space.root  # to be taken apart, unreachable from above
+                child.parent = child.namespace.root  # to be taken apart, unreachable from above
             node.children = NO_CHILDREN
-            node.heads = None
+            node.first_token_index = None
         node.parent = None
         return pages
 
@@ -444,7 +455,7 @@ class RadixTree:
     def _unlink(self, parent: Node, child: Node) -> None:
         if parent.children.get(child.key) is child:
             del parent.children[child.key]
-            if parent.heads is not None:
+            if parent.first_token_index is not None:
                 remove_key(parent, child.key)
 
 

@@ -11,12 +11,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from radixserve.cache.block import Block, Space
-from radixserve.cache.block_hash import BlockChain, ChainMemo, Digest
-from radixserve.cache.block_watch import BlockWatches, EvictedKeys
-from radixserve.cache.node import TOKEN_BYTES
+from radixserve.cache.hash.block import Block, BlockNamespace
+from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
+from radixserve.cache.hash.block_watch import EvictedKeys, KeyWatchRegistry
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.store import Counters
+from radixserve.cache.stats import CacheStats
+from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.errors import OutOfPages
 
 _LEAST_MEMORY = 4096  # evicted blocks remembered at least; else as many as there are pages
@@ -29,17 +29,17 @@ class BlockPool:
         self.block_size = block_size
         self.width = block_size * TOKEN_BYTES  # bytes of a block's tokens
         self.pages = PagePool(num_pages)
-        self.spaces: dict[str, Space] = {}
+        self.namespaces: dict[str, BlockNamespace] = {}
         self.unused: OrderedDict[Block, None] = OrderedDict()  # least recently used first
         self.chains = ChainMemo(digest, self.width)
-        self.watches = BlockWatches()
+        self.watch_registry = KeyWatchRegistry()
         self.evicted = EvictedKeys(max(_LEAST_MEMORY, num_pages))
-        self.counters = Counters()
-        self.live: set[object] = set()  # sequences
+        self.counters = CacheStats()
+        self.live_sequences: set[object] = set()  # sequences
         self.num_blocks = 0  # findable ones, and those that only sequences still hold
         self.num_evicted_tokens = 0
         self._digest = digest
-        self._next_serial = 0
+        self._next_id = 0
 
     @property
     def num_available(self) -> int:
@@ -58,8 +58,10 @@ class BlockPool:
 
     def chain(self, namespace: str, data: bytes) -> BlockChain:
         """The whole blocks of `data`, int32 bytes, under that namespace."""
-        space = self.spaces.get(namespace)
-        root_key = self.chains.root_key(namespace) if space is None else space.root_key
+        block_namespace = self.namespaces.get(namespace)
+        root_key = (
+            self.chains.root_key(namespace) if block_namespace is None else block_namespace.root_key
+        )
         return self.chains.get(root_key, data)
 
     def match(self, namespace: str, chain: BlockChain, found: list[Block]) -> list[Block]:
@@ -68,10 +70,10 @@ class BlockPool:
         O(blocks found): each is hashed, unless the chain knows its key, and compared by token and
         by parent, so that equal keys of different prefixes do no harm.
         """
-        space = self.spaces.get(namespace)
-        if space is None:
+        block_namespace = self.namespaces.get(namespace)
+        if block_namespace is None:
             return found
-        blocks, keys, data = space.blocks, chain.keys, chain.data
+        blocks, keys, data = block_namespace.blocks, chain.keys, chain.data
         digest, width = self._digest, self.width
         at = len(found) * width
         parent = found[-1] if found else None
@@ -89,28 +91,34 @@ class BlockPool:
 
     # -- namespaces ---------------------------------------------------------------------------
 
-    def space(self, name: str) -> Space:
+    def namespace(self, name: str) -> BlockNamespace:
         """The living space of that name, made when missing."""
-        space = self.spaces.get(name)
-        if space is None:
-            space = self.spaces[name] = Space(name, self.chains.root_key(name))
-        return space
+        block_namespace = self.namespaces.get(name)
+        if block_namespace is None:
+            block_namespace = self.namespaces[name] = BlockNamespace(
+                name, self.chains.root_key(name)
+            )
+        return block_namespace
 
-    def register(self, sequence: object, space: Space) -> None:
+    def register(self, sequence: object, block_namespace: BlockNamespace) -> None:
         """A sequence begins."""
-        self.live.add(sequence)
-        space.num_sequences += 1
+        self.live_sequences.add(sequence)
+        block_namespace.num_sequences += 1
 
-    def unregister(self, sequence: object, space: Space) -> None:
+    def unregister(self, sequence: object, block_namespace: BlockNamespace) -> None:
         """A sequence has let go of all that it held."""
-        self.live.discard(sequence)
-        space.num_sequences -= 1
-        self._prune(space)
+        self.live_sequences.discard(sequence)
+        block_namespace.num_sequences -= 1
+        self._prune(block_namespace)
 
-    def _prune(self, space: Space) -> None:
+    def _prune(self, block_namespace: BlockNamespace) -> None:
         """Forget a namespace that holds nothing and that nobody uses."""
-        if not space.blocks and not space.num_sequences and not space.is_dead:
-            del self.spaces[space.name]
+        if (
+            not block_namespace.blocks
+            and not block_namespace.num_sequences
+            and not block_namespace.is_dead
+        ):
+            del self.namespaces[block_namespace.name]
 
     # -- pages --------------------------------------------------------------------------------
 
@@ -135,39 +143,39 @@ class BlockPool:
 
     def evict(self, num_pages: int) -> int:
         """Forget up to `num_pages` unused blocks, oldest first; returns how many. O(those)."""
-        unused, evicted, watches = self.unused, self.evicted, self.watches
+        unused, evicted, watch_registry = self.unused, self.evicted, self.watch_registry
         freed = array("i")
         for _ in range(min(num_pages, len(unused))):
             block, _ = unused.popitem(last=False)
-            space = block.space
-            del space.blocks[block.key]
+            block_namespace = block.namespace
+            del block_namespace.blocks[block.key]
             block.is_listed = False
-            evicted.remember(block.key, space.name)
-            watches.touch(block.key)
+            evicted.remember(block.key, block_namespace.name)
+            watch_registry.notify(block.key)
             freed.append(block.page)
-            if not space.blocks:
-                self._prune(space)
-        self._take_back(freed)
+            if not block_namespace.blocks:
+                self._prune(block_namespace)
+        self._free_blocks(freed)
         self.num_evicted_tokens += len(freed) * self.block_size
         return len(freed)
 
     def reset(self, namespace: str) -> None:
         """Forget a namespace. O(its blocks); those in use are freed when they are let go of."""
-        space = self.spaces.pop(namespace, None)
-        if space is None:
+        block_namespace = self.namespaces.pop(namespace, None)
+        if block_namespace is None:
             return
-        space.is_dead = True
-        blocks, space.blocks = space.blocks, {}
+        block_namespace.is_dead = True
+        blocks, block_namespace.blocks = block_namespace.blocks, {}
         freed = array("i")
         for key, block in blocks.items():
             block.is_listed = False
-            self.watches.touch(key)
-            if not block.refs:
+            self.watch_registry.notify(key)
+            if not block.lock_ref:
                 del self.unused[block]
                 freed.append(block.page)
-        self._take_back(freed)
+        self._free_blocks(freed)
 
-    def _take_back(self, pages: array[int]) -> None:
+    def _free_blocks(self, pages: array[int]) -> None:
         """The pages of blocks that are gone."""
         self.num_blocks -= len(pages)
         self.pages.free(pages)
@@ -178,32 +186,32 @@ class BlockPool:
         """One more session for each."""
         unused = self.unused
         for block in blocks:
-            if not block.refs:
+            if not block.lock_ref:
                 del unused[block]
-            block.refs += 1
+            block.lock_ref += 1
 
     def unlock(self, blocks: Iterable[Block]) -> None:
         """Undo one `lock` of each; the deepest must come first."""
         unused = self.unused
         for block in blocks:
-            block.refs -= 1
-            if not block.refs:
+            block.lock_ref -= 1
+            if not block.lock_ref:
                 if block.is_listed:
                     unused[block] = None
                 else:
-                    self._take_back(array("i", [block.page]))
+                    self._free_blocks(array("i", [block.page]))
 
     # -- publishing ---------------------------------------------------------------------------
 
-    def adopt(self, space: Space, page: int) -> Block:
+    def adopt(self, block_namespace: BlockNamespace, page: int) -> Block:
         """A block, locked once, for a private page of which only the head is filled."""
-        self._next_serial += 1
+        self._next_id += 1
         self.num_blocks += 1
-        return Block(space, page, self._next_serial)
+        return Block(block_namespace, page, self._next_id)
 
     def publish(
         self,
-        space: Space,
+        block_namespace: BlockNamespace,
         parent: Block | None,
         data: bytes,
         pages: array[int],
@@ -215,9 +223,9 @@ class BlockPool:
         caller shares that as a block already. Where another sequence published the same block
         first, that one is returned, and the caller still owns the page or `partial`.
         """
-        digest, width, table = self._digest, self.width, space.blocks
-        key = space.root_key if parent is None else parent.key
-        is_listed = not space.is_dead and (parent is None or parent.is_listed)
+        digest, width, table = self._digest, self.width, block_namespace.blocks
+        key = block_namespace.root_key if parent is None else parent.key
+        is_listed = not block_namespace.is_dead and (parent is None or parent.is_listed)
         blocks: list[Block] = []
         for index, page in enumerate(pages):
             tokens = data[index * width : (index + 1) * width]
@@ -227,7 +235,7 @@ class BlockPool:
                 self.lock((block,))
             else:
                 is_listed = is_listed and block is None  # else another prefix has that key
-                block = self.adopt(space, page) if partial is None else partial
+                block = self.adopt(block_namespace, page) if partial is None else partial
                 block.parent, block.key, block.tokens = parent, key, tokens
                 if is_listed:
                     self._list(block)
@@ -238,6 +246,6 @@ class BlockPool:
     def _list(self, block: Block) -> None:
         """Let others find it."""
         block.is_listed = True
-        block.space.blocks[block.key] = block
+        block.namespace.blocks[block.key] = block
         self.evicted.discard(block.key)
-        self.watches.touch(block.key)
+        self.watch_registry.notify(block.key)

@@ -11,40 +11,41 @@ from collections.abc import Iterable
 
 from sortedcontainers import SortedList
 
-from radixserve.cache.node import TOKEN_BYTES, Node
+from radixserve.cache.radix.node import Node
+from radixserve.cache.tokens import TOKEN_BYTES
 
-_FEW = 8  # up to this many keys a scan is faster than an index
+_SCAN_UP_TO = 8  # up to this many keys a scan is faster than an index
 
 
 def add_key(node: Node, key: bytes) -> None:
     """`key` is among `node.children` now."""
-    heads = node.heads
-    if heads is None:
-        if len(node.children) > _FEW:
-            node.heads = {}
+    first_token_index = node.first_token_index
+    if first_token_index is None:
+        if len(node.children) > _SCAN_UP_TO:
+            node.first_token_index = {}
             for known in node.children:
-                _add(node.heads, known)
+                _add(node.first_token_index, known)
     else:
-        _add(heads, key)
+        _add(first_token_index, key)
 
 
 def remove_key(node: Node, key: bytes) -> None:
     """`key` is no longer among `node.children`."""
-    heads = node.heads
-    if heads is None:
+    first_token_index = node.first_token_index
+    if first_token_index is None:
         return
     token = key[:TOKEN_BYTES]
-    keys = heads[token]
+    keys = first_token_index[token]
     keys.remove(key)
     if not keys:
-        del heads[token]
+        del first_token_index[token]
 
 
 def closest_child(node: Node, key: bytes) -> tuple[Node | None, int]:
     """The child that shares most leading tokens with `key`, and how many (None, 0 if none)."""
     candidates: Iterable[bytes] = node.children
-    if node.heads is not None:
-        keys = node.heads.get(key[:TOKEN_BYTES], ())
+    if node.first_token_index is not None:
+        keys = node.first_token_index.get(key[:TOKEN_BYTES], ())
         candidates = keys
         if isinstance(keys, SortedList):
             at = keys.bisect_left(key)
@@ -66,8 +67,8 @@ def child_covering(node: Node, head: bytes) -> Node | None:
 def has_longer(node: Node, key: bytes) -> bool:
     """Whether another child's first page begins with all of the child `key` and goes on."""
     candidates: Iterable[bytes] = node.children
-    if node.heads is not None:
-        keys = node.heads.get(key[:TOKEN_BYTES], ())
+    if node.first_token_index is not None:
+        keys = node.first_token_index.get(key[:TOKEN_BYTES], ())
         candidates = keys
         if isinstance(keys, SortedList):
             at = keys.bisect_right(key)
@@ -78,8 +79,8 @@ def has_longer(node: Node, key: bytes) -> bool:
 def covered_children(node: Node, key: bytes) -> list[Node]:
     """The children whose tokens are a proper head of `key`: leaves shorter than a page."""
     candidates: Iterable[bytes] = node.children
-    if node.heads is not None:
-        candidates = node.heads.get(key[:TOKEN_BYTES], ())
+    if node.first_token_index is not None:
+        candidates = node.first_token_index.get(key[:TOKEN_BYTES], ())
         if isinstance(candidates, SortedList):
             ends = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
             candidates = [key[:end] for end in ends if key[:end] in node.children]
@@ -88,15 +89,15 @@ def covered_children(node: Node, key: bytes) -> list[Node]:
     return [node.children[other] for other in found]
 
 
-def check_heads(node: Node) -> None:
+def check_index(node: Node) -> None:
     """AssertionError unless the index holds exactly the children."""
-    if node.heads is None:
+    if node.first_token_index is None:
         return
-    found = [key for keys in node.heads.values() for key in keys]
-    assert sorted(found) == sorted(node.children), f"node {node.serial}: wrong index of children"
-    for token, keys in node.heads.items():
-        assert keys, f"node {node.serial}: an empty entry in the index of children"
-        assert all(key.startswith(token) for key in keys), f"node {node.serial}: misplaced child"
+    found = [key for keys in node.first_token_index.values() for key in keys]
+    assert sorted(found) == sorted(node.children), f"node {node.node_id}: wrong index of children"
+    for token, keys in node.first_token_index.items():
+        assert keys, f"node {node.node_id}: an empty entry in the index of children"
+        assert all(key.startswith(token) for key in keys), f"node {node.node_id}: misplaced child"
 
 
 def common_head(left: bytes, right: bytes) -> int:
@@ -108,14 +109,14 @@ def common_head(left: bytes, right: bytes) -> int:
     return ((differs & -differs).bit_length() - 1) // (8 * TOKEN_BYTES)
 
 
-def _add(heads: dict[bytes, list[bytes] | SortedList], key: bytes) -> None:
+def _add(first_token_index: dict[bytes, list[bytes] | SortedList], key: bytes) -> None:
     token = key[:TOKEN_BYTES]
-    keys = heads.get(token)
+    keys = first_token_index.get(token)
     if keys is None:
-        heads[token] = [key]
+        first_token_index[token] = [key]
     elif isinstance(keys, list):
         keys.append(key)
-        if len(keys) > _FEW:
-            heads[token] = SortedList(keys)
+        if len(keys) > _SCAN_UP_TO:
+            first_token_index[token] = SortedList(keys)
     else:
         keys.add(key)

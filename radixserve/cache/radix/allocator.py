@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from dataclasses import dataclass
 
-from radixserve.cache.eviction import EvictionOrder
-from radixserve.cache.node import Node
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.radix_tree import RadixTree
+from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.node import Node
+from radixserve.cache.radix.radix_tree import RadixTree
+from radixserve.cache.stats import CacheStats
 from radixserve.errors import OutOfPages
-
-
-@dataclass(slots=True)
-class Counters:
-    """Tokens since the cache was made."""
-
-    acquired_tokens: int = 0  # asked for by acquire
-    matched_tokens: int = 0  # of those, found
-    copied_tokens: int = 0  # of those, in page heads that had to be copied
-    committed_tokens: int = 0  # whose K/V was published
-    duplicate_tokens: int = 0  # of those, published by another first; whole pages only
-    num_acquired: int = 0  # sequences
-    num_resets: int = 0
 
 
 class OpenSequence(ABC):
@@ -32,11 +19,11 @@ class OpenSequence(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def narrow(self) -> None:
+    def shrink_lock(self) -> None:
         """Protect no more of the tree than needed: memory is short."""
 
 
-class PageStore:
+class PageAllocator:
     """Hands out pages, making room by eviction, and takes them back."""
 
     def __init__(self, num_pages: int, page_size: int, order: EvictionOrder) -> None:
@@ -44,8 +31,8 @@ class PageStore:
         self.pool = PagePool(num_pages)
         self.free = self.pool.free  # private pages go back to the free list
         self.tree = RadixTree(self.pool, page_size, order)
-        self.counters = Counters()
-        self.live: set[OpenSequence] = set()
+        self.counters = CacheStats()
+        self.live_sequences: set[OpenSequence] = set()
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -60,39 +47,39 @@ class PageStore:
         """Pages that belong to sequences."""
         return self.pool.num_pages - self.pool.num_free - self.tree.num_pages
 
-    def allocate(self, count: int, *, may_narrow: bool = True) -> array[int]:
+    def allocate(self, count: int, *, may_shrink_locks: bool = True) -> array[int]:
         """`count` pages, evicting the oldest unused ones; OutOfPages, nothing dropped, if too few.
 
-        `may_narrow`: when short, make sequences protect no more than they need.
+        `may_shrink_locks`: when short, make sequences protect no more than they need.
         """
         pool = self.pool
         missing = count - pool.num_free
         if missing > 0:
             tree = self.tree
             if tree.num_pages - tree.num_locked < missing:
-                missing = self._spare(count, may_narrow=may_narrow)
-            if tree.graves:
-                missing -= tree.reap(missing)
+                missing = self._make_room(count, may_shrink_locks=may_shrink_locks)
+            if tree.pending_free:
+                missing -= tree.free_pending(missing)
             tree.evict(missing)
         return pool.allocate(count)
 
-    def allocate_behind(self, page: int, count: int) -> array[int]:
+    def allocate_after(self, page: int, count: int) -> array[int]:
         """`count` pages for whoever holds `page` and grows slowly, close to it if they can be;
         OutOfPages, nothing dropped, if there are too few."""
         pool = self.pool
         if count > pool.num_free:
             return self.allocate(count)
         if count > 1:
-            return pool.allocate_some_behind(page, count)
-        return array("i", (pool.allocate_behind(page),))
+            return pool.allocate_some_after(page, count)
+        return array("i", (pool.allocate_after(page),))
 
-    def _spare(self, count: int, *, may_narrow: bool) -> int:
+    def _make_room(self, count: int, *, may_shrink_locks: bool) -> int:
         """The pages still missing for `count` once nobody holds more than it needs; OutOfPages if
         that many cannot be evicted."""
         tree, pool = self.tree, self.pool
-        if may_narrow:
-            for sequence in self.live:
-                sequence.narrow()
+        if may_shrink_locks:
+            for sequence in self.live_sequences:
+                sequence.shrink_lock()
         if self.num_available < count:
             raise OutOfPages(
                 f"{count} pages wanted: {pool.num_free} free and "
@@ -103,10 +90,10 @@ class PageStore:
     def unlock(self, node: Node) -> None:
         """A sequence lets go of its anchor."""
         if node.parent is None:
-            node.refs -= 1
+            node.lock_ref -= 1
             if not node.children:
-                self.tree.prune(node.space)
+                self.tree.prune(node.namespace)
             return
         self.tree.unlock(node)
         if node.parent is None:  # it went with the last hold
-            self.tree.prune(node.space)
+            self.tree.prune(node.namespace)

@@ -1,4 +1,4 @@
-"""`Block` and `Space`: the records of `HashBlockCache`. `BlockPool` alone changes them."""
+"""`Block` and `BlockNamespace`: the records of `HashBlockCache`. `BlockPool` alone changes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class BlockWatcher:
     __slots__ = ()
 
 
-class Space:
+class BlockNamespace:
     """One namespace's blocks by key. Dead after a reset: nobody new finds it."""
 
     __slots__ = ("blocks", "is_dead", "name", "num_sequences", "root_key")
@@ -29,14 +29,23 @@ class Block:
     nobody can find it, and it is there because a fork has still to copy that head.
     """
 
-    __slots__ = ("is_listed", "key", "page", "parent", "refs", "serial", "space", "tokens")
+    __slots__ = (
+        "block_id",
+        "is_listed",
+        "key",
+        "lock_ref",
+        "namespace",
+        "page",
+        "parent",
+        "tokens",
+    )
 
-    def __init__(self, space: Space, page: int, serial: int) -> None:
-        self.space = space
+    def __init__(self, namespace: BlockNamespace, page: int, block_id: int) -> None:
+        self.namespace = namespace
         self.page = page
-        self.serial = serial  # its name: pages are used again
+        self.block_id = block_id  # its name: pages are used again
         self.parent: Block | None = None
         self.key = b""
         self.tokens = b""  # int32 bytes of a whole block
         self.is_listed = False  # in its space's table: others can find it
-        self.refs = 1  # sequences that use it or have still to copy from it
+        self.lock_ref = 1  # sequences that use it or have still to copy from it

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.cache.block import Block
-from radixserve.cache.block_pool import BlockPool
-from radixserve.cache.hash_sequence import HashSequence
+from radixserve.cache.hash.block import Block
+from radixserve.cache.hash.block_pool import BlockPool
+from radixserve.cache.hash.sequence import HashSequence
 
 
 def check_pool(pool: BlockPool) -> None:
@@ -20,13 +20,13 @@ def check_pool(pool: BlockPool) -> None:
     for block in blocks:
         _check_block(pool, block)
     _check_order(pool)
-    _check_spaces(pool)
+    _check_namespaces(pool)
     for sequence in sequences(pool):
         _check_sequence(pool, sequence)
 
 
 def sequences(pool: BlockPool) -> list[HashSequence]:
-    return [sequence for sequence in pool.live if isinstance(sequence, HashSequence)]
+    return [sequence for sequence in pool.live_sequences if isinstance(sequence, HashSequence)]
 
 
 def _held(sequence: HashSequence) -> list[Block]:
@@ -37,7 +37,7 @@ def _held(sequence: HashSequence) -> list[Block]:
 
 def _all_blocks(pool: BlockPool) -> list[Block]:
     """Findable ones, and those that only sequences still hold."""
-    found = {id(b): b for space in pool.spaces.values() for b in space.blocks.values()}
+    found = {id(b): b for namespace in pool.namespaces.values() for b in namespace.blocks.values()}
     for sequence in sequences(pool):
         found |= {id(block): block for block in _held(sequence)}
     return list(found.values())
@@ -45,12 +45,12 @@ def _all_blocks(pool: BlockPool) -> list[Block]:
 
 def _check_owners(pool: BlockPool, blocks: list[Block]) -> None:
     owner: dict[int, str] = {}
-    claims = [(page, "the free list") for page in pool.pages.free_ids()]
-    claims += [(block.page, f"block {block.serial}") for block in blocks]
+    session_refs = [(page, "the free list") for page in pool.pages.free_ids()]
+    session_refs += [(block.page, f"block {block.block_id}") for block in blocks]
     for sequence in sequences(pool):
         own = sequence.pages[sequence._num_shared :].tolist()
-        claims += [(page, repr(sequence)) for page in own]
-    for page, name in claims:
+        session_refs += [(page, repr(sequence)) for page in own]
+    for page, name in session_refs:
         assert 0 <= page < pool.pages.num_pages, f"{name} has page {page}, which does not exist"
         assert page not in owner, f"page {page} belongs to {owner[page]} and to {name}"
         owner[page] = name
@@ -67,50 +67,54 @@ def _check_locks(pool: BlockPool, blocks: list[Block]) -> None:
             held[id(block)] = held.get(id(block), 0) + 1
     for block in blocks:
         wanted = held.get(id(block), 0)
-        assert block.refs == wanted, f"block {block.serial} has {block.refs} locks, not {wanted}"
+        assert block.lock_ref == wanted, (
+            f"block {block.block_id} has {block.lock_ref} locks, not {wanted}"
+        )
 
 
 def _check_block(pool: BlockPool, block: Block) -> None:
-    name, parent, space = f"block {block.serial}", block.parent, block.space
-    is_found = space.blocks.get(block.key) is block
+    name, parent, namespace = f"block {block.block_id}", block.parent, block.namespace
+    is_found = namespace.blocks.get(block.key) is block
     assert block.is_listed == is_found, f"{name} is not where it says"
-    assert block.refs or block.is_listed, f"{name} is of no use to anybody"
+    assert block.lock_ref or block.is_listed, f"{name} is of no use to anybody"
     if not block.key:
         assert parent is None, f"{name} has a parent and no key"
         assert not block.tokens, f"{name} has tokens and no key"
         return
     assert len(block.tokens) == pool.width, f"{name} is not a whole block"
-    root_key = space.root_key if parent is None else parent.key
+    root_key = namespace.root_key if parent is None else parent.key
     assert block.key == pool._digest(root_key + block.tokens), f"{name} has a wrong key"
     if block.is_listed:
-        assert pool.spaces.get(space.name) is space, f"{name} is in a namespace that is gone"
+        assert pool.namespaces.get(namespace.name) is namespace, (
+            f"{name} is in a namespace that is gone"
+        )
         assert parent is None or parent.is_listed, f"{name} is found and its parent is not"
-    if parent is not None and block.refs:
-        assert parent.refs, f"{name} is held and its parent is not"
+    if parent is not None and block.lock_ref:
+        assert parent.lock_ref, f"{name} is held and its parent is not"
 
 
 def _check_order(pool: BlockPool) -> None:
     rank = {id(block): at for at, block in enumerate(pool.unused)}
     for block in pool.unused:
-        assert block.is_listed, f"block {block.serial} is unused and cannot be found"
-        assert not block.refs, f"block {block.serial} is held and evictable"
+        assert block.is_listed, f"block {block.block_id} is unused and cannot be found"
+        assert not block.lock_ref, f"block {block.block_id} is held and evictable"
         at = rank[id(block)]
         assert block.parent is None or rank.get(id(block.parent), at + 1) > at, (
-            f"block {block.serial} outlives its parent"
+            f"block {block.block_id} outlives its parent"
         )
-    findable = [b for space in pool.spaces.values() for b in space.blocks.values()]
-    unused = sum(not block.refs for block in findable)
+    findable = [b for namespace in pool.namespaces.values() for b in namespace.blocks.values()]
+    unused = sum(not block.lock_ref for block in findable)
     assert unused == len(pool.unused), f"{len(pool.unused)} blocks evictable, {unused} unused"
 
 
-def _check_spaces(pool: BlockPool) -> None:
-    for name, space in pool.spaces.items():
-        assert space.name == name, f"namespace {space.name!r} is under the name {name!r}"
-        assert not space.is_dead, f"namespace {name!r} is dead and can be found"
-        users = sum(sequence._space is space for sequence in sequences(pool))
-        assert space.num_sequences == users, f"namespace {name!r} miscounts its sequences"
-        assert space.blocks or users, f"namespace {name!r} is empty"
-        gone = [key for key in space.blocks if pool.evicted.find(key) == name]
+def _check_namespaces(pool: BlockPool) -> None:
+    for name, namespace in pool.namespaces.items():
+        assert namespace.name == name, f"namespace {namespace.name!r} is under the name {name!r}"
+        assert not namespace.is_dead, f"namespace {name!r} is dead and can be found"
+        users = sum(sequence._namespace is namespace for sequence in sequences(pool))
+        assert namespace.num_sequences == users, f"namespace {name!r} miscounts its sequences"
+        assert namespace.blocks or users, f"namespace {name!r} is empty"
+        gone = [key for key in namespace.blocks if pool.evicted.find(key) == name]
         assert not gone, f"namespace {name!r} has a block that is remembered as evicted"
 
 
@@ -127,7 +131,7 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
     for at, block in enumerate(blocks):
         parent = blocks[at - 1] if at else None
         assert block.parent is parent, f"{name} holds blocks that are not a chain"
-        assert block.space is sequence._space, f"{name} holds a block of another namespace"
+        assert block.namespace is sequence._namespace, f"{name} holds a block of another namespace"
         assert block.tokens == data[at * pool.width : (at + 1) * pool.width], f"{name}: tokens"
         assert block.page == pages[at], f"{name} uses another page than its block {at}"
     if sequence._partial is not None:
@@ -145,40 +149,42 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
 
 def dump_pool(pool: BlockPool, max_nodes: int) -> dict[str, Any]:
     """See `HashBlockCache.dump`."""
-    sessions: dict[int, int] = {}
+    num_sequences: dict[int, int] = {}
     for sequence in sequences(pool):
         for block in sequence._blocks:
-            sessions[id(block)] = sessions.get(id(block), 0) + 1
+            num_sequences[id(block)] = num_sequences.get(id(block), 0) + 1
     below: dict[int, list[Block]] = {}  # by the identity of their parent or of their space
-    for space in pool.spaces.values():
-        for block in space.blocks.values():
-            above = space if block.parent is None else block.parent
+    for namespace in pool.namespaces.values():
+        for block in namespace.blocks.values():
+            above = namespace if block.parent is None else block.parent
             below.setdefault(id(above), []).append(block)
     namespaces: dict[str, Any] = {}
     queue: deque[tuple[int, dict[str, Any]]] = deque()
-    for name, space in sorted(pool.spaces.items()):
-        users = space.num_sequences
-        namespaces[name] = _as_dict(0, b"", [], refs=users, sessions=users)
-        queue.append((id(space), namespaces[name]))
+    for name, namespace in sorted(pool.namespaces.items()):
+        users = namespace.num_sequences
+        namespaces[name] = _as_dict(0, b"", [], lock_ref=users, sequences=users)
+        queue.append((id(namespace), namespaces[name]))
     count = 0
     while queue and count < max_nodes:
         above_id, picture = queue.popleft()
         start = picture["start"] + picture["num_tokens"]
         for block in below.get(above_id, [])[: max_nodes - count]:
-            users = sessions.get(id(block), 0)
-            node = _as_dict(start, block.tokens, [block.page], refs=block.refs, sessions=users)
+            users = num_sequences.get(id(block), 0)
+            node = _as_dict(
+                start, block.tokens, [block.page], lock_ref=block.lock_ref, sequences=users
+            )
             picture["children"].append(node)
             queue.append((id(block), node))
             count += 1
     return {
         "page_size": pool.block_size,
-        "truncated": count < sum(len(space.blocks) for space in pool.spaces.values()),
+        "truncated": count < sum(len(namespace.blocks) for namespace in pool.namespaces.values()),
         "namespaces": namespaces,
     }
 
 
 def _as_dict(
-    start: int, tokens: bytes, pages: list[int], *, refs: int, sessions: int
+    start: int, tokens: bytes, pages: list[int], *, lock_ref: int, sequences: int
 ) -> dict[str, Any]:
     ids = np.frombuffer(tokens, np.int32).tolist()
     return {
@@ -186,7 +192,7 @@ def _as_dict(
         "num_tokens": len(ids),
         "tokens": ids,
         "pages": pages,
-        "refs": refs,
-        "sessions": sessions,
+        "lock_ref": lock_ref,
+        "sequences": sequences,
         "children": [],
     }

@@ -1,14 +1,14 @@
-"""`Probe`: a look-up that is repeated only when the tree has changed where it ended."""
+"""`RadixPrefixWatch`: a look-up that is repeated only when the tree has changed where it ended."""
 
 from __future__ import annotations
 
 from radixserve.arrays import IntArray
-from radixserve.cache.node import Node, Space, Watcher
-from radixserve.cache.radix_tree import Match, RadixTree
+from radixserve.cache.radix.node import NamespaceTree, Node, Watcher
+from radixserve.cache.radix.radix_tree import Match, RadixTree
 from radixserve.cache.tokens import as_view
 
 
-class Probe(Watcher):
+class RadixPrefixWatch(Watcher):
     """How much of one prompt is cached, for a waiting request. Read-only, like `lookup`.
 
     Until it is closed it watches the node where its match ends; `RadixCache.changed_watches` says
@@ -21,11 +21,11 @@ class Probe(Watcher):
         self._tree = tree
         self._data = as_view(tokens[: max(0, len(tokens) - 1) if reuse else 0].copy())
         self._namespace = namespace
-        root = Space(namespace).root
+        root = NamespaceTree(namespace).root
         self._match = Match(0, root, root)
         self._watched: list[tuple[Node, bytes]] = []  # with the token that would go on there
         self.cached_len = 0  # tokens in the cache, at most all but the last one
-        tree.watches.open(self, namespace)
+        tree.watch_registry.open(self, namespace)
         self.refresh()
 
     @property
@@ -34,45 +34,45 @@ class Probe(Watcher):
         node = self._match.node
         if node.parent is None:  # nothing is cached, or it was dropped since the last refresh
             return 0
-        if node.refs:
+        if node.lock_ref:
             return self._match.length
-        while node.parent is not None and not node.refs:
+        while node.parent is not None and not node.lock_ref:
             node = node.parent
         return min(self._match.length, node.end)
 
     def path(self) -> tuple[int, ...]:
         """Serial numbers of the nodes that the match goes through, from the root down."""
-        serials: list[int] = []
+        node_ids: list[int] = []
         node = self._match.node
         while node.parent is not None:
-            serials.append(int(node.serial))
+            node_ids.append(int(node.node_id))
             node = node.parent
-        serials.reverse()
-        return tuple(serials)
+        node_ids.reverse()
+        return tuple(node_ids)
 
     def refresh(self) -> None:
         """Look again, and watch where the match ends now. O(tokens matched) in memcmp."""
         tree = self._tree
-        space = tree.spaces.get(self._namespace)
-        if space is None:
-            root = Space(self._namespace).root
+        namespace_tree = tree.namespaces.get(self._namespace)
+        if namespace_tree is None:
+            root = NamespaceTree(self._namespace).root
             self._match = Match(0, root, root)
         else:
-            self._match = tree.match(space, self._data, len(self._data))
+            self._match = tree.match(namespace_tree, self._data, len(self._data))
         self._unwatch()
         self._watched = self._places()
         for node, token in self._watched:
-            tree.watches.rest(self, node, token)
+            tree.watch_registry.add(self, node, token)
         self.cached_len = self._match.length
 
     def close(self) -> None:
         """Stop watching."""
         self._unwatch()
-        self._tree.watches.close(self, self._namespace)
+        self._tree.watch_registry.close(self, self._namespace)
 
     def _unwatch(self) -> None:
         for node, token in self._watched:
-            self._tree.watches.leave(self, node, token)
+            self._tree.watch_registry.remove(self, node, token)
         self._watched = []
 
     def _places(self) -> list[tuple[Node, bytes]]:
@@ -80,10 +80,10 @@ class Probe(Watcher):
         end). Two places where it ends in a child's first page: another child may share more of it.
         """
         match = self._match
-        places = [(match.node, self._token(match.length))]
+        points = [(match.node, self._token(match.length))]
         if match.resume is not match.node:
-            places.append((match.resume, self._token(match.resume.end)))
-        return places
+            points.append((match.resume, self._token(match.resume.end)))
+        return points
 
     def _token(self, position: int) -> bytes:
         return self._data[position : position + 1].tobytes()

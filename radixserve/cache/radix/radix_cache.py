@@ -14,18 +14,23 @@ from dataclasses import asdict
 from typing import Any
 
 from radixserve.arrays import IntArray
-from radixserve.cache.audit import check_store, dump_spaces
-from radixserve.cache.interface import CacheSession, PageCopy, PrefixWatch
-from radixserve.cache.lookup import NOTHING, Lookup, explain
-from radixserve.cache.node import Node, Space
-from radixserve.cache.policies import EVICTION_POLICIES, make_order
-from radixserve.cache.probe import Probe
-from radixserve.cache.radix_tree import Match
-from radixserve.cache.retention import RadixHolder, Retention, check_holder
-from radixserve.cache.sequence import CachedSequence
-from radixserve.cache.store import PageStore
+from radixserve.cache.interface import CacheSession, Lookup, PageCopy, PrefixWatch
+from radixserve.cache.radix.allocator import PageAllocator
+from radixserve.cache.radix.audit import check_cache, dump_trees
+from radixserve.cache.radix.miss_reason import NOTHING, explain
+from radixserve.cache.radix.node import NamespaceTree, Node
+from radixserve.cache.radix.policies import make_eviction
+from radixserve.cache.radix.prefix_watch import RadixPrefixWatch
+from radixserve.cache.radix.radix_tree import Match
+from radixserve.cache.radix.sequence import CachedSequence
+from radixserve.cache.radix.session_eviction import (
+    RadixSession,
+    SessionAwareEviction,
+    check_session,
+)
 from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
+from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import OutOfPages
 
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
@@ -60,18 +65,18 @@ class RadixCache:
         page_size = check_int("page_size", page_size, 1)
         check_choice("eviction", eviction, EVICTION_POLICIES)
         share = check_float("max_lease_share", max_lease_share, 0.0, 1.0)
-        self._store = PageStore(num_pages, page_size, make_order(eviction, num_pages))
+        self._allocator = PageAllocator(num_pages, page_size, make_eviction(eviction, num_pages))
         self._max_leased = int(num_pages * share)
         self._clock = clock
         self._reuse = reuse
 
     @property
     def num_pages(self) -> int:
-        return self._store.pool.num_pages
+        return self._allocator.pool.num_pages
 
     @property
     def page_size(self) -> int:
-        return self._store.page_size
+        return self._allocator.page_size
 
     @property
     def sharing_enabled(self) -> bool:
@@ -81,7 +86,7 @@ class RadixCache:
     @property
     def num_available(self) -> int:
         """Pages that are free or evictable now."""
-        return self._store.num_available
+        return self._allocator.num_available
 
     # -- finding ------------------------------------------------------------------------------
 
@@ -90,37 +95,39 @@ class RadixCache:
 
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
         """
-        ids, tree = as_token_ids(tokens), self._store.tree
+        ids, tree = as_token_ids(tokens), self._allocator.tree
         limit = len(ids) if allow_full else len(ids) - 1
-        space = tree.spaces.get(namespace) if self._reuse else None
-        if space is None:
-            space = Space(check_str("namespace", namespace))
+        namespace_tree = tree.namespaces.get(namespace) if self._reuse else None
+        if namespace_tree is None:
+            namespace_tree = NamespaceTree(check_str("namespace", namespace))
         size = tree.page_size
-        if limit >= size and tree.never_saw(space, ids[:size].tobytes()):
+        if limit >= size and tree.never_saw(namespace_tree, ids[:size].tobytes()):
             return NOTHING
         data, limit = token_view(ids), max(0, limit)
-        match = tree.match(space, data, limit)
-        found = explain(tree, space, match, data, limit)
+        match = tree.match(namespace_tree, data, limit)
+        found = explain(tree, namespace_tree, match, data, limit)
         extra = match[0] % size
         if not extra or self._can_copy_head(match):
             return found
         return found._replace(cached_len=match.length - extra)
 
-    def watch(self, tokens: IntArray, namespace: str = "") -> Probe:
+    def watch(self, tokens: IntArray, namespace: str = "") -> RadixPrefixWatch:
         """A look-up that stays: see `changed_watches`. It has to be closed."""
         check_str("namespace", namespace)
-        return Probe(self._store.tree, as_token_ids(tokens), namespace, reuse=self._reuse)
+        return RadixPrefixWatch(
+            self._allocator.tree, as_token_ids(tokens), namespace, reuse=self._reuse
+        )
 
     def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open probes whose match may have changed since the last call; returns them.
 
         O(probes that rest on changed nodes), not O(all probes).
         """
-        changed = self._store.tree.watches.take_changed()
-        probes = [watcher for watcher in changed if isinstance(watcher, Probe)]
-        for probe in probes:
-            probe.refresh()
-        return list(probes)
+        changed = self._allocator.tree.watch_registry.take_changed()
+        watches = [watcher for watcher in changed if isinstance(watcher, RadixPrefixWatch)]
+        for watch in watches:
+            watch.refresh()
+        return list(watches)
 
     def acquire(
         self,
@@ -139,63 +146,65 @@ class RadixCache:
         `session`: who it belongs to, from `open_session`. `priority`: what it is worth to the
         "priority" eviction, high ones are kept longer.
         """
-        data, store, tree = token_view(tokens), self._store, self._store.tree
-        owner = None if session is None else check_holder(session, tree.retention)
+        data, allocator, tree = token_view(tokens), self._allocator, self._allocator.tree
+        owner = None if session is None else check_session(session, tree.session_eviction)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
-        space = tree.spaces.get(namespace) if self._reuse else None
-        if space is None:
+        namespace_tree = tree.namespaces.get(namespace) if self._reuse else None
+        if namespace_tree is None:
             check_str("namespace", namespace)
-            space = tree.space(namespace) if self._reuse else Space(namespace, is_dead=True)
+            namespace_tree = (
+                tree.namespace(namespace) if self._reuse else NamespaceTree(namespace, is_dead=True)
+            )
         limit = len(data) if allow_full else max(0, len(data) - 1)
         size, copy = tree.page_size, None
-        match = tree.match(space, data, limit)
+        match = tree.match(namespace_tree, data, limit)
         length, node, _ = match
         if length:
             tree.lock(node)
             shared = path_pages(node, length // size)
         else:
-            node.refs += 1  # the root
+            node.lock_ref += 1  # the root
             shared = array("i")
         if length % size:
             node, length, copy = self._copy_head(match)
-        counters = store.counters
+        counters = allocator.counters
         counters.num_acquired += 1
         counters.acquired_tokens += len(data)
         counters.matched_tokens += length
         if copy is not None:
             counters.copied_tokens += copy[2]
         known = bytearray(data[:length])
-        return CachedSequence(store, node, known, shared, copy, length, owner, priority)
+        return CachedSequence(allocator, node, known, shared, copy, length, owner, priority)
 
     def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
-        store, (length, node, _) = self._store, match
+        allocator, (length, node, _) = self._allocator, match
         whole, extra = divmod(length, self.page_size)
         try:
-            page = int(store.allocate(1, may_narrow=False)[0])
+            page = int(allocator.allocate(1, may_shrink_locks=False)[0])
         except OutOfPages:
             upper = node if node.start < length - extra else node.parent
             assert upper is not None
             if upper is not node:
-                store.tree.lock(upper)
-                store.tree.unlock(node)
+                allocator.tree.lock(upper)
+                allocator.tree.unlock(node)
             return upper, length - extra, None
         return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
 
     def _can_copy_head(self, match: Match) -> bool:
         """Whether a page can be had for the copy, once the matched path is locked."""
-        if self._store.pool.num_free:
+        if self._allocator.pool.num_free:
             return True
         kept, node = 0, match.node
-        while node.parent is not None and not node.refs:
+        while node.parent is not None and not node.lock_ref:
             kept += len(node.pages)
             node = node.parent
-        return self._store.num_available > kept
+        return self._allocator.num_available > kept
 
     # -- sessions ------------------------------------------------------------------------------
 
-    def open_session(self, name: str, *, lease_s: float | None = None) -> RadixHolder:
+    def open_session(self, name: str, *, lease_s: float | None = None) -> RadixSession:
         """Somebody who will come back until it is closed: a chat, a branch, a tenant.
 
         Pages that only closed sessions reached are dropped first. Those where sequences of an open
@@ -205,11 +214,13 @@ class RadixCache:
         """
         check_str("name", name)
         lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
-        tree = self._store.tree
-        if tree.retention is None:
-            tree.retain(Retention(tree.order, self._max_leased, self._clock))
-        assert tree.retention is not None
-        return tree.retention.open(name, lease)
+        tree = self._allocator.tree
+        if tree.session_eviction is None:
+            tree.set_session_eviction(
+                SessionAwareEviction(tree.order, self._max_leased, self._clock)
+            )
+        assert tree.session_eviction is not None
+        return tree.session_eviction.open(name, lease)
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -219,7 +230,7 @@ class RadixCache:
         Returns the room freed, in tokens of whole pages: less than asked when there is no more.
         """
         num_tokens = check_int("num_tokens", num_tokens, 0)
-        return self._store.tree.evict(self._store.pages_for(num_tokens)) * self.page_size
+        return self._allocator.tree.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
     def reset(self, namespace: str | None = None) -> None:
         """Forget one namespace, or all. O(1) for each; pages in use are freed when released.
@@ -228,10 +239,10 @@ class RadixCache:
         """
         if namespace is not None:
             check_str("namespace", namespace)
-        names = list(self._store.tree.spaces) if namespace is None else [namespace]
+        names = list(self._allocator.tree.namespaces) if namespace is None else [namespace]
         for name in names:
-            self._store.tree.reset(name)
-        self._store.counters.num_resets += 1
+            self._allocator.tree.reset(name)
+        self._allocator.counters.num_resets += 1
 
     # -- knowing ------------------------------------------------------------------------------
 
@@ -241,39 +252,39 @@ class RadixCache:
         "leases" lists the leases now, first to end first: {"session", "tokens", "seconds_left"},
         with the tokens from the root to where its sequence ended.
         """
-        store, tree = self._store, self._store.tree
-        retention = tree.retention
+        allocator, tree = self._allocator, self._allocator.tree
+        session_eviction = tree.session_eviction
         return {
             "page_size": self.page_size,
             "pages_total": self.num_pages,
-            "pages_free": store.pool.num_free + tree.num_dead,
+            "pages_free": allocator.pool.num_free + tree.num_dead,
             "pages_tree": tree.num_pages - tree.num_dead,
             "pages_locked": tree.num_locked,
-            "pages_private": store.num_private,
-            "sequences": len(store.live),
-            "namespaces": len(tree.spaces),
+            "pages_private": allocator.num_private,
+            "sequences": len(allocator.live_sequences),
+            "namespaces": len(tree.namespaces),
             "nodes": tree.num_nodes,
             "splits": tree.num_splits,
             "evicted_tokens": tree.num_evicted_tokens,
-            **asdict(store.counters),
-            "sessions": 0 if retention is None else len(retention.open_holders),
-            "leases": [] if retention is None else retention.leases(),
-            "pages_leased": 0 if retention is None else retention.num_leased_pages,
-            "pages_closed": 0 if retention is None else retention.num_closed_pages,
+            **asdict(allocator.counters),
+            "sessions": 0 if session_eviction is None else len(session_eviction.open_sessions),
+            "leases": [] if session_eviction is None else session_eviction.leases(),
+            "pages_leased": 0 if session_eviction is None else session_eviction.num_leased_pages,
+            "pages_closed": 0 if session_eviction is None else session_eviction.num_closed_pages,
         }
 
     def check(self) -> None:
         """Audit every page's owner and every law of the tree; AssertionError names the first broken
         one. O(everything): for tests and for those in doubt."""
-        check_store(self._store)
+        check_cache(self._allocator)
 
     def dump(self, max_nodes: int = 10_000) -> dict[str, Any]:
         """The trees as nested dicts, breadth first up to `max_nodes` nodes; "truncated" tells.
 
         {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
-        "num_tokens", "pages", "refs", "sessions", "children"}.
+        "num_tokens", "pages", "lock_ref", "sequences", "children"}.
         """
-        return dump_spaces(self._store, check_int("max_nodes", max_nodes, 0))
+        return dump_trees(self._allocator, check_int("max_nodes", max_nodes, 0))
 
 
 def path_pages(node: Node, count: int) -> array[int]:

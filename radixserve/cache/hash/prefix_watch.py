@@ -1,15 +1,15 @@
-"""`HashProbe`: a look-up that is repeated only when a block came or went where it ended."""
+"""`HashPrefixWatch`: a look-up that is repeated only when a block came or went where it ended."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 from radixserve.arrays import IntArray
-from radixserve.cache.block import Block, BlockWatcher
-from radixserve.cache.block_pool import BlockPool
+from radixserve.cache.hash.block import Block, BlockWatcher
+from radixserve.cache.hash.block_pool import BlockPool
 
 
-class HashProbe(BlockWatcher):
+class HashPrefixWatch(BlockWatcher):
     """How many whole blocks of one prompt are cached, for a waiting request. Read-only.
 
     Blocks of a chain are dropped from its end, so the last one matched and the first one missing
@@ -31,12 +31,12 @@ class HashProbe(BlockWatcher):
     @property
     def locked_len(self) -> int:
         """Of `cached_len`, tokens in blocks that live sequences hold anyway. O(log blocks)."""
-        held = bisect_left(self._found, True, key=lambda block: not block.refs)
+        held = bisect_left(self._found, True, key=lambda block: not block.lock_ref)
         return held * self._pool.block_size
 
     def path(self) -> tuple[int, ...]:
         """Serial numbers of the blocks matched, from the first on."""
-        return tuple([block.serial for block in self._found])
+        return tuple([block.block_id for block in self._found])
 
     def refresh(self) -> None:
         """Look again, going on from what is still there. O(blocks that came and went)."""
@@ -49,17 +49,17 @@ class HashProbe(BlockWatcher):
         if len(found) < chain.num_blocks:
             wanted.add(chain.key(len(found)))
         if wanted != self._watched:
-            self._leave()
+            self._unwatch()
             self._watched = wanted
             for key in wanted:
-                self._pool.watches.watch(key, self)
+                self._pool.watch_registry.add(key, self)
 
     def close(self) -> None:
         """Stop watching. A second call does nothing."""
-        self._leave()
-        self._pool.watches.close(self)
+        self._unwatch()
+        self._pool.watch_registry.close(self)
 
-    def _leave(self) -> None:
+    def _unwatch(self) -> None:
         for key in self._watched:
-            self._pool.watches.leave(key, self)
+            self._pool.watch_registry.remove(key, self)
         self._watched = set()

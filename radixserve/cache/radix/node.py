@@ -1,4 +1,4 @@
-"""`Node` and `Space`: the records that a tree is made of. `RadixTree` alone changes them."""
+"""`Node` and `NamespaceTree`: the records of a tree. `RadixTree` alone changes them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radixserve.cache.tokens import TOKEN_BYTES
+
 if TYPE_CHECKING:
     from sortedcontainers import SortedList
-
-TOKEN_BYTES = 4  # tokens are kept as int32 bytes: one memcmp compares an edge
 
 
 class Watcher:
@@ -20,7 +20,7 @@ class Watcher:
     __slots__ = ()
 
 
-class Claims:
+class SessionRefs:
     """Who may come back to a node. None in its place means: sequences without a session only."""
 
     __slots__ = ("is_public", "num_leased", "num_open", "sessions")
@@ -33,11 +33,11 @@ class Claims:
 
 
 # Shared by all nodes that nobody watches, and by all leaves; they stay empty.
-NOBODY: dict[bytes, set[Watcher]] = {}
+NO_WATCHERS: dict[bytes, set[Watcher]] = {}
 NO_CHILDREN: dict[bytes, Node] = {}
 
 
-class Space:
+class NamespaceTree:
     """One namespace's tree. Dead after a reset: nobody new finds it, what it frees is not kept."""
 
     __slots__ = ("is_dead", "name", "num_locked", "num_pages", "root")
@@ -47,7 +47,7 @@ class Space:
         self.is_dead = is_dead
         self.num_pages = 0  # in its nodes
         self.num_locked = 0  # in its locked nodes
-        self.root = Node(self, None, 0, b"", bytearray(), array("i"), serial=name)
+        self.root = Node(self, None, 0, b"", bytearray(), array("i"), node_id=name)
 
 
 class Node:
@@ -55,15 +55,15 @@ class Node:
 
     __slots__ = (
         "children",
-        "claims",
-        "heads",
+        "first_token_index",
         "key",
-        "mark",
+        "lock_ref",
+        "namespace",
+        "node_id",
         "pages",
         "parent",
-        "refs",
-        "serial",
-        "space",
+        "policy_key",
+        "session_refs",
         "start",
         "tokens",
         "watchers",
@@ -71,27 +71,31 @@ class Node:
 
     def __init__(
         self,
-        space: Space,
+        namespace: NamespaceTree,
         parent: Node | None,
         start: int,
         key: bytes,
         tokens: bytearray,
         pages: array[int],
-        serial: int | str,
+        node_id: int | str,
     ) -> None:
-        self.space = space
+        self.namespace = namespace
         self.parent = parent
         self.start = start
         self.key = key  # the bytes of its first page, fewer if shorter: among the parent's children
         self.tokens = tokens
         self.pages = pages
-        self.serial = serial  # names the node for the memory of evictions
-        self.watchers: dict[bytes, set[Watcher]] = NOBODY  # by the token that they look for next
-        self.refs = 0  # sequences that hold this very node + locked children
-        self.mark = 0  # the eviction policy's own
-        self.claims: Claims | None = None
+        self.node_id = node_id  # names the node for the memory of evictions
+        self.watchers: dict[bytes, set[Watcher]] = (
+            NO_WATCHERS  # by the token that they look for next
+        )
+        self.lock_ref = 0  # sequences that hold this very node + locked children
+        self.policy_key = 0  # the eviction policy's own
+        self.session_refs: SessionRefs | None = None
         self.children = NO_CHILDREN
-        self.heads: dict[bytes, list[bytes] | SortedList] | None = None  # see child_index
+        self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = (
+            None  # see child_index
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -1,13 +1,13 @@
-"""`BlockWatches`: who has to look again because a block came or went. `EvictedKeys`: what went."""
+"""`KeyWatchRegistry`: watches by block key. `EvictedKeys`: a bounded memory of evictions."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from radixserve.cache.block import BlockWatcher
+from radixserve.cache.hash.block import BlockWatcher
 
 
-class BlockWatches:
+class KeyWatchRegistry:
     """A watcher names the keys that matter to it: its last block's and the first missing one."""
 
     __slots__ = ("_by_key", "_changed")
@@ -20,10 +20,10 @@ class BlockWatches:
         """How many keys are watched."""
         return len(self._by_key)
 
-    def watch(self, key: bytes, watcher: BlockWatcher) -> None:
+    def add(self, key: bytes, watcher: BlockWatcher) -> None:
         self._by_key.setdefault(key, set()).add(watcher)
 
-    def leave(self, key: bytes, watcher: BlockWatcher) -> None:
+    def remove(self, key: bytes, watcher: BlockWatcher) -> None:
         watchers = self._by_key[key]
         watchers.discard(watcher)
         if not watchers:
@@ -33,7 +33,7 @@ class BlockWatches:
         """`watcher`, which watches nothing any more, need not be told."""
         self._changed.discard(watcher)
 
-    def touch(self, key: bytes) -> None:
+    def notify(self, key: bytes) -> None:
         """The block of that key came or went. O(the watchers concerned)."""
         watchers = self._by_key.get(key)
         if watchers:

@@ -1,7 +1,7 @@
-"""The eviction policies besides LRU: FIFO, LFU, priority, SLRU, ARC; `make_order` picks one.
+"""The eviction policies besides LRU: FIFO, LFU, priority, SLRU, ARC; `make_eviction` picks one.
 
-A node's `mark` is theirs: a stamp, a count, a priority or a segment. Along a path marks never rise
-towards the leaves, which makes every victim a leaf.
+A node's `policy_key` is theirs: a stamp, a count, a priority or a segment. Along a path keys never
+rise towards the leaves, which makes every victim a leaf.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Iterable
 
 from sortedcontainers import SortedDict
 
-from radixserve.cache.eviction import LRU, EvictionOrder, Use
-from radixserve.cache.ghosts import Place
-from radixserve.cache.node import TOKEN_BYTES, Node, path
+from radixserve.cache.radix.evicted_history import EvictionPoint
+from radixserve.cache.radix.eviction import LRU, EvictionOrder, PathUse
+from radixserve.cache.radix.node import Node, path
+from radixserve.cache.tokens import TOKEN_BYTES
 
-EVICTION_POLICIES = ("lru", "arc", "lfu", "fifo", "slru", "priority")
 
-
-def make_order(policy: str, num_pages: int) -> EvictionOrder:
+def make_eviction(policy: str, num_pages: int) -> EvictionOrder:
     """The order for one of EVICTION_POLICIES over a pool of `num_pages`."""
     if policy == "arc":
         return ARC(num_pages)
@@ -64,10 +63,10 @@ class Ranked(EvictionOrder):
         return [self._nodes.values()]
 
     def rank(self, node: Node, tick: int) -> tuple[int, ...]:
-        return (node.mark, tick)
+        return (node.policy_key, tick)
 
     @abstractmethod
-    def used(self, node: Node, use: Use) -> None:
+    def on_path_used(self, node: Node, use: PathUse) -> None:
         """Marks what a sequence has used."""
 
 
@@ -77,22 +76,22 @@ class LFU(Ranked):
     Nothing ages: what was popular once stays for as long as it takes others to be more popular.
     """
 
-    def used(self, node: Node, use: Use) -> None:
+    def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
             if at.start < use.reused:
-                at.mark += 1
+                at.policy_key += 1
 
 
 class Priority(Ranked):
     """Lowest priority first: that of the most important sequence that ever reached the node."""
 
-    first_mark = -(2**63)
+    initial_key = -(2**63)
 
-    def used(self, node: Node, use: Use) -> None:
+    def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
-            if at.mark >= use.priority:
+            if at.policy_key >= use.priority:
                 return  # so has all above
-            at.mark = use.priority
+            at.policy_key = use.priority
 
 
 class FIFO(Ranked):
@@ -105,14 +104,14 @@ class FIFO(Ranked):
         super().__init__()
         self._stamp = 0
 
-    def used(self, node: Node, use: Use) -> None:
-        if use.is_author:
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        if use.has_published:
             for at in path(node):
                 self._stamp += 1
-                at.mark = self._stamp
+                at.policy_key = self._stamp
 
     def rank(self, node: Node, tick: int) -> tuple[int, ...]:
-        return (node.mark, -node.start, tick)  # a split gives both parts one stamp
+        return (node.policy_key, -node.start, tick)  # a split gives both parts one stamp
 
 
 class _Segment:
@@ -151,25 +150,25 @@ class _Segmented(EvictionOrder):
         self._again = _Segment()
 
     def add(self, node: Node) -> None:
-        (self._again if node.mark else self._once).add(node)
+        (self._again if node.policy_key else self._once).add(node)
 
     def discard(self, node: Node) -> None:
         self._once.discard(node)
         self._again.discard(node)
 
-    def resized(self, node: Node) -> None:
+    def on_resized(self, node: Node) -> None:
         self._once.resize(node)
         self._again.resize(node)
 
     def queues(self) -> list[Iterable[Node]]:
         return [self._once.sizes, self._again.sizes]
 
-    def used(self, node: Node, use: Use) -> None:
+    def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
             if at.start < use.reused:
-                if at.mark:
+                if at.policy_key:
                     return  # so has all above
-                at.mark = 1
+                at.policy_key = 1
 
 
 class SLRU(_Segmented):
@@ -185,14 +184,14 @@ class SLRU(_Segmented):
         self._max_protected = int(num_pages * self._PROTECTED_SHARE)
 
     def add(self, node: Node) -> None:
-        if node.mark and node.parent is not None:
-            node.parent.mark = 1  # it may have been demoted while this one was held elsewhere
+        if node.policy_key and node.parent is not None:
+            node.parent.policy_key = 1  # it may have been demoted while this one was held elsewhere
         super().add(node)
         while self._again.num_pages > self._max_protected:
             oldest = self._again.oldest()
             assert oldest is not None
             self._again.discard(oldest)
-            oldest.mark = 0
+            oldest.policy_key = 0
             self._once.add(oldest)
 
     def victim(self) -> Node | None:
@@ -206,15 +205,15 @@ class ARC(_Segmented):
     what one list has lost makes that list's share of the pool larger.
     """
 
-    tracks_loss = True
-    _MAX_GHOSTS = 1 << 16  # places remembered of each list
+    tracks_evictions = True
+    _MAX_POINTS = 1 << 16  # places remembered of each list
 
     def __init__(self, num_pages: int) -> None:
         super().__init__()
         self._num_pages = num_pages
         self._share = 0.0  # pages that the nodes seen once may fill
-        self._lost_once = _Lost(num_pages, self._MAX_GHOSTS)
-        self._lost_again = _Lost(num_pages, self._MAX_GHOSTS)
+        self._evicted_once = _EvictedList(num_pages, self._MAX_POINTS)
+        self._evicted_again = _EvictedList(num_pages, self._MAX_POINTS)
 
     def victim(self) -> Node | None:
         once, again = self._once.oldest(), self._again.oldest()
@@ -224,51 +223,53 @@ class ARC(_Segmented):
             return once
         return again
 
-    def used(self, node: Node, use: Use) -> None:
+    def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
             assert at.parent is not None
             if at.start >= use.reused:  # new: or was it lost?
                 token = bytes(at.tokens[:TOKEN_BYTES])
-                if self._was_lost((at.parent.serial, at.start, token)):
-                    at.mark = 1
+                if self._take_evicted((at.parent.node_id, at.start, token)):
+                    at.policy_key = 1
                 continue
             cut = (use.reused - at.start) * TOKEN_BYTES  # where it had been cut short
             if cut < len(at.tokens):
-                self._was_lost((at.serial, use.reused, bytes(at.tokens[cut : cut + TOKEN_BYTES])))
+                self._take_evicted(
+                    (at.node_id, use.reused, bytes(at.tokens[cut : cut + TOKEN_BYTES]))
+                )
             break
-        super().used(node, use)
+        super().on_path_used(node, use)
         self._mark_above(node)
 
-    def dropped(self, node: Node, place: Place, num_pages: int) -> None:
-        lost = self._lost_again if node.mark else self._lost_once
-        lost.remember(node.serial, place, num_pages)
+    def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:
+        lost = self._evicted_again if node.policy_key else self._evicted_once
+        lost.remember(node.node_id, point, num_pages)
 
     def _mark_above(self, node: Node) -> None:
         """What lies above a marked node is marked, too."""
         is_marked = False
         for at in path(node):
-            if at.mark and is_marked:
+            if at.policy_key and is_marked:
                 return
-            is_marked = is_marked or bool(at.mark)
-            at.mark = int(is_marked)
+            is_marked = is_marked or bool(at.policy_key)
+            at.policy_key = int(is_marked)
 
-    def _was_lost(self, place: Place) -> bool:
+    def _take_evicted(self, point: EvictionPoint) -> bool:
         """Whether that place is remembered; it is not any more, and the shares are adapted."""
-        once, again = self._lost_once, self._lost_again
+        once, again = self._evicted_once, self._evicted_again
         in_once, in_again = max(1, once.num_pages), max(1, again.num_pages)
-        pages = once.forget(place)
+        pages = once.forget(point)
         if pages:
             more = pages * max(1.0, in_again / in_once)
             self._share = min(float(self._num_pages), self._share + more)
             return True
-        pages = again.forget(place)
+        pages = again.forget(point)
         if pages:
             less = pages * max(1.0, in_once / in_again)
             self._share = max(0.0, self._share - less)
         return bool(pages)
 
 
-class _Lost:
+class _EvictedList:
     """Places where pages were evicted, oldest first, up to a number of pages and of places."""
 
     __slots__ = ("_max_pages", "_max_places", "_pages", "_tails", "num_pages")
@@ -276,27 +277,29 @@ class _Lost:
     def __init__(self, max_pages: int, max_places: int) -> None:
         self._max_pages = max_pages
         self._max_places = max_places
-        self._pages: OrderedDict[Place, int] = OrderedDict()
-        self._tails: dict[int | str, Place] = {}  # node serial -> where its tail was cut off
+        self._pages: OrderedDict[EvictionPoint, int] = OrderedDict()
+        self._tails: dict[
+            int | str, EvictionPoint
+        ] = {}  # node serial -> where its tail was cut off
         self.num_pages = 0
 
-    def remember(self, serial: int | str, place: Place, num_pages: int) -> None:
-        """`num_pages` of the node `serial` are lost from `place` on, and its tail before."""
-        tail = self._tails.get(serial)
+    def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:
+        """`num_pages` of the node `node_id` are lost from `point` on, and its tail before."""
+        tail = self._tails.get(node_id)
         if tail is not None:
             num_pages += self.forget(tail)
-        self.forget(place)
-        self._pages[place] = num_pages
+        self.forget(point)
+        self._pages[point] = num_pages
         self.num_pages += num_pages
-        if place[0] == serial:
-            self._tails[serial] = place
+        if point[0] == node_id:
+            self._tails[node_id] = point
         while self.num_pages > self._max_pages or len(self._pages) > self._max_places:
             self.forget(next(iter(self._pages)))
 
-    def forget(self, place: Place) -> int:
+    def forget(self, point: EvictionPoint) -> int:
         """The pages lost from there on; 0 if that is not remembered."""
-        pages = self._pages.pop(place, 0)
+        pages = self._pages.pop(point, 0)
         self.num_pages -= pages
-        if pages and self._tails.get(place[0]) == place:
-            del self._tails[place[0]]
+        if pages and self._tails.get(point[0]) == point:
+            del self._tails[point[0]]
         return pages

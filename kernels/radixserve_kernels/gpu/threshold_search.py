@@ -1,17 +1,17 @@
-"""How far down the logits of a row one has to look for its filters, and the tokens above that.
+"""The threshold that is low enough for the filters of each row, and the tokens above it.
 
-Scaled logits are (logit - best) / temperature <= 0. The ladder counts and sums the tokens above a
-few fixed steps of them, block by block of the vocabulary; those above the first step that suffices
-are gathered in order of the vocabulary, if they are at most MAX_GATHERED. See `sampling`.
+Scaled logits are (logit - row maximum) / temperature <= 0. The tokens above each of a few fixed
+thresholds are counted and summed, block by block of the vocabulary; those above the first threshold
+that suffices are gathered in vocabulary order, if they are at most MAX_GATHERED. See `sampling`.
 """
 
 from __future__ import annotations
 
-from radixserve_kernels.gpu import best
+from radixserve_kernels.gpu import argmax
 from radixserve_kernels.gpu.launch import kernel, tl
 
-BLOCK = best.BLOCK  # tokens at a time
-STEPS = 8  # of the ladder: see `step_floor`
+BLOCK = argmax.BLOCK  # tokens at a time
+STEPS = 8  # thresholds: see `step_floor`
 MAX_GATHERED = 4_096
 PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "floor_ptr")  # of each row
 
@@ -24,17 +24,17 @@ def step_floor(step, steps: tl.constexpr):
 
 
 @kernel()
-def scaled_logits(values_ptr, start, end, row_best, temperature, floor, block: tl.constexpr):
+def scaled_logits(values_ptr, start, end, row_max, temperature, floor, block: tl.constexpr):
     """Of a block of values; those below min_p's floor, and beyond the end, count for nothing."""
-    place = start + tl.arange(0, block)
-    values = tl.load(values_ptr + place, place < end, float("-inf"))
-    scaled = tl.div_rn(values - row_best, temperature)
-    return scaled, (place < end) & (scaled >= floor)
+    position = start + tl.arange(0, block)
+    values = tl.load(values_ptr + position, position < end, float("-inf"))
+    scaled = tl.div_rn(values - row_max, temperature)
+    return scaled, (position < end) & (scaled >= floor)
 
 
 @kernel()
 def key_of(scaled):
-    """0 for the best token; larger for less likely ones."""
+    """0 for the argmax; larger for less likely ones."""
     return tl.abs(scaled).to(tl.int32, bitcast=True)
 
 
@@ -57,7 +57,7 @@ def choose_step(
 ):
     """The first step whose tokens are enough for the filters, and how many tokens it has.
 
-    top_p is asked for with a margin: the bisection divides, sums and rounds in another order.
+    top_p has a margin: the bisection divides, sums and rounds in another order.
     """
     block = tl.arange(0, block_blocks)
     is_block = block < num_blocks
@@ -78,9 +78,9 @@ def choose_step(
 
 
 @kernel(varying=PARAMETERS)
-def ladder_kernel(
+def threshold_kernel(
     logits_ptr,  # [S, V] float32
-    row_best_ptr,  # [S] float32
+    row_max_ptr,  # [S] float32
     temperature_ptr,  # [S] float32
     top_k_ptr,  # [S] int32
     top_p_ptr,  # [S] float64
@@ -95,19 +95,19 @@ def ladder_kernel(
 ):
     """Grid [S, blocks]. Of rows without filters only the last step is written."""
     row = tl.program_id(0).to(tl.int64)
-    here = tl.program_id(1)
-    row_best = tl.load(row_best_ptr + row)
+    block_id = tl.program_id(1)
+    row_max = tl.load(row_max_ptr + row)
     temperature = tl.load(temperature_ptr + row)
-    if (tl.abs(row_best) < float("inf")) & (temperature > 0.0):
+    if (tl.abs(row_max) < float("inf")) & (temperature > 0.0):
         floor = tl.load(floor_ptr + row)
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
         values_ptr = logits_ptr + row * stride_logits
         scaled, is_kept = scaled_logits(
-            values_ptr, here * block, vocab_size, row_best, temperature, floor, block
+            values_ptr, block_id * block, vocab_size, row_max, temperature, floor, block
         )
         weights = tl.where(is_kept, tl.exp(scaled), 0.0).to(tl.float64)
-        cells = row * steps * num_blocks + here
+        cells = row * steps * num_blocks + block_id
         last = cells + (steps - 1) * num_blocks
         tl.store(counts_ptr + last, tl.sum(is_kept.to(tl.int32), 0))
         tl.store(masses_ptr + last, tl.sum(weights, 0))
@@ -122,7 +122,7 @@ def ladder_kernel(
 @kernel(varying=PARAMETERS)
 def gather_kernel(
     logits_ptr,
-    row_best_ptr,
+    row_max_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -141,31 +141,31 @@ def gather_kernel(
 ):
     """Grid [S, blocks]."""
     row = tl.program_id(0).to(tl.int64)
-    here = tl.program_id(1)
-    row_best = tl.load(row_best_ptr + row)
+    block_id = tl.program_id(1)
+    row_max = tl.load(row_max_ptr + row)
     temperature = tl.load(temperature_ptr + row)
     floor = tl.load(floor_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
-    is_drawn = (tl.abs(row_best) < float("inf")) & (temperature > 0.0)
+    is_drawn = (tl.abs(row_max) < float("inf")) & (temperature > 0.0)
     if is_drawn & is_filtered(top_k, top_p, floor, vocab_size):
         counts_ptr += row * steps * num_blocks
         masses_ptr += row * steps * num_blocks
         step, num_tokens = choose_step(
             counts_ptr, masses_ptr, num_blocks, top_k, top_p, vocab_size, steps, block_blocks
         )
-        own = tl.load(counts_ptr + step * num_blocks + here)
-        if (num_tokens <= max_gathered) & (own > 0):
+        num_above = tl.load(counts_ptr + step * num_blocks + block_id)
+        if (num_tokens <= max_gathered) & (num_above > 0):
             blocks = tl.arange(0, block_blocks)
-            counts = tl.load(counts_ptr + step * num_blocks + blocks, blocks < here, 0)
+            counts = tl.load(counts_ptr + step * num_blocks + blocks, blocks < block_id, 0)
             values_ptr = logits_ptr + row * stride_logits
             scaled, is_kept = scaled_logits(
-                values_ptr, here * block, vocab_size, row_best, temperature, floor, block
+                values_ptr, block_id * block, vocab_size, row_max, temperature, floor, block
             )
             is_kept = is_kept & (scaled >= step_floor(step, steps))
-            token = here * block + tl.arange(0, block)
+            token = block_id * block + tl.arange(0, block)
             values = tl.load(values_ptr + token, is_kept, 0.0)
-            place = tl.sum(counts, 0) + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-            cells = row * max_gathered + place
+            position = tl.sum(counts, 0) + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+            cells = row * max_gathered + position
             tl.store(gathered_ptr + cells, values, mask=is_kept)
             tl.store(token_ptr + cells, token, mask=is_kept)

@@ -12,27 +12,25 @@ from itertools import islice
 from typing import Any
 
 from radixserve.arrays import IntArray
-from radixserve.cache.block_hash import BlockChain, make_digest
-from radixserve.cache.block_pool import BlockPool
-from radixserve.cache.hash_audit import check_pool, dump_pool
-from radixserve.cache.hash_probe import HashProbe
-from radixserve.cache.hash_sequence import HashSequence
-from radixserve.cache.interface import CacheSession, PrefixWatch
-from radixserve.cache.lookup import Lookup
-from radixserve.cache.node import TOKEN_BYTES
-from radixserve.cache.tokens import TokenIds, as_token_ids
+from radixserve.cache.hash.audit import check_pool, dump_pool
+from radixserve.cache.hash.block_hash import BlockChain, make_digest
+from radixserve.cache.hash.block_pool import BlockPool
+from radixserve.cache.hash.prefix_watch import HashPrefixWatch
+from radixserve.cache.hash.sequence import HashSequence
+from radixserve.cache.interface import CacheSession, Lookup, PrefixWatch
+from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.checks import check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
 
-_OTHER_SPACES = 64  # namespaces asked at most when explaining a miss
+_MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
 
 
-class NamedHolder:
+class HashSession:
     """A session in name only: this design gives nobody a preference."""
 
     __slots__ = ("_all", "_name")
 
-    def __init__(self, everyone: set[NamedHolder], name: str) -> None:
+    def __init__(self, everyone: set[HashSession], name: str) -> None:
         """`everyone`: the open sessions of its cache."""
         self._all = everyone
         self._name = name
@@ -50,7 +48,7 @@ class NamedHolder:
         """Twice does nothing."""
         self._all.discard(self)
 
-    def belongs_to(self, everyone: set[NamedHolder]) -> bool:
+    def belongs_to(self, everyone: set[HashSession]) -> bool:
         return self._all is everyone
 
 
@@ -74,7 +72,7 @@ class HashBlockCache:
         num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         block_size = check_int("block_size", block_size, 1)
         self._pool = BlockPool(num_pages, block_size, make_digest(hash_name))
-        self._sessions: set[NamedHolder] = set()  # open ones
+        self._sessions: set[HashSession] = set()  # open ones
 
     @property
     def num_pages(self) -> int:
@@ -126,27 +124,27 @@ class HashBlockCache:
             return "full"
         if pool.evicted.find(chain.key(found)) == namespace:
             return "evicted"
-        for name in islice(pool.spaces, _OTHER_SPACES):
+        for name in islice(pool.namespaces, _MAX_NAMESPACES):
             if name != namespace:
                 other = pool.chain(name, chain.data)
                 if len(pool.match(name, other, [])) > found:
                     return "namespace"
         return "never_seen"
 
-    def watch(self, tokens: IntArray, namespace: str = "") -> HashProbe:
+    def watch(self, tokens: IntArray, namespace: str = "") -> HashPrefixWatch:
         """A look-up that stays: see `changed_watches`. It has to be closed."""
-        return HashProbe(self._pool, as_token_ids(tokens), namespace)
+        return HashPrefixWatch(self._pool, as_token_ids(tokens), namespace)
 
     def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open probes whose match may have changed since the last call; returns them.
 
         O(probes that wait for, or rest on, blocks that came or went), not O(all probes).
         """
-        changed = self._pool.watches.take_changed()
-        probes = [watcher for watcher in changed if isinstance(watcher, HashProbe)]
-        for probe in probes:
-            probe.refresh()
-        return list(probes)
+        changed = self._pool.watch_registry.take_changed()
+        watches = [watcher for watcher in changed if isinstance(watcher, HashPrefixWatch)]
+        for watch in watches:
+            watch.refresh()
+        return list(watches)
 
     def acquire(
         self,
@@ -169,8 +167,8 @@ class HashBlockCache:
             check_int("priority", priority, -(2**31), 2**31 - 1)
         pool = self._pool
         if session is not None:
-            self._check_holder(session)
-        space = pool.space(namespace)
+            self._check_session(session)
+        block_namespace = pool.namespace(namespace)
         chain = pool.chain(namespace, self._reusable(ids, allow_full))
         blocks = pool.match(namespace, chain, [])
         pool.lock(blocks)
@@ -179,18 +177,20 @@ class HashBlockCache:
         counters.num_acquired += 1
         counters.acquired_tokens += len(ids)
         counters.matched_tokens += length
-        return HashSequence(pool, space, bytearray(chain.data[: length * TOKEN_BYTES]), blocks)
+        return HashSequence(
+            pool, block_namespace, bytearray(chain.data[: length * TOKEN_BYTES]), blocks
+        )
 
-    def open_session(self, name: str, *, lease_s: float | None = None) -> NamedHolder:
+    def open_session(self, name: str, *, lease_s: float | None = None) -> HashSession:
         """A handle to pass to `acquire`. It keeps nothing in the cache: `lease_s` (seconds, >= 0)
         is checked and has no effect."""
         check_str("name", name)
         if lease_s is not None:
             check_float("lease_s", lease_s, 0.0, math.inf)
-        return NamedHolder(self._sessions, name)
+        return HashSession(self._sessions, name)
 
-    def _check_holder(self, session: object) -> None:
-        if not isinstance(session, NamedHolder) or not session.belongs_to(self._sessions):
+    def _check_session(self, session: object) -> None:
+        if not isinstance(session, HashSession) or not session.belongs_to(self._sessions):
             raise InvalidRequest(
                 f"session must be None or come from this cache's open_session, got {shown(session)}"
             )
@@ -212,7 +212,7 @@ class HashBlockCache:
         """
         if namespace is not None:
             check_str("namespace", namespace)
-        names = list(self._pool.spaces) if namespace is None else [namespace]
+        names = list(self._pool.namespaces) if namespace is None else [namespace]
         for name in names:
             self._pool.reset(name)
         self._pool.evicted.forget(namespace)
@@ -234,9 +234,11 @@ class HashBlockCache:
             "pages_tree": pool.num_blocks,
             "pages_locked": pool.num_blocks - len(pool.unused),
             "pages_private": pool.num_private,
-            "sequences": len(pool.live),
-            "namespaces": len(pool.spaces),
-            "nodes": sum(len(space.blocks) for space in pool.spaces.values()),
+            "sequences": len(pool.live_sequences),
+            "namespaces": len(pool.namespaces),
+            "nodes": sum(
+                len(block_namespace.blocks) for block_namespace in pool.namespaces.values()
+            ),
             "splits": 0,
             "evicted_tokens": pool.num_evicted_tokens,
             **asdict(pool.counters),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from radixserve.cache import RadixCache
-from radixserve.cache.policies import EVICTION_POLICIES
-from radixserve.cache.retention import RadixHolder
+from radixserve.cache.radix.session_eviction import RadixSession
+from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest
 
 
@@ -27,7 +27,7 @@ def make(clock: Clock, num_pages: int = 100, eviction: str = "lru", **options: f
     return RadixCache(num_pages, eviction=eviction, clock=clock, **options)  # type: ignore[arg-type]
 
 
-def serve(cache: RadixCache, tokens: list[int], session: RadixHolder | None = None) -> int:
+def serve(cache: RadixCache, tokens: list[int], session: RadixSession | None = None) -> int:
     seq = cache.acquire(tokens, session=session)
     seq.extend(tokens[seq.cached_len :])
     seq.commit(len(tokens))

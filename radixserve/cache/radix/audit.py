@@ -7,32 +7,33 @@ from typing import Any
 
 import numpy as np
 
-from radixserve.cache.child_index import check_heads, has_longer
-from radixserve.cache.node import TOKEN_BYTES, Node, Space
-from radixserve.cache.sequence import CachedSequence
-from radixserve.cache.store import PageStore
+from radixserve.cache.radix.allocator import PageAllocator
+from radixserve.cache.radix.child_index import check_index, has_longer
+from radixserve.cache.radix.node import NamespaceTree, Node
+from radixserve.cache.radix.sequence import CachedSequence
+from radixserve.cache.tokens import TOKEN_BYTES
 
 
-def check_store(store: PageStore) -> None:
+def check_cache(allocator: PageAllocator) -> None:
     """Raise AssertionError at the first broken law."""
-    owners = _Owners(store.pool.num_pages)
-    owners.add(store.pool.free_ids(), "the free list")
-    nodes = _all_nodes(store)
+    owners = _Owners(allocator.pool.num_pages)
+    owners.add(allocator.pool.free_ids(), "the free list")
+    nodes = _all_nodes(allocator)
     for node in nodes:
-        owners.add(node.pages.tolist(), f"node {node.serial}")
-        _check_node(store, node)
-    _check_locks(store, nodes)
-    _check_counts(store, nodes)
-    _check_order(store, nodes)
-    _check_claims(store, nodes)
-    for sequence in sequences(store):
+        owners.add(node.pages.tolist(), f"node {node.node_id}")
+        _check_node(allocator, node)
+    _check_locks(allocator, nodes)
+    _check_counts(allocator, nodes)
+    _check_order(allocator, nodes)
+    _check_session_refs(allocator, nodes)
+    for sequence in sequences(allocator):
         owners.add(sequence._pages[sequence._num_shared :].tolist(), repr(sequence))
-        _check_sequence(store, sequence)
+        _check_sequence(allocator, sequence)
     owners.check_complete()
 
 
-def sequences(store: PageStore) -> list[CachedSequence]:
-    return [session for session in store.live if isinstance(session, CachedSequence)]
+def sequences(allocator: PageAllocator) -> list[CachedSequence]:
+    return [session for session in allocator.live_sequences if isinstance(session, CachedSequence)]
 
 
 class _Owners:
@@ -53,12 +54,12 @@ class _Owners:
         assert not lost, f"pages {lost[:8]} belong to nobody ({len(lost)} in all)"
 
 
-def _all_nodes(store: PageStore) -> list[Node]:
+def _all_nodes(allocator: PageAllocator) -> list[Node]:
     """Every node but the roots: of living spaces, of dead ones, of those only sequences hold."""
-    tops = [space.root for space in store.tree.spaces.values()]
-    tops += store.tree.graves
-    for sequence in sequences(store):
-        node = sequence._node
+    tops = [namespace.root for namespace in allocator.tree.namespaces.values()]
+    tops += allocator.tree.pending_free
+    for sequence in sequences(allocator):
+        node = sequence._last_node
         while node.parent is not None:
             node = node.parent
         tops.append(node)
@@ -69,7 +70,7 @@ def _all_nodes(store: PageStore) -> list[Node]:
         node = stack.pop()
         if id(node) in seen or id(node) in roots:
             continue
-        if node is node.space.root:
+        if node is node.namespace.root:
             roots.add(id(node))
         elif node.parent is not None:
             seen[id(node)] = node
@@ -77,117 +78,136 @@ def _all_nodes(store: PageStore) -> list[Node]:
     return list(seen.values())
 
 
-def _check_node(store: PageStore, node: Node) -> None:
-    size, parent, name = store.page_size, node.parent, f"node {node.serial}"
+def _check_node(allocator: PageAllocator, node: Node) -> None:
+    size, parent, name = allocator.page_size, node.parent, f"node {node.node_id}"
     assert parent is not None, f"{name} has no parent"
     assert node.num_tokens > 0, f"{name} is empty"
     assert node.start % size == 0, f"{name} starts inside a page"
-    assert len(node.pages) == store.pages_for(node.num_tokens), f"{name} lacks or hoards pages"
+    assert len(node.pages) == allocator.pages_for(node.num_tokens), f"{name} lacks or hoards pages"
     assert not node.children or node.end % size == 0, f"{name} has children and a partial page"
     if parent.children.get(node.key) is node:
         assert node.start == parent.end, f"{name} does not begin where its parent ends"
     else:
-        assert node.space.is_dead, f"{name} is not among its parent's children"
+        assert node.namespace.is_dead, f"{name} is not among its parent's children"
     for key, child in node.children.items():
         assert child.parent is node, f"{name} has a child with another parent"
         assert key == child.key, f"{name} has a child under a wrong key"
         head = bytes(child.tokens[: size * TOKEN_BYTES])
         assert key == head, f"{name} has a child under the key of another first page"
-    check_heads(node)
-    if not node.refs and not node.space.is_dead:
+    check_index(node)
+    if not node.lock_ref and not node.namespace.is_dead:
         is_short = node.num_tokens < size
         is_covered = is_short and has_longer(parent, bytes(node.tokens))
         assert not is_covered, f"{name} is unused and covered by a sibling"
 
 
-def _check_locks(store: PageStore, nodes: list[Node]) -> None:
+def _check_locks(allocator: PageAllocator, nodes: list[Node]) -> None:
     held: dict[int, int] = {}
-    for sequence in sequences(store):
-        held[id(sequence._node)] = held.get(id(sequence._node), 0) + 1
+    for sequence in sequences(allocator):
+        held[id(sequence._last_node)] = held.get(id(sequence._last_node), 0) + 1
     for node in nodes:
-        wanted = held.get(id(node), 0) + sum(1 for child in node.children.values() if child.refs)
-        assert node.refs == wanted, f"node {node.serial} has {node.refs} locks, not {wanted}"
+        wanted = held.get(id(node), 0) + sum(
+            1 for child in node.children.values() if child.lock_ref
+        )
+        assert node.lock_ref == wanted, (
+            f"node {node.node_id} has {node.lock_ref} locks, not {wanted}"
+        )
 
 
-def _check_counts(store: PageStore, nodes: list[Node]) -> None:
-    tree = store.tree
+def _check_counts(allocator: PageAllocator, nodes: list[Node]) -> None:
+    tree = allocator.tree
     pages = sum(len(node.pages) for node in nodes)
-    locked = sum(len(node.pages) for node in nodes if node.refs)
-    dead = sum(len(n.pages) for n in nodes if n.space.is_dead and not n.refs)
+    locked = sum(len(node.pages) for node in nodes if node.lock_ref)
+    dead = sum(len(n.pages) for n in nodes if n.namespace.is_dead and not n.lock_ref)
     assert tree.num_nodes == len(nodes), f"{tree.num_nodes} nodes counted, {len(nodes)} found"
     assert tree.num_pages == pages, f"{tree.num_pages} tree pages counted, {pages} found"
     assert tree.num_locked == locked, f"{tree.num_locked} locked pages counted, {locked} found"
     assert tree.num_dead == dead, f"{tree.num_dead} dead pages counted, {dead} found"
-    assert store.num_private == sum(s.num_private for s in sequences(store)), (
+    assert allocator.num_private == sum(s.num_private for s in sequences(allocator)), (
         "private pages miscounted"
     )
-    for space in tree.spaces.values():
-        mine = [node for node in nodes if node.space is space]
-        assert space.num_pages == sum(len(n.pages) for n in mine), f"pages of {space.name!r}"
-        locked = sum(len(n.pages) for n in mine if n.refs)
-        assert space.num_locked == locked, f"locked pages of {space.name!r}"
-        assert space.root.children or space.root.refs, f"namespace {space.name!r} is empty"
+    for namespace in tree.namespaces.values():
+        mine = [node for node in nodes if node.namespace is namespace]
+        assert namespace.num_pages == sum(len(n.pages) for n in mine), (
+            f"pages of {namespace.name!r}"
+        )
+        locked = sum(len(n.pages) for n in mine if n.lock_ref)
+        assert namespace.num_locked == locked, f"locked pages of {namespace.name!r}"
+        assert namespace.root.children or namespace.root.lock_ref, (
+            f"namespace {namespace.name!r} is empty"
+        )
 
 
-def _check_order(store: PageStore, nodes: list[Node]) -> None:
+def _check_order(allocator: PageAllocator, nodes: list[Node]) -> None:
     """Every unlocked node is in one queue, before its parent or in an earlier queue."""
     rank: dict[int, tuple[int, int]] = {}
-    for number, queue in enumerate(store.tree.order.queues()):
+    for number, queue in enumerate(allocator.tree.order.queues()):
         for at, node in enumerate(queue):
-            assert id(node) not in rank, f"node {node.serial} is in two queues of eviction"
+            assert id(node) not in rank, f"node {node.node_id} is in two queues of eviction"
             rank[id(node)] = number, at
     for node in nodes:
-        if node.space.is_dead:
+        if node.namespace.is_dead:
             continue
-        assert (id(node) in rank) == (not node.refs), f"node {node.serial}: locked and evictable"
-        if node.refs or node.parent is None or id(node.parent) not in rank:
+        assert (id(node) in rank) == (not node.lock_ref), (
+            f"node {node.node_id}: locked and evictable"
+        )
+        if node.lock_ref or node.parent is None or id(node.parent) not in rank:
             continue
-        assert rank[id(node)] < rank[id(node.parent)], f"node {node.serial} outlives its parent"
+        assert rank[id(node)] < rank[id(node.parent)], f"node {node.node_id} outlives its parent"
     found = {id(node) for node in nodes}
     assert all(key in found for key in rank), "the eviction order holds a node that is gone"
 
 
-def _check_claims(store: PageStore, nodes: list[Node]) -> None:
+def _check_session_refs(allocator: PageAllocator, nodes: list[Node]) -> None:
     """Claims are what the sessions' anchors and leases say, and rise towards the root."""
-    retention = store.tree.retention
-    if retention is None:
-        assert not any(node.claims for node in nodes), "a claim without sessions"
+    session_eviction = allocator.tree.session_eviction
+    if session_eviction is None:
+        assert not any(node.session_refs for node in nodes), "a claim without sessions"
         return
-    leased = sum(len(n.pages) for n in nodes if n.claims is not None and n.claims.num_leased)
-    assert retention.num_leased_pages == leased, "leased pages miscounted"
+    leased = sum(
+        len(n.pages) for n in nodes if n.session_refs is not None and n.session_refs.num_leased
+    )
+    assert session_eviction.num_leased_pages == leased, "leased pages miscounted"
     for node in nodes:
-        if node.space.is_dead:
+        if node.namespace.is_dead:
             continue
-        name, claims = f"node {node.serial}", node.claims
-        below = [child.claims for child in node.children.values()]
-        anchors = [h.anchors[node] for h in retention.open_holders if node in h.anchors]
-        num_open = len(anchors) + sum(1 for c in below if c is not None and c.num_open)
-        num_leased = sum(1 for lease in anchors if lease is not None)
+        name, session_refs = f"node {node.node_id}", node.session_refs
+        below = [child.session_refs for child in node.children.values()]
+        end_nodes = [
+            h.end_nodes[node] for h in session_eviction.open_sessions if node in h.end_nodes
+        ]
+        num_open = len(end_nodes) + sum(1 for c in below if c is not None and c.num_open)
+        num_leased = sum(1 for lease in end_nodes if lease is not None)
         num_leased += sum(1 for c in below if c is not None and c.num_leased)
         is_public = any(
-            child.claims is None or child.claims.is_public for child in node.children.values()
+            child.session_refs is None or child.session_refs.is_public
+            for child in node.children.values()
         )
-        if claims is None:
+        if session_refs is None:
             assert not num_open, f"{name} is claimed and does not know it"
             continue
-        assert claims.num_open == num_open, f"{name}: {claims.num_open} claims, not {num_open}"
-        assert claims.num_leased == num_leased, f"{name}: wrong number of leases"
-        assert claims.num_leased <= claims.num_open, f"{name} is leased and not claimed"
-        assert claims.is_public or not is_public or node.refs, f"{name} has public children"
-    retention.check()
+        assert session_refs.num_open == num_open, (
+            f"{name}: {session_refs.num_open} claims, not {num_open}"
+        )
+        assert session_refs.num_leased == num_leased, f"{name}: wrong number of leases"
+        assert session_refs.num_leased <= session_refs.num_open, f"{name} is leased and not claimed"
+        assert session_refs.is_public or not is_public or node.lock_ref, (
+            f"{name} has public children"
+        )
+    session_eviction.check()
 
 
-def _check_sequence(store: PageStore, sequence: CachedSequence) -> None:
-    size, name = store.page_size, repr(sequence)
+def _check_sequence(allocator: PageAllocator, sequence: CachedSequence) -> None:
+    size, name = allocator.page_size, repr(sequence)
     assert not sequence.is_released, f"{name} is registered after its release"
-    assert len(sequence.pages) == store.pages_for(sequence.length), f"{name} has wrong pages"
+    assert len(sequence.pages) == allocator.pages_for(sequence.length), f"{name} has wrong pages"
     published, committed = sequence._published, sequence.committed_len
     known = sequence.length - sequence.num_unknown
     assert published <= committed <= known, f"{name} has committed too much"
     assert (sequence.tokens[known:] == -1).all(), f"{name} knows what it calls unknown"
     assert committed - published < size, f"{name} has unpublished pages"
     assert sequence._num_shared >= published // size, f"{name} holds published pages as its own"
-    tokens, pages = _path(sequence._holder_of(published))
+    tokens, pages = _path(sequence._node_covering(published))
     ours = sequence.tokens[:published].tobytes()
     assert tokens[: len(ours)] == ours, f"{name} is not on the path it holds"
     shared = sequence.pages[: sequence._num_shared].tolist()
@@ -195,7 +215,7 @@ def _check_sequence(store: PageStore, sequence: CachedSequence) -> None:
     for source, target, count in sequence.cow_copies:
         assert target in sequence.pages[sequence._num_shared :], f"{name} copies to a foreign page"
         assert 0 < count < size, f"{name} copies {count} tokens"
-        at = sequence._node
+        at = sequence._last_node
         found = False
         while at.parent is not None:
             found = found or source in at.pages
@@ -214,38 +234,39 @@ def _path(node: Node) -> tuple[bytes, list[int]]:
     return b"".join(n.tokens for n in nodes), [page for n in nodes for page in n.pages]
 
 
-def dump_spaces(store: PageStore, max_nodes: int) -> dict[str, Any]:
+def dump_trees(allocator: PageAllocator, max_nodes: int) -> dict[str, Any]:
     """See `RadixCache.dump`."""
-    sessions: dict[int, int] = {}
-    for sequence in sequences(store):
-        at: Node | None = sequence._node
+    num_sequences: dict[int, int] = {}
+    for sequence in sequences(allocator):
+        at: Node | None = sequence._last_node
         while at is not None:
-            sessions[id(at)] = sessions.get(id(at), 0) + 1
+            num_sequences[id(at)] = num_sequences.get(id(at), 0) + 1
             at = at.parent
     namespaces: dict[str, Any] = {}
     queue: deque[tuple[Node, dict[str, Any]]] = deque()
-    for name, space in sorted(store.tree.spaces.items(), key=lambda item: item[0]):
-        namespaces[name] = _as_dict(space.root, sessions)
-        queue.append((space.root, namespaces[name]))
+    for name, namespace in sorted(allocator.tree.namespaces.items(), key=lambda item: item[0]):
+        namespaces[name] = _as_dict(namespace.root, num_sequences)
+        queue.append((namespace.root, namespaces[name]))
     count = 0
     while queue and count < max_nodes:
         node, picture = queue.popleft()
         for child in node.children.values():
             if count >= max_nodes:
                 break
-            below = _as_dict(child, sessions)
+            below = _as_dict(child, num_sequences)
             picture["children"].append(below)
             queue.append((child, below))
             count += 1
     return {
-        "page_size": store.page_size,
-        "truncated": count < sum(_count_nodes(space) for space in store.tree.spaces.values()),
+        "page_size": allocator.page_size,
+        "truncated": count
+        < sum(_count_nodes(namespace) for namespace in allocator.tree.namespaces.values()),
         "namespaces": namespaces,
     }
 
 
-def _count_nodes(space: Space) -> int:
-    count, stack = 0, list(space.root.children.values())
+def _count_nodes(namespace: NamespaceTree) -> int:
+    count, stack = 0, list(namespace.root.children.values())
     while stack:
         node = stack.pop()
         count += 1
@@ -253,14 +274,14 @@ def _count_nodes(space: Space) -> int:
     return count
 
 
-def _as_dict(node: Node, sessions: dict[int, int]) -> dict[str, Any]:
+def _as_dict(node: Node, num_sequences: dict[int, int]) -> dict[str, Any]:
     count = len(node.tokens) // TOKEN_BYTES
     return {
         "start": node.start,
         "num_tokens": count,
         "tokens": np.frombuffer(bytes(node.tokens), np.int32).tolist(),
         "pages": node.pages.tolist(),
-        "refs": node.refs,
-        "sessions": sessions.get(id(node), 0),
+        "lock_ref": node.lock_ref,
+        "sequences": num_sequences.get(id(node), 0),
         "children": [],
     }
