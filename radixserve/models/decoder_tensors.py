@@ -108,6 +108,8 @@ def read_decoder(
     check_decoder(config)
     shape = decoder_shape(config)
     inv_freq, scaling = rope_frequencies(config, shape.head_dim)
+    if (factors := source.rope_factors()) is not None:
+        inv_freq = inv_freq / factors
     reader = source.tensors(dtype, device)
     reader.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     embedding = reader.take("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
@@ -142,7 +144,7 @@ def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
     It is read onto the device "meta", where tensors have shapes and no memory. Raises
     ModelNotSupported for other families.
     """
-    shapes = replace(source, folder=None)
+    shapes = replace(source, path=None, gguf=None)
     info = read_decoder(shapes, dtype, torch.device("meta"), lambda _: None).info
     return replace(info, eos_ids=source.eos_ids())
 

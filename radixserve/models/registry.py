@@ -47,5 +47,5 @@ def _load_other(
             f"{architecture_of(source.config)} cannot be split over several ranks; possible are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    assert source.folder is not None, "sizes.py names native families only"
-    return load_transformers(source.folder, source.config, dtype, device)
+    assert source.path is not None, "sizes.py names native families only"
+    return load_transformers(source.path, source.config, dtype, device)

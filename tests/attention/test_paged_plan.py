@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +30,7 @@ from radixserve.attention.cuda.plan import (
     tree_order,
 )
 from radixserve.request import BeamParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU
 from tests.attention.cells import cells_of_paged, expected_cells
@@ -137,11 +136,10 @@ def test_whole_rows_need_no_page_ids_from_the_host() -> None:
         assert isinstance(part.kv_indices, slice)
     short = [row._replace(start=0, page_ids=row.page_ids[:1]) for row in rows]
     host = host_of(short, 2)
-    unread = replace(host, kv_indices=None)  # type: ignore[arg-type]
-    assert find_nodes(unread, 2, FREE) == []
-    plan_rows(unread, 2, [], 2)
-    shape = GraphShape(len(short), 100, 3)
-    plan_graph(unread, 2, [], 2, shape)
+    assert find_nodes(host, 2, FREE) == []
+    plan_rows(host, 2, [], 2)
+    plan_graph(host, 2, [], 2, GraphShape(len(short), 100, 3))
+    assert not host.is_flattened
 
 
 # -- levels ---------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Room:
         self.parts: list[Tensor] = [torch.empty(0)] * size
 
 
-class ThreadRanks:
+class ThreadTPGroup:
     """See `TPGroup`."""
 
     def __init__(self, rank: int, size: int, room: Room) -> None:
@@ -59,7 +59,9 @@ class ThreadRanks:
 
 def split(source: Any, size: int, dtype: torch.dtype = torch.float32) -> list[Decoder]:
     room = Room(size)
-    return [load_decoder(source, dtype, CPU, ThreadRanks(rank, size, room)) for rank in range(size)]
+    return [
+        load_decoder(source, dtype, CPU, ThreadTPGroup(rank, size, room)) for rank in range(size)
+    ]
 
 
 def loaded_layers(source: Any) -> list[LayerTensors]:

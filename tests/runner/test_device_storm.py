@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from radixserve import SamplingParams
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import device_runner
@@ -89,9 +90,9 @@ def check_storm(folder: Path, seed: int) -> None:
         overlap=rng.random() < 0.8,
         cuda_graphs=rng.random() < 0.7,
     )
-    fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+    fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     runner = device_runner(folder, **fields)
-    plain = ModelRunner(str(folder), EngineConfig(num_pages=800))
+    plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
     for _ in range(3):  # the same names again: nothing is known of the ones before
         requests = [
             replace(one, twin_of="") if rng.random() < 0.5 else one for one in requests_of(rng)
