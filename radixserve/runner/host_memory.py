@@ -99,7 +99,7 @@ def _free_of_system() -> int:
 
 
 def free_of_groups(folder: Path = CONTROL_GROUPS) -> list[int]:
-    """Bytes left by the limits of Linux's control groups, version 2 and 1; cached files are free."""
+    """Bytes left by Linux's control groups, version 2 and 1; cached files count as free."""
     found = []
     for limit, used, kept in (
         ("memory.max", "memory.current", ("active_file", "inactive_file")),

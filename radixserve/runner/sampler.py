@@ -104,7 +104,7 @@ def is_greedy_only(spec: SampleSpec) -> bool:
 
 
 def _best_tokens(logits: Tensor) -> list[SampleOutput]:
-    """`sample` for plain rows, in one pass: after a forward pass other code is out of the caches."""
+    """`sample` for plain rows, in one pass: after a forward pass code is not in the caches."""
     if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
         token_ids, num_broken = cpu_ops.argmax(logits)
     else:
