@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from branch_players import DTYPE, random_prompt
 
 from radixserve import Runtime, SamplingParams
 from radixserve.api.branch import generate_all
-from radixserve.engine.engine import Runner
+from radixserve.engine.engine import ModelRunner
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 ROOM = 1_024  # tokens beside the branch
@@ -20,14 +21,24 @@ FORKS = 8  # that go on, each another way
 class _Counting:
     """A runner that counts what it is told to copy."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.num_pages = runner.num_pages
         self.num_copied = 0  # tokens
 
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+    @property
+    def overlap_depth(self) -> int:
+        return self._runner.overlap_depth
+
+    def launch(self, schedule: SchedulerOutput) -> Any:
         self.num_copied += int(schedule.cow_copies[:, 2].sum())
-        return self._runner.execute(schedule)
+        return self._runner.launch(schedule)
+
+    def collect(self, pending: Any) -> ModelRunnerOutput:
+        return self._runner.collect(pending)
+
+    def close(self) -> None:
+        self._runner.close()
 
 
 def measure_forks(folder: Path, length: int, page_size: int, repeats: int) -> dict[str, float]:

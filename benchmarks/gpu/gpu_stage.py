@@ -48,7 +48,7 @@ class Step:
 
 
 class TimedRunner:
-    """A ModelRunner, see `pipeline.OverlapRunner`, that remembers when its steps ran."""
+    """A ModelRunner that remembers when its steps ran."""
 
     def __init__(self, runner: ModelRunner, clock: Clock) -> None:
         self._runner, self._clock = runner, clock
@@ -57,11 +57,8 @@ class TimedRunner:
         self.hold_s = 0.0  # the device waits so long before each step
 
     @property
-    def can_overlap(self) -> bool:
-        return self._runner.can_overlap
-
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        return self.collect(self.launch(schedule))
+    def overlap_depth(self) -> int:
+        return self._runner.overlap_depth
 
     def launch(self, schedule: SchedulerOutput) -> Any:
         if self.hold_s:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.api.samples import check_single, seed_of
+from radixserve.api.samples import check_single, sample_of, with_prompt_scores
 from radixserve.api.scores import ScoreJob
 from radixserve.api.session_handle import SessionHandle
 from radixserve.arrays import IntArray
@@ -372,8 +372,8 @@ def generate_all(
     """`Branch.generate` of several branches of one Runtime, in one batch.
 
     Forks that stand where they were made and have equal params are computed like the samples of
-    `n`: what they share once, to the last token, and number i draws with the seed + i. All move,
-    or after an error none. `params`: for all, or one each.
+    `n`: what they share once, but for its last token, and number i draws with the seed + i. All
+    move, or after an error none. `params`: for all, or one each.
     """
     each = params_for(params, len(branches))
     if not branches:
@@ -382,12 +382,13 @@ def generate_all(
     with contextlib.ExitStack() as turns:
         for branch in branches:
             turns.enter_context(branch._moving())
-        requests = _as_twins(branches, each)
+        requests, firsts = _as_samples(branches, each)
         done = host.complete(requests)
-        for branch, request, completion in zip(branches, requests, done, strict=True):
+        for at, first in enumerate(firsts):
+            if each[at].prompt_logprobs is not None and first != at:
+                done[at] = with_prompt_scores(done[at], done[first])
+        for branch, completion in zip(branches, done, strict=True):
             branch._answered(completion)
-            if request.twin_of:
-                branch._session_handle.claim()
         return done
 
 
@@ -408,15 +409,19 @@ def _common_host(branches: Sequence[Branch]) -> BranchHost:
     return host
 
 
-def _as_twins(branches: Sequence[Branch], params: Sequence[SamplingParams]) -> list[Request]:
-    groups: dict[tuple[int, str, SamplingParams], list[Request]] = {}
-    requests = []
-    for branch, one in zip(branches, params, strict=True):
+def _as_samples(
+    branches: Sequence[Branch], params: Sequence[SamplingParams]
+) -> tuple[list[Request], list[int]]:
+    """The requests, and the index of the first one of each group of equal tokens and params."""
+    groups: dict[tuple[int, str, SamplingParams], list[int]] = {}
+    requests: list[Request] = []
+    firsts = []
+    for at, (branch, one) in enumerate(zip(branches, params, strict=True)):
         request = branch._request(one)
         group = groups.setdefault((id(branch._tokens), branch.namespace, one), [])
         if group:
-            first, seed = group[0], seed_of(group[0], len(group))
-            request = replace(request, seed=seed, twin_of=first.request_id)
-        group.append(request)
+            request = sample_of(requests[group[0]], request, len(group))
+        group.append(at)
         requests.append(request)
-    return requests
+        firsts.append(group[0])
+    return requests, firsts

@@ -28,7 +28,7 @@ from radixserve.api.beam_search import BeamTicket, as_search, read_options
 from radixserve.api.branch import Branch, BranchHost
 from radixserve.api.chat import ChatHost, ChatSession
 from radixserve.api.progress import BatchProgress
-from radixserve.api.samples import check_single, gather, twins
+from radixserve.api.samples import check_single, fan_out, gather
 from radixserve.api.scores import (
     ScoreJob,
     as_score,
@@ -145,9 +145,9 @@ class Runtime:
 
         A prompt is text, a list of token ids, or a list of chat messages. All prompts are checked
         before any is started. With n > 1 in its params a prompt has a list of n Completions, and is
-        computed once: the first one's usage counts it, the others' count it as cached. `progress`
-        shows a bar: by default for batches on a terminal. `request_id` names a single request for
-        `abort`.
+        computed once: the first one's usage counts it, the others count all but its last token as
+        cached. `progress` shows a bar: by default for batches on a terminal. `request_id` names a
+        single request for `abort`.
         """
         batch = is_batch(prompts)
         given = list(prompts) if batch else [prompts]
@@ -370,7 +370,7 @@ class Runtime:
         for token_ids, one in zip(ids, each, strict=True):
             first = self._request(token_ids, one, request_id)
             others = [self._new_id() for _ in range(one.num_samples - 1)]
-            requests += twins(first, others)
+            requests += fan_out(first, others)
         return requests, each
 
     def _single(self, prompt: Prompt, params: object, request_id: str | None) -> Request:

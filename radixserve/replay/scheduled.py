@@ -98,8 +98,8 @@ class _Run:
                 continue
             self._note_rows(schedule)
             clock.now += self._serving.step.seconds(schedule)
-            for news in scheduler.update(schedule, self._device.execute(schedule)):
-                self._note_news(news)
+            for output in scheduler.update(schedule, self._device.answer(schedule)):
+                self._note_output(output)
 
     def result(self, seconds: float) -> ScheduledResult:
         self._cache.check()
@@ -168,13 +168,13 @@ class _Run:
                 self._admitted.append(self._sent_as[index])
             self._ledger.note(index, row.start, row.end)
 
-    def _note_news(self, news: RequestOutput) -> None:
-        index = int(news.request_id)
-        if news.token_ids and np.isnan(self._ttft[index]):
+    def _note_output(self, output: RequestOutput) -> None:
+        index = int(output.request_id)
+        if output.token_ids and np.isnan(self._ttft[index]):
             self._ttft[index] = self._clock.now - self._sent_at[index]
-        if news.finish is not None:
-            self._hits[index] = news.finish.usage.cached_tokens
-            self._device.forget(news.request_id)
+        if output.finish is not None:
+            self._hits[index] = output.finish.usage.cached_tokens
+            self._device.forget(output.request_id)
             self._ledger.close(index)
             self._end(index)
 

@@ -194,10 +194,10 @@ class ModelRunner:
 
 
 def _draw(logits: Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
-    """A token or scores for each row that asks for them, and a token for each twin."""
-    rows, twins = schedule.rows, schedule.twins
+    """A token or scores for each row that asks for them."""
+    rows = schedule.rows
     specs = [row.sample for row in rows if row.sample is not None]
-    if not twins and len(specs) == len(logits):
+    if len(specs) == len(logits):
         outputs = sample(logits, specs)
         if len(outputs) == len(rows):
             return tuple(outputs)
@@ -206,8 +206,6 @@ def _draw(logits: Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | Non
     counts = num_logits(rows)
     ends = np.cumsum(counts)  # a token is drawn behind a row's last one
     sources = [int(ends[at]) - 1 for at, row in enumerate(rows) if row.sample is not None]
-    sources += [int(ends[twin.row]) - 1 for twin in twins]
-    specs += [twin.sample for twin in twins]
     drawn = iter(sample(logits[sources], specs))
     answers: list[SampleOutput | None] = []
     for row, begin in zip(rows, (ends - counts).tolist(), strict=True):
@@ -220,4 +218,4 @@ def _draw(logits: Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | Non
             )
             output = with_scores(output, scored)
         answers.append(output)
-    return (*answers, *drawn)
+    return tuple(answers)

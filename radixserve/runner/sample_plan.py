@@ -42,7 +42,7 @@ class SamplePlan:
     """Of one step. The n device draws are in the order of the outputs."""
 
     num_rows: int
-    num_outputs: int  # rows and twins
+    num_outputs: int  # one a row
     num_drawn: int  # n
     outputs: IndexArray  # [n] places of the device draws among the outputs
     has_gaps: bool  # whether these are not just 0, 1 ... n - 1 of n
@@ -56,11 +56,10 @@ class SamplePlan:
 
 
 def plan_samples(schedule: SchedulerOutput, layout: StepLayout, vocab_size: int) -> SamplePlan:
-    """Sort the rows and twins of a schedule. O(rows) of Python."""
-    rows, twins = schedule.rows, schedule.twins
-    last = (layout.first_logit + layout.num_logits - 1)[: len(rows)].tolist()
-    specs = [row.sample for row in rows] + [twin.sample for twin in twins]
-    logits = last + [last[twin.row] for twin in twins]
+    """Sort the rows of a schedule. O(rows) of Python."""
+    rows = schedule.rows
+    logits = (layout.first_logit + layout.num_logits - 1)[: len(rows)].tolist()
+    specs = [row.sample for row in rows]
     draws = [
         (at, place, spec)
         for at, (place, spec) in enumerate(zip(logits, specs, strict=True))

@@ -80,9 +80,8 @@ class Driver:
         self.cow_copies = []
         decodes = sum(len(row.token_ids) == 1 for row in rows)
         total = sum(len(row.token_ids) for row in rows)
-        output = self.runner.execute(
-            SchedulerOutput(self.num_steps, rows, copies, total - decodes, decodes)
-        )
+        schedule = SchedulerOutput(self.num_steps, rows, copies, total - decodes, decodes)
+        output = self.runner.collect(self.runner.launch(schedule))
         self.num_steps += 1
         for (sequence, count), row, drawn in zip(work, rows, output.outputs, strict=True):
             sequence.computed += count

@@ -203,7 +203,7 @@ def test_same_answers(
         assert stats["sequences"] == 0
         assert rt.num_checked >= stats["steps"] > 30
         assert rt.num_lean > 10
-        assert (stats["hidden_s"] > 0) == rt.config.overlap  # a step was launched behind another
+        assert (stats["overlapped_s"] > 0) == rt.config.overlap
         if fields["num_pages"] * fields["page_size"] < 150:
             assert stats["preemptions"] > 0
 
@@ -390,11 +390,10 @@ def test_pages_of_a_failed_step_are_told_again(
     with monkeypatch.context() as patch:
         patch.setattr(PageTable, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            driver.runner.execute(schedule)
+            driver.runner.launch(schedule)
     again = row._replace(first_new_page=len(row.page_ids))
-    output = driver.runner.execute(SchedulerOutput(2, (again,), schedule.cow_copies, 4, 0)).outputs[
-        0
-    ]
+    pending = driver.runner.launch(SchedulerOutput(2, (again,), schedule.cow_copies, 4, 0))
+    output = driver.runner.collect(pending).outputs[0]
     assert output is not None
     wanted = greedy(load_reference(checkpoints["llama"]), stream.tokens, 1)[-1]
     assert output.token_id == wanted
@@ -405,7 +404,7 @@ def test_rows_that_do_not_fit_their_pages_are_refused(checkpoints: dict[str, Pat
     schedule = decode_schedule(driver)
     bad = schedule.rows[0]._replace(page_ids=np.zeros(3, np.int32))
     with pytest.raises(ValueError, match="has 3 pages of 1 tokens for 11 tokens"):
-        driver.runner.execute(SchedulerOutput(0, (bad,), schedule.cow_copies, 0, 1))
+        driver.runner.launch(SchedulerOutput(0, (bad,), schedule.cow_copies, 0, 1))
     driver.step([(one, 1) for one in driver.sequences])
     assert all(out.error is None for one in driver.sequences for out in one.outputs)
 
@@ -415,7 +414,7 @@ def test_copies_alone(checkpoints: dict[str, Path]) -> None:
     runner._pool.kv.copy_(torch.randn_like(runner._pool.kv))
     before = runner._pool.kv.clone()
     copies = np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32)
-    output = runner.execute(SchedulerOutput(0, (), copies, 0, 0))
+    output = runner.collect(runner.launch(SchedulerOutput(0, (), copies, 0, 0)))
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
     assert torch.equal(runner._pool.kv[:, :, 3, :3], before[:, :, 0, :3])
@@ -426,5 +425,5 @@ def test_copies_alone(checkpoints: dict[str, Path]) -> None:
 def test_the_trial_leaves_the_pool_alone(checkpoints: dict[str, Path]) -> None:
     runner = device_runner(checkpoints["llama"], num_pages=20, page_size=4)
     assert not runner._pool.kv.any()
-    assert runner.can_overlap
+    assert runner.overlap_depth == 1
     assert runner.info.vocab_size == VOCAB_SIZE

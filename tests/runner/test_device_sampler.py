@@ -13,7 +13,7 @@ from radixserve.runner.device_sampler import DeviceSampler, Drawing
 from radixserve.runner.sample_plan import plan_samples
 from radixserve.runner.sampler import sample, score
 from radixserve.runner.step_layout import lay_out, pad
-from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
+from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput
 from tests.runner.late_queue import LateQueue
 
 VOCAB = 300
@@ -36,8 +36,8 @@ def row(at: int, asked: SampleSpec | None, **fields: object) -> ScheduledRequest
     return ScheduledRequest(f"{at}", token, 0, page, asked)._replace(**fields)
 
 
-def schedule_of(rows: list[ScheduledRequest], twins: tuple[Twin, ...] = ()) -> SchedulerOutput:
-    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows), twins)
+def schedule_of(rows: list[ScheduledRequest]) -> SchedulerOutput:
+    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows))
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_one_kind_of_row(number: int) -> None:
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_all_kinds_in_any_mix(padding: int) -> None:
-    """Rows that draw nothing, twins, bans, penalties and beams among the others."""
+    """Rows that draw nothing, bans, penalties and beams among the others."""
     generator = np.random.default_rng(padding)
     kinds = [*PARAMS, *HOSTED]
     queue = LateQueue()
@@ -128,22 +128,20 @@ def test_all_kinds_in_any_mix(padding: int) -> None:
                 specs.append(spec(seed=step * 50 + at, output=output, banned=banned, **kinds[kind]))
         rows = [row(at, one) for at, one in enumerate(specs)]
         drawn = [at for at, one in enumerate(specs) if one is not None]
-        twins = tuple(Twin(f"t{at}", at, spec(seed=900 + at, top_k=9)) for at in drawn[: step % 3])
         logits = logits_of(len(rows) + padding if padding else len(drawn), step)
-        drawing = launch(sampler, logits, schedule_of(rows, twins), padding)
+        drawing = launch(sampler, logits, schedule_of(rows), padding)
         if padding:
             source, logits = logits, logits.clone()
             source.fill_(math.nan)  # the next graph overwrites them
         outputs = sampler.collect(drawing)
-        assert len(outputs) == len(rows) + len(twins) == len(drawing.tokens)
+        assert len(outputs) == len(rows) == len(drawing.tokens)
         logit_of = dict(zip(drawn, drawn if padding else range(len(drawn)), strict=True))
         for at, output in enumerate(outputs):
-            twin = twins[at - len(rows)] if at >= len(rows) else None
-            asked = twin.sample if twin is not None else specs[at]
+            asked = specs[at]
             if asked is None:
                 assert output is None
                 continue
-            place = logit_of[at if twin is None else twin.row]
+            place = logit_of[at]
             theirs = sample(logits[place : place + 1], [asked])[0]
             assert_same(output, theirs)
             if at in drawing.plan.outputs:
@@ -254,9 +252,8 @@ class OtherRank:
 def test_the_other_ranks_go_on_with_the_same_tokens() -> None:
     said: list[torch.Tensor] = []
     rows = [row(0, spec(seed=5)), row(1, None), row(2, spec(temperature=0.0))]
-    twins = (Twin("t", 0, spec(seed=6)),)
     logits = logits_of(2)
     first, other = (DeviceSampler(LateQueue(), OtherRank(rank, said)) for rank in (0, 1))
-    drawing = launch(first, logits, schedule_of(rows, twins))
-    assert len(drawing.tokens) == 4
-    assert other.follow(3, logits.device).tolist() == drawing.tokens[:3].tolist()
+    drawing = launch(first, logits, schedule_of(rows))
+    assert len(drawing.tokens) == 3
+    assert other.follow(3, logits.device).tolist() == drawing.tokens.tolist()

@@ -178,7 +178,7 @@ def test_rows_without_a_sample_and_empty_schedules(checkpoints: dict[str, Path])
     driver.step([(stream, 6)])
     assert stream.outputs == []
     nothing = SchedulerOutput(0, (), np.zeros((0, 3), np.int32), 0, 0)
-    output = runner.execute(nothing)
+    output = runner.collect(runner.launch(nothing))
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
     seconds = driver.step([(stream, 14)])

@@ -164,9 +164,6 @@ class ThreadedRunner:
         runner = ModelRunner(MODEL, config, ThreadRanks(1, 2, room), on_device=True)
         rank_process._serve(link, runner)
 
-    def execute(self, schedule: SchedulerOutput) -> Any:
-        return self.collect(self.launch(schedule))
-
     def launch(self, schedule: SchedulerOutput) -> Any:
         self._link.send_bytes(self._writer.pack(schedule))
         return self._runner.launch(schedule)
