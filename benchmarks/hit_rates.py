@@ -27,9 +27,9 @@ from hit_rates_page import block, orders_block, with_block
 from radixserve import __version__
 from radixserve.errors import InvalidRequest
 from radixserve.replay import CacheSpec, Serving, Study, read_trace, study_trace
-from radixserve.replay.document import study_document
-from radixserve.replay.kv_bytes import DEFAULT_KV_BYTES
+from radixserve.replay.caches import DEFAULT_KV_BYTES
 from radixserve.replay.pictures import draw
+from radixserve.replay.report import study_document
 
 K, M = 10**3, 10**6
 SIZES = {  # from where little fits to where nearly all does
@@ -40,9 +40,9 @@ SIZES = {  # from where little fits to where nearly all does
 }
 CACHES: tuple[dict[str, Any], ...] = (
     {"policy": "lru"},
-    {"policy": "lru", "use_holders": True},
+    {"policy": "lru", "use_sessions": True},
     {"policy": "arc"},
-    {"policy": "arc", "use_holders": True},
+    {"policy": "arc", "use_sessions": True},
     {"policy": "slru"},
     {"policy": "lfu"},
     {"policy": "fifo"},

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from radixserve.replay import Study
-from radixserve.replay.answers import Gain, best_fits, next_gigabyte, page_losses
-from radixserve.replay.kv_bytes import DEFAULT_KV_BYTES
-from radixserve.replay.tables import format_tokens
+from radixserve.replay.caches import DEFAULT_KV_BYTES
+from radixserve.replay.report import format_tokens
+from radixserve.replay.study import Gain, best_fits, next_gigabyte, page_losses
 
 _LRU = ("lru", 1)  # label and page size
 

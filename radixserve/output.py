@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,16 @@ class Usage:
     cached_tokens: int
     computed_tokens: int
     completion_tokens: int
+
+
+def add_usages(usages: Sequence[Usage]) -> Usage:
+    """Their sum."""
+    return Usage(
+        sum(one.prompt_tokens for one in usages),
+        sum(one.cached_tokens for one in usages),
+        sum(one.computed_tokens for one in usages),
+        sum(one.completion_tokens for one in usages),
+    )
 
 
 @dataclass(frozen=True, slots=True)

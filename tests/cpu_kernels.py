@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixserve_kernels.cpu_library import cpu_library
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 
 
 @contextlib.contextmanager
@@ -17,27 +17,20 @@ def _tiles(use: bool) -> Iterator[None]:
     """AMX is used or not; skips the test if it should be and there is none."""
     library = cpu_library()
     had_tiles = library.radixserve_bf16() == 2
-    library.radixserve_use_tiles(int(use))
+    library.radixserve_use_amx(int(use))
     try:
         if use and library.radixserve_bf16() != 2:
             pytest.skip("this processor has no AMX")
         yield
     finally:
-        library.radixserve_use_tiles(int(had_tiles))
+        library.radixserve_use_amx(int(had_tiles))
 
 
 @pytest.fixture(params=["AMX", "AVX-512"])
 def bf16_routine(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs by one way to multiply in bfloat16, then by the other."""
-    if reason := unavailable(torch.bfloat16):
+    if reason := unsupported_reason(torch.bfloat16):
         pytest.skip(reason)
-    with _tiles(request.param == "AMX"):
-        yield request.param
-
-
-@pytest.fixture(params=["AMX", "vectors"])
-def float_routine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs by one way to multiply many rows of float32, then by the other."""
     with _tiles(request.param == "AMX"):
         yield request.param
 

@@ -18,12 +18,12 @@ import torch
 import radixserve
 from radixserve.cli import main
 from radixserve.commands import demo, info
-from radixserve.commands.demo_script import Answer, Part, Performance
+from radixserve.commands.demo_run import Answer, Part, Performance
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
 from radixserve_kernels import cpu_ops
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 
 ROOT = Path(__file__).parents[1]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--num-pages", "4096"]
@@ -446,8 +446,8 @@ def test_info_json() -> None:
     assert facts["machine"]["cores"] >= 1
     backends = facts["attention_backends"]
     assert backends["torch"]["used"] is True
-    assert backends["cpu"]["used"] is (not unavailable(torch.float32))
-    expected = "vectors of" if backends["cpu"]["used"] else unavailable(torch.float32)
+    assert backends["cpu"]["used"] is (not unsupported_reason(torch.float32))
+    expected = "vectors of" if backends["cpu"]["used"] else unsupported_reason(torch.float32)
     assert expected in backends["cpu"]["why"]
     if not torch.cuda.is_available():
         assert facts["attention_backends"]["flashinfer"]["used"] is False
@@ -472,7 +472,7 @@ def test_the_hash_cache_answers_the_same() -> None:
 def test_info_for_people() -> None:
     code, out, _ = run("info", "--num-pages", "100")
     assert code == 0
-    assert ("bfloat16:" in out) == (not unavailable(torch.float32))
+    assert ("bfloat16:" in out) == (not unsupported_reason(torch.float32))
     for words in ("LlamaForCausalLM", "KV pool", "no graphs, no overlap", "page size"):
         assert words in out
     code, out, _ = run("info", "--no-model")
@@ -482,7 +482,7 @@ def test_info_for_people() -> None:
 
 def test_info_says_why_there_are_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "there is no C++ compiler: c++ not found"
-    monkeypatch.setattr(cpu_ops, "unavailable", lambda _: reason)
+    monkeypatch.setattr(cpu_ops, "unsupported_reason", lambda _: reason)
     code, out, _ = run("info", "--no-model")
     assert code == 0
     assert f"cannot be used: {reason}" in " ".join(out.split())

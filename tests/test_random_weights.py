@@ -7,7 +7,7 @@ import json
 import pytest
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.test_cli import run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -36,7 +36,7 @@ def test_a_runtime_without_text() -> None:
 def test_same_weights_behind_every_backend(name: str) -> None:
     answers = {}
     for backend in ("cpu", "torch", "triton"):
-        if backend == "cpu" and unavailable(torch_float32()):
+        if backend == "cpu" and unsupported_reason(torch_float32()):
             continue
         settings = {"device": "cpu", "num_pages": 200, "attention_backend": backend}
         with Runtime(f"random:{name}", **settings) as rt:

@@ -22,13 +22,13 @@ import sys
 from pathlib import Path
 import radixserve, radixserve_kernels.cpu_library as library
 from radixserve import Runtime
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 import torch
 home = Path(sys.argv[1])
 assert Path(radixserve.__file__).is_relative_to(home), radixserve.__file__
 assert library.SOURCES.is_relative_to(home)
 with Runtime("demo", num_pages=200) as runtime:
-    assert runtime.attention_backend == ("torch" if unavailable(torch.float32) else "cpu")
+    assert runtime.attention_backend == ("torch" if unsupported_reason(torch.float32) else "cpu")
     print(len(runtime.generate([1, 2, 3]).token_ids) > 0)
 """
 

@@ -1,12 +1,12 @@
 """The CPU kernels' machine code: compiled from `cpu/` for this processor when it is first needed.
 
-What comes out lies in a cache folder of the user's, named after the sources, the compiler and the
-processor, and after its own content: it is made once, and a damaged file is seen and replaced.
-Where there is no compiler, callers take PyTorch's operations.
+The library is kept in a cache folder of the user's, named after the sources, the compiler, the
+processor and its own content: it is compiled once, and a damaged file is detected and replaced.
+Without a compiler, callers use PyTorch's operations.
 
 RADIXSERVE_CACHE   the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
 CXX                the compiler, flags may follow; by default the first of c++, g++, clang++
-RADIXSERVE_AMX     0: do without AMX, also where the processor has it
+RADIXSERVE_AMX     0: bfloat16 products without AMX, even if the processor has it
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 logger = logging.getLogger("radixserve")
 
@@ -36,7 +42,7 @@ THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP
 PATIENCE_S = 300
 
 
-class Unavailable(Exception):
+class CpuLibraryError(Exception):
     """Why there are no CPU kernels here."""
 
 
@@ -44,14 +50,14 @@ _loading = threading.Lock()
 
 
 def cpu_library() -> ctypes.CDLL:
-    """The loaded library, compiled if need be: about ten seconds. Raises Unavailable.
+    """The loaded library, compiled if need be: about ten seconds. Raises CpuLibraryError.
 
     Tried once a process: a failure is remembered.
     """
     with _loading:
         found = _load()
     if isinstance(found, str):
-        raise Unavailable(found)
+        raise CpuLibraryError(found)
     return found
 
 
@@ -68,19 +74,19 @@ def _load() -> ctypes.CDLL | str:
         folder, name = cache_folder(), f"cpu-{_fingerprint(compiler)}"
         path = _find_compiled(folder, name) or _compile(compiler, folder, name)
         library = ctypes.CDLL(str(path))
-    except Unavailable as reason:
+    except CpuLibraryError as reason:
         return str(reason)
     except OSError as error:
         return f"the compiled CPU kernels cannot be loaded: {error}"
     _declare(library)
     library.radixserve_start()
     if os.environ.get("RADIXSERVE_AMX") == "0":
-        library.radixserve_use_tiles(0)
+        library.radixserve_use_amx(0)
     return library
 
 
 def cache_folder() -> Path:
-    """Where compiled code is kept. Raises Unavailable where the user has no home."""
+    """Where compiled code is kept. Raises CpuLibraryError where the user has no home."""
     chosen = os.environ.get("RADIXSERVE_CACHE")
     if chosen:
         return Path(chosen).absolute()  # a bare name would be searched for by the loader
@@ -88,7 +94,9 @@ def cache_folder() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "radixserve"
     except RuntimeError as error:
-        raise Unavailable(f"{error}: set RADIXSERVE_CACHE to a folder for compiled code") from error
+        raise CpuLibraryError(
+            f"{error}: set RADIXSERVE_CACHE to a folder for compiled code"
+        ) from error
 
 
 def _find_compiler() -> list[str]:
@@ -98,11 +106,11 @@ def _find_compiler() -> list[str]:
         try:
             words = shlex.split(name)
         except ValueError as error:
-            raise Unavailable(f"CXX={chosen} cannot be read: {error}") from error
+            raise CpuLibraryError(f"CXX={chosen} cannot be read: {error}") from error
         if shutil.which(words[0]):
             return words
     wanted = f"CXX={chosen}" if chosen else "c++, g++ and clang++"
-    raise Unavailable(f"there is no C++ compiler: {wanted} not found")
+    raise CpuLibraryError(f"there is no C++ compiler: {wanted} not found")
 
 
 def _fingerprint(compiler: list[str]) -> str:
@@ -113,7 +121,7 @@ def _fingerprint(compiler: list[str]) -> str:
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"the C++ compiler {compiler[0]} does not run: {error}") from error
+        raise CpuLibraryError(f"the C++ compiler {compiler[0]} does not run: {error}") from error
     digest.update(version + " ".join((*compiler, *FLAGS)).encode() + _processor().encode())
     return digest.hexdigest()[:16]
 
@@ -162,7 +170,7 @@ def _compile(compiler: list[str], folder: Path, name: str) -> Path:
         path = folder / _file_name(name, Path(made).read_bytes())
         os.replace(made, path)
     except OSError as error:
-        raise Unavailable(
+        raise CpuLibraryError(
             f"compiled code cannot be kept in {folder}: {error}; "
             "RADIXSERVE_CACHE may name another folder"
         ) from error
@@ -179,11 +187,13 @@ def _run_compiler(compiler: list[str], made: str) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         except (OSError, subprocess.SubprocessError) as error:
-            raise Unavailable(f"{compiler[0]} cannot compile the CPU kernels: {error}") from error
+            raise CpuLibraryError(
+                f"{compiler[0]} cannot compile the CPU kernels: {error}"
+            ) from error
         if done.returncode == 0:
             return
         failure = failure or _complaint(done.stderr)
-    raise Unavailable(f"{compiler[0]} cannot compile the CPU kernels: {failure}")
+    raise CpuLibraryError(f"{compiler[0]} cannot compile the CPU kernels: {failure}")
 
 
 def _complaint(text: str) -> str:
@@ -198,21 +208,18 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures = {
         "start": (None, ()),
         "bf16": (flag, ()),
-        "use_tiles": (None, (flag,)),
+        "use_amx": (None, (flag,)),
         "lanes": (flag, ()),
         "set_threads": (None, (flag,)),
         "packed_size": (number, (flag, number, number)),
         "pack": (None, (flag, pointer, number, number, pointer)),
-        "linear": (
-            None,
-            (flag, pointer, number, number, pointer, pointer, number, number, pointer),
-        ),
+        "linear": (None, (flag, pointer, number, number, pointer, pointer)),
         "plan": (pointer, (pointer, pointer, flag, number)),
-        "renew_plan": (None, (pointer, pointer, pointer, flag, number)),
+        "reset_plan": (None, (pointer, pointer, pointer, flag, number)),
         "jobs": (None, (pointer, pointer)),
-        "end_plan": (None, (pointer,)),
-        "attender": (pointer, (flag,)),
-        "end_attender": (None, (flag, pointer)),
+        "delete_plan": (None, (pointer,)),
+        "attention": (pointer, ()),
+        "delete_attention": (None, (pointer,)),
         "attend": (
             None,
             (
@@ -220,12 +227,26 @@ def _declare(library: ctypes.CDLL) -> None:
                 *(pointer, pointer, pointer, number, ctypes.c_float),
             ),
         ),
-        "best": (number, (pointer, number, number, pointer)),
+        "argmax": (number, (pointer, number, number, pointer)),
         "decoder": (pointer, (flag, pointer, pointer, pointer, pointer, pointer)),
-        "end_decoder": (None, (flag, pointer)),
-        "run": (None, (flag, pointer, pointer, pointer, pointer, number)),
-        "decode_steps": (number, (flag, pointer, pointer, flag, number, pointer, number)),
+        "delete_decoder": (None, (pointer,)),
+        "run": (None, (pointer, pointer, pointer, pointer, number)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"radixserve_{name}")
         function.restype, function.argtypes = result, arguments
+
+
+def finalize(owner: object, delete: Callable[..., None], pointer: Any) -> None:
+    """Call `delete(pointer)` when `owner` is collected, but not at the end of the process: the
+    engine's thread may still be computing with it then."""
+    weakref.finalize(owner, delete, pointer).atexit = False
+
+
+def is_bf16(dtype: torch.dtype) -> int:
+    """The number type as C takes it."""
+    return int(dtype == torch.bfloat16)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

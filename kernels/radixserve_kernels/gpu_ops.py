@@ -38,7 +38,7 @@ PROGRAMS_PER_SM = 2  # that keep a multiprocessor's share of the memory busy
 MAX_SPLITS, MAX_LONG_SPLITS = 64, 8
 
 
-def unavailable() -> str:
+def unsupported_reason() -> str:
     """Why the kernels cannot run on CUDA here; "" if they can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"

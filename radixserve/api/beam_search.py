@@ -3,55 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from radixserve.arrays import IntArray
+from radixserve.checks import shown
 from radixserve.engine.ticket import Event, Ticket
 from radixserve.errors import InvalidRequest
 from radixserve.output import Beam, Completion, Finish, RequestOutput, Usage
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.text.tokenizer import Tokenizer
 
+_MAX_TOKENS = 64  # of an answer by default
+_BEAM_FIELDS = {
+    "beam_width": "width",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+}
+_DRAWING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "best_of", "prompt_logprobs")
 _CONTEXT = 5  # tokens decoded before the longest stop string, so that its words keep their spaces
 
 
 def read_options(
-    beam_width: int = 4,
-    max_tokens: int = 64,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
-    *,
-    min_tokens: int = 0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    stop: str | Iterable[str] = (),
-    stop_token_ids: Iterable[int] = (),
-    ignore_eos: bool = False,
-    logprobs: int | None = None,
-    priority: int = 0,
-    namespace: str = "",
+    params: SamplingParams | None, beams: BeamParams | None, fields: Mapping[str, Any]
 ) -> tuple[SamplingParams, BeamParams]:
-    """The options of a search, checked. Raises InvalidRequest."""
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-        priority=priority,
-        namespace=namespace,
-    )
-    beams = BeamParams(
-        width=beam_width, length_penalty=length_penalty, early_stopping=early_stopping
-    )
-    return params, beams
+    """The records of a search from themselves or from their fields, `beam_width` for the width.
+
+    Raises InvalidRequest: also for what has no meaning without drawing, such as top_p.
+    """
+    rest = {name: value for name, value in fields.items() if value is not None}
+    beam_fields = {own: rest.pop(name) for name, own in _BEAM_FIELDS.items() if name in rest}
+    for name, record, kind, own in (
+        ("params", params, SamplingParams, rest),
+        ("beams", beams, BeamParams, beam_fields),
+    ):
+        if record is not None and own:
+            raise InvalidRequest(f"give {name} or {', '.join(own)}, not both")
+        if record is not None and not isinstance(record, kind):
+            raise InvalidRequest(f"{name} must be {kind.__name__}, got {shown(record)}")
+    if params is None:
+        params = SamplingParams(**{"max_tokens": _MAX_TOKENS, **rest})
+    default = SamplingParams()
+    drawing = [name for name in _DRAWING if getattr(params, name) != getattr(default, name)]
+    if drawing and (drawing != ["temperature"] or params.temperature):
+        raise InvalidRequest(f"a beam search does not draw: {', '.join(drawing)} cannot be given")
+    return replace(params, temperature=0.0), beams or BeamParams(**beam_fields)
 
 
 def as_search(

@@ -9,98 +9,76 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from radixserve.api.client import EngineClient
+from radixserve.api.request_builder import check_params, params_for
 from radixserve.api.samples import check_single, sample_of, with_prompt_scores
-from radixserve.api.scores import ScoreJob
+from radixserve.api.scores import ScoreQuery, score
 from radixserve.api.session_handle import SessionHandle
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
-from radixserve.checks import check_int, shown
-from radixserve.engine.worker import EngineThread
+from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
-from radixserve.output import Chunk, Completion, Score, Usage
+from radixserve.output import Chunk, Completion, Score, Usage, add_usages
 from radixserve.request import Request, SamplingParams
-from radixserve.text.prompts import PromptReader, params_for
-from radixserve.text.tokenizer import TextStream, Tokenizer
+from radixserve.text.tokenizer import TextStream
 
 Tokens = str | Sequence[int] | NDArray[np.integer[Any]]
-_NOTHING = Usage(0, 0, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class BranchHost:
-    """What branches need of their Runtime."""
-
-    worker: EngineThread
-    reader: PromptReader
-    numbers: Iterator[int]  # for the names of sessions
-    request: Callable[[IntArray, SamplingParams], Request]  # checked; raises InvalidRequest
-    end_ids: frozenset[int]  # the model's
-    complete: Callable[[list[Request]], list[Completion]]  # of requests sent together
-    score: Callable[[Sequence[ScoreJob]], list[list[Score]]]  # all of them side by side
-    stream: Callable[[Request], Generator[Chunk, None, None]]
-    astream: Callable[[Request], AsyncGenerator[Chunk, None]]
 
 
 class Branch:
-    """Made by `Runtime.branch` or `fork`; ends with `release`, or when nobody refers to it.
+    """Made by `Runtime.branch` or `fork`; ends with `release`, or with the last reference to it.
 
         with rt.branch("Once upon a time") as root:
             kids = root.fork(4)
             answers = [kid.generate(params) for kid in kids]
 
     `generate`, `stream` and `extend` move it forward, `truncate` moves it back. One of these runs
-    at a time: another one meanwhile raises InvalidRequest. `fork` and what only reads may be called
-    from any thread at any time; while a stream runs they see the tokens handed out so far, while
-    `generate` runs those from before.
+    at a time: another one meanwhile raises InvalidRequest. `fork` and all that only reads may be
+    called from any thread at any time; while a stream runs they see the tokens handed out so far,
+    while `generate` runs those from before.
 
-    What acts raises InvalidRequest after `release`, EngineDead after the Runtime was closed; the
+    Every act raises InvalidRequest after `release`, EngineDead after the Runtime was closed; the
     tokens, the text and the length can be read for ever.
     """
 
     def __init__(
-        self, host: BranchHost, tokens: IntArray, namespace: str, parent: Branch | None = None
+        self, client: EngineClient, tokens: IntArray, namespace: str, parent: Branch | None = None
     ) -> None:
         """`tokens` are not to be changed any more. Costs the same however many they are."""
         tokens.flags.writeable = False
-        self._host = host
+        self._client = client
         self._tokens = tokens
         self._namespace = namespace
         self._parent = None if parent is None else weakref.ref(parent)
-        self._turn = threading.Lock()  # of whoever moves the branch
-        self._usage = _NOTHING
-        self._counting = threading.Lock()  # of whoever adds to `_usage`
+        self._move_lock = threading.Lock()
+        self._usage = Usage(0, 0, 0, 0)
+        self._usage_lock = threading.Lock()
         self._is_released = False
-        above: SessionHandle | None = None if parent is None else parent._session_handle
-        self._session_handle: SessionHandle = SessionHandle(
-            host.worker, next(host.numbers), tokens, namespace, above
+        above: SessionHandle | None = None if parent is None else parent._session
+        self._session: SessionHandle = SessionHandle(
+            client.worker, next(client.session_numbers), tokens, namespace, above
         )
-        self._finalizer = weakref.finalize(self, self._session_handle.close)
+        self._finalizer = weakref.finalize(self, self._session.close)
         self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __repr__(self) -> str:
         state = ", released" if self._is_released else ""
         return f"Branch(length={self.length}{state})"
 
-    # -- knowing ------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------
 
     @property
     def tokens(self) -> IntArray:
@@ -116,12 +94,12 @@ class Branch:
     @property
     def text(self) -> str:
         """The tokens as text, without special tokens. InvalidRequest if there is no tokenizer."""
-        return self._tokenizer().decode(self._tokens.tolist())
+        return self._client.tokenizer.decode(self._tokens.tolist())
 
     def text_from(self, length: int) -> str:
-        """What the tokens behind the first `length` add to the text. O(those tokens)."""
+        """The text that the tokens after the first `length` add. O(those tokens)."""
         start = check_int("length", length, 0, self.length)
-        stream = TextStream(self._tokenizer(), self._tokens[:start].tolist())
+        stream = TextStream(self._client.tokenizer, self._tokens[:start].tolist())
         return stream.push(self._tokens[start:].tolist()) + stream.finish()
 
     @property
@@ -130,7 +108,7 @@ class Branch:
 
     @property
     def parent(self) -> Branch | None:
-        """What it was forked from; None for a root, and when nobody refers to that any more."""
+        """The branch it was forked from, while it is referred to; None for a root."""
         return None if self._parent is None else self._parent()
 
     @property
@@ -140,16 +118,16 @@ class Branch:
     @property
     def room(self) -> int:
         """Tokens that can still be added: `max_seq_len` less its length."""
-        return self._host.reader.max_seq_len - self.length
+        return self._client.reader.max_seq_len - self.length
 
     @property
     def has_ended(self) -> bool:
         """Whether its last token is one with which the model ends its text."""
-        return self.length > 0 and int(self._tokens[-1]) in self._host.end_ids
+        return self.length > 0 and int(self._tokens[-1]) in self._client.builder.end_ids
 
     @property
     def usage(self) -> Usage:
-        """What its answers and scores took so far, added up; an answer left early is not known."""
+        """The sum of its answers' and scores' usages so far, without answers left early."""
         return self._usage
 
     @property
@@ -161,12 +139,11 @@ class Branch:
     def lookup(self) -> Lookup:
         """How much of it is cached now, and why not more. Changes nothing."""
         self._check()
-        tokens, namespace = self._tokens, self._namespace
-        return self._host.worker.call(lambda engine: engine.lookup(tokens, namespace))
+        return self._client.lookup(self._tokens, self._namespace)
 
     def score(self, candidates: Sequence[str | Sequence[int]]) -> list[Score]:
         """How likely the model finds each continuation, see `Runtime.score`. Does not move."""
-        return score_all([Ask(self, candidates)])[0]
+        return score_all([BranchQuery(self, candidates)])[0]
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -174,13 +151,13 @@ class Branch:
         """`n` branches that stand where this one stands.
 
         Microseconds each at any length: no K/V is copied, no model step runs, the engine is not
-        asked. A fork takes its own hold of the cache with its first answer, or when this branch
-        lets go.
+        asked. A fork opens a session of its own with its first answer, or when this branch is
+        released.
         """
         count = check_int("n", n, 1)
         self._check()
         tokens = self._tokens
-        return [Branch(self._host, tokens, self._namespace, self) for _ in range(count)]
+        return [Branch(self._client, tokens, self._namespace, self) for _ in range(count)]
 
     def extend(self, tokens: Tokens) -> None:
         """Append text or token ids. Nothing is computed before the next answer.
@@ -189,15 +166,15 @@ class Branch:
         InvalidRequest, and changes nothing, where the branch would be longer than `max_seq_len`.
         """
         with self._moving():
-            self._place(self._joined(self._host.reader.read_more(tokens)))
+            self._move_to(self._joined(self._client.reader.read_more(tokens)))
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens.
 
-        The cache lets go of what was cut off before anything that a branch still holds.
+        What was cut off is evicted before anything that an open branch reaches.
         """
         with self._moving():
-            self._place(self._tokens[: check_int("length", length, 0, self.length)].copy())
+            self._move_to(self._tokens[: check_int("length", length, 0, self.length)].copy())
 
     def generate(self, params: SamplingParams | None = None) -> Completion:
         """Continue from here and move to the end of what was generated.
@@ -207,9 +184,14 @@ class Branch:
         last token is computed by the next answer. After an error the branch is where it was.
         """
         with self._moving():
-            (completion,) = self._host.complete([self._request(params)])
-            self._answered(completion)
-            return completion
+            handle = self._client.submit([self._next_request(params)])
+            return self._finish(*handle.get())
+
+    async def agenerate(self, params: SamplingParams | None = None) -> Completion:
+        """`generate` for asyncio. A task that is cancelled leaves the branch where it was."""
+        with self._moving():
+            handle = self._client.submit([self._next_request(params)])
+            return self._finish(*await handle.aget())
 
     def stream(self, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """`generate` piece by piece; the branch grows by the tokens of each chunk handed out.
@@ -218,52 +200,36 @@ class Branch:
         stays where the last chunk ended.
         """
         self._check()
-        self._host.request(self._tokens, self._checked(params))
+        self._request(params)
         return self._stream(params)
-
-    async def agenerate(self, params: SamplingParams | None = None) -> Completion:
-        """`generate` for asyncio. A task that is cancelled leaves the branch where it was."""
-        with self._moving():
-            completion = None
-            async with contextlib.aclosing(self._host.astream(self._request(params))) as chunks:
-                async for chunk in chunks:
-                    completion = chunk.completion
-            assert completion is not None, "the last chunk carries the completion"
-            self._answered(completion)
-            return completion
 
     def astream(self, params: SamplingParams | None = None) -> AsyncGenerator[Chunk, None]:
         """`stream` for asyncio."""
         self._check()
-        self._host.request(self._tokens, self._checked(params))
+        self._request(params)
         return self._astream(params)
 
     def release(self) -> None:
-        """Give up the lease: what only this branch reached is dropped first from now on.
+        """Close its session: K/V that no other open branch reaches is evicted first from now on.
 
         Returns at once and never raises; a second call does nothing. An answer that is under way
         goes on to its end.
         """
         self._is_released = True
-        if self._turn.acquire(blocking=False):
-            self._end_turn()
+        if self._move_lock.acquire(blocking=False):
+            self._end_move()
 
     # -- inside -------------------------------------------------------------------------------
-
-    def _tokenizer(self) -> Tokenizer:
-        if self._host.reader.tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: a branch has tokens but no text")
-        return self._host.reader.tokenizer
 
     def _check(self) -> None:
         if self._is_released:
             raise InvalidRequest("this branch was released; fork another one")
-        self._host.worker.check_alive()
+        self._client.worker.check_alive()
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:
         self._check()
-        if not self._turn.acquire(blocking=False):
+        if not self._move_lock.acquire(blocking=False):
             raise InvalidRequest(
                 "this branch is being moved: wait for its answer, leave its stream, or fork it"
             )
@@ -271,98 +237,95 @@ class Branch:
             self._check()
             yield
         finally:
-            self._end_turn()
+            self._end_move()
 
-    def _end_turn(self) -> None:
-        """Whoever sees the release last closes the lease, so that no request can reopen it."""
-        self._turn.release()
+    def _end_move(self) -> None:
+        """The last one to see the release closes the session: no request can reopen it then."""
+        self._move_lock.release()
         if self._is_released:
-            self._session_handle.close()
+            self._session.close()
 
     def _request(self, params: SamplingParams | None) -> Request:
-        """The next answer's, in the name of the lease."""
-        request = self._host.request(self._tokens, self._checked(params))
-        return replace(request, session=self._session_handle.take())
-
-    def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params must be SamplingParams, got {shown(params)}")
+        """The next answer's, checked; without its session."""
+        params = check_params(params)
         check_single(params, "a branch")
-        if params.namespace == self._namespace:
-            return params
-        if params.namespace:
+        if params.namespace not in ("", self._namespace):
             raise InvalidRequest(
                 f"the branch is in namespace {self._namespace!r}, not {params.namespace!r}"
             )
-        return replace(params, namespace=self._namespace)
+        if params.namespace != self._namespace:
+            params = replace(params, namespace=self._namespace)
+        return self._client.builder.single(self._tokens, params)
+
+    def _next_request(self, params: SamplingParams | None) -> Request:
+        """`_request` in the name of the branch's session."""
+        return replace(self._request(params), session=self._session.take())
 
     def _stream(self, params: SamplingParams | None) -> Generator[Chunk, None, None]:
-        stream = self._host.stream
-        with self._moving(), contextlib.closing(stream(self._request(params))) as chunks:
+        with self._moving(), self._client.stream(self._next_request(params)) as chunks:
             for chunk in chunks:
-                self._heard(chunk)
+                self._advance(chunk.token_ids, chunk.completion)
                 yield chunk
 
     async def _astream(self, params: SamplingParams | None) -> AsyncGenerator[Chunk, None]:
-        with self._moving():
-            async with contextlib.aclosing(self._host.astream(self._request(params))) as chunks:
-                async for chunk in chunks:
-                    self._heard(chunk)
-                    yield chunk
+        with self._moving(), self._client.stream(self._next_request(params)) as chunks:
+            async for chunk in chunks:
+                self._advance(chunk.token_ids, chunk.completion)
+                yield chunk
 
     def _joined(self, more: IntArray | list[int]) -> IntArray:
-        limit = self._host.reader.max_seq_len
-        if len(self._tokens) + len(more) > limit:
+        reader = self._client.reader
+        length = len(self._tokens) + len(more)
+        if length > reader.max_seq_len:
             raise InvalidRequest(
-                f"{len(more)} tokens more make {len(self._tokens) + len(more)}; at most {limit} "
-                f"are allowed ({self._host.reader.limit_name})"
+                f"{len(more)} tokens more make {length}; at most {reader.max_seq_len} "
+                f"are allowed ({reader.limit_name})"
             )
         return np.concatenate([self._tokens, np.asarray(more, np.int32)])
 
-    def _answered(self, completion: Completion) -> None:
-        self._count(completion.usage)
-        self._place(self._joined(completion.token_ids), is_answer=True)
+    def _finish(self, completion: Completion) -> Completion:
+        self._advance(completion.token_ids, completion)
+        return completion
 
-    def _heard(self, chunk: Chunk) -> None:
-        if chunk.completion is not None:
-            self._count(chunk.completion.usage)
-        self._place(self._joined(chunk.token_ids), is_answer=True)
+    def _advance(self, token_ids: list[int], completion: Completion | None) -> None:
+        if completion is not None:
+            self._count(completion.usage)
+        self._move_to(self._joined(token_ids), is_answer=True)
 
     def _count(self, *usages: Usage) -> None:
-        with self._counting:
+        with self._usage_lock:
             self._usage = add_usages([self._usage, *usages])
 
-    def _place(self, tokens: IntArray, *, is_answer: bool = False) -> None:
+    def _move_to(self, tokens: IntArray, *, is_answer: bool = False) -> None:
         tokens.flags.writeable = False
         self._tokens = tokens
-        self._session_handle.move(tokens, is_reached=is_answer)
+        self._session.move(tokens, is_reached=is_answer)
 
 
-class Ask(NamedTuple):
-    """How likely is each of `candidates` behind a branch, or behind a part of it?"""
+class BranchQuery(NamedTuple):
+    """How likely is each of `candidates` after a branch, or after a part of it?"""
 
-    branch: Branch  # its usage counts what the answer took
+    branch: Branch  # its usage counts the answer's
     candidates: Sequence[str | Sequence[int]]
-    length: int | None = None  # behind so many of its tokens; None: all
-    more: Tokens = ()  # and behind these, which the branch is not extended by
+    length: int | None = None  # of the branch's tokens only the first so many; None: all
+    more: Tokens = ()  # stands between these and the candidates; the branch is not extended by it
 
 
-def score_all(asks: Sequence[Ask]) -> list[list[Score]]:
+def score_all(queries: Sequence[BranchQuery]) -> list[list[Score]]:
     """`Branch.score` of several branches of one Runtime, in one batch."""
-    jobs = []
-    for branch, candidates, length, more in asks:
+    found = []
+    for branch, candidates, length, more in queries:
         branch._check()
         tokens = branch._tokens
         if length is not None:
             tokens = tokens[: check_int("length", length, 0, len(tokens))]
-        joined = np.concatenate([tokens, branch._host.reader.read_more(more)])
-        jobs.append(ScoreJob(joined, candidates, branch.namespace))
-    if not asks:
+        prompt = np.concatenate([tokens, branch._client.reader.read_more(more)])
+        found.append(ScoreQuery(prompt, candidates, branch.namespace))
+    if not queries:
         return []
-    scores = _common_host([ask.branch for ask in asks]).score(jobs)
-    for ask, found in zip(asks, scores, strict=True):
-        ask.branch._count(*(score.usage for score in found))
+    scores = score(_common_client([query.branch for query in queries]), found)
+    for query, several in zip(queries, scores, strict=True):
+        query.branch._count(*(one.usage for one in several))
     return scores
 
 
@@ -378,35 +341,25 @@ def generate_all(
     each = params_for(params, len(branches))
     if not branches:
         return []
-    host = _common_host(branches)
-    with contextlib.ExitStack() as turns:
+    client = _common_client(branches)
+    with contextlib.ExitStack() as moves:
         for branch in branches:
-            turns.enter_context(branch._moving())
+            moves.enter_context(branch._moving())
         requests, firsts = _as_samples(branches, each)
-        done = host.complete(requests)
+        completions: list[Completion] = client.submit(requests).get()
         for at, first in enumerate(firsts):
             if each[at].prompt_logprobs is not None and first != at:
-                done[at] = with_prompt_scores(done[at], done[first])
-        for branch, completion in zip(branches, done, strict=True):
-            branch._answered(completion)
-        return done
+                completions[at] = with_prompt_scores(completions[at], completions[first])
+        for branch, completion in zip(branches, completions, strict=True):
+            branch._finish(completion)
+        return completions
 
 
-def add_usages(usages: Sequence[Usage]) -> Usage:
-    """Their sum."""
-    return Usage(
-        sum(one.prompt_tokens for one in usages),
-        sum(one.cached_tokens for one in usages),
-        sum(one.computed_tokens for one in usages),
-        sum(one.completion_tokens for one in usages),
-    )
-
-
-def _common_host(branches: Sequence[Branch]) -> BranchHost:
-    host = branches[0]._host
-    if any(branch._host.worker is not host.worker for branch in branches):
+def _common_client(branches: Sequence[Branch]) -> EngineClient:
+    client = branches[0]._client
+    if any(branch._client is not client for branch in branches):
         raise InvalidRequest("branches that run together must be of the same Runtime")
-    return host
+    return client
 
 
 def _as_samples(
@@ -417,7 +370,7 @@ def _as_samples(
     requests: list[Request] = []
     firsts = []
     for at, (branch, one) in enumerate(zip(branches, params, strict=True)):
-        request = branch._request(one)
+        request = branch._next_request(one)
         group = groups.setdefault((id(branch._tokens), branch.namespace, one), [])
         if group:
             request = sample_of(requests[group[0]], request, len(group))

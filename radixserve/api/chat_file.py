@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.text.chat_format import Answer, Message
 from radixserve.text.prompts import check_messages, is_token_id
@@ -17,19 +20,28 @@ _KIND, _VERSION = "radixserve chat", 1
 
 
 @dataclass(frozen=True, slots=True)
-class SavedChat:
-    """What is written and read."""
+class Turn:
+    """A message, the model's answer, and all ids of the conversation up to its end."""
 
-    model: Mapping[str, Any]  # what ids mean
+    message: Message
+    answer: Answer
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """Everything that a file holds."""
+
+    model: Mapping[str, Any]  # facts that have to be equal for ids to mean the same
     system: str | None
     template: str | None
     tools: list[dict[str, Any]] | None
-    turns: Sequence[tuple[Message, Answer, list[int]]]  # with all ids up to the turn's end
+    turns: Sequence[Turn] = ()
 
 
 def write_chat(path: str | os.PathLike[str], chat: SavedChat) -> None:
     """Raises OSError, or InvalidRequest where a message holds what JSON cannot."""
-    whole = chat.turns[-1][2] if chat.turns else []
+    whole = chat.turns[-1].tokens.tolist() if chat.turns else []
     document = {
         "kind": _KIND,
         "version": _VERSION,
@@ -38,19 +50,7 @@ def write_chat(path: str | os.PathLike[str], chat: SavedChat) -> None:
         "template": chat.template,
         "tools": chat.tools,
         "token_ids": whole,
-        "turns": [
-            {
-                "message": message,
-                "answer": {
-                    "text": answer.text,
-                    "token_ids": list(answer.token_ids),
-                    "has_end": answer.has_end,
-                },
-                # all ids behind the turn: the first so many of "token_ids", or others
-                "tokens": len(ids) if whole[: len(ids)] == ids else ids,
-            }
-            for message, answer, ids in chat.turns
-        ],
+        "turns": [_document_of(turn, whole) for turn in chat.turns],
     }
     try:
         text = json.dumps(document)
@@ -82,6 +82,16 @@ def read_chat(path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size
     return chat
 
 
+def _document_of(turn: Turn, whole: list[int]) -> dict[str, Any]:
+    ids = turn.tokens.tolist()
+    return {
+        "message": turn.message,
+        "answer": asdict(turn.answer),
+        # all ids up to the turn's end: the first so many of "token_ids", or others
+        "tokens": len(ids) if whole[: len(ids)] == ids else ids,
+    }
+
+
 def _tools(value: Any) -> list[Any] | None:
     tools: list[Any] | None = _optional(value, list)
     if tools is not None and not all(isinstance(tool, dict) for tool in tools):
@@ -101,15 +111,15 @@ def _check_model(
         raise InvalidRequest(f"{os.fspath(path)} is the chat of another model: {'; '.join(other)}")
 
 
-def _turn(turn: Any, whole: list[int], vocab_size: int) -> tuple[Message, Answer, list[int]]:
+def _turn(turn: Any, whole: list[int], vocab_size: int) -> Turn:
     (message,) = check_messages([turn["message"]])
-    told, tokens = turn["answer"], turn["tokens"]
-    own = _ids(told["token_ids"], vocab_size)
-    answer = Answer(_of(told["text"], str), tuple(own), _of(told["has_end"], bool))
+    given, tokens = turn["answer"], turn["tokens"]
+    own = _ids(given["token_ids"], vocab_size)
+    answer = Answer(_of(given["text"], str), tuple(own), _of(given["has_end"], bool))
     ids = whole[: _of(tokens, int)] if is_token_id(tokens) else _ids(tokens, vocab_size)
     if ids[len(ids) - len(own) :] != own:
         raise ValueError("a turn does not end with its answer")
-    return message, answer, ids
+    return Turn(message, answer, np.asarray(ids, np.int32))
 
 
 def _ids(value: Any, vocab_size: int) -> list[int]:

@@ -1,56 +1,36 @@
-"""`Runtime`: the way in. Text meets tokens here, and calls of many threads meet one engine."""
+"""`Runtime`: a model and its engine, for callers of any thread and for asyncio."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
-import queue
-import random
-import threading
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from functools import cached_property, partial
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, overload
 
-from radixserve.api.beam_search import BeamTicket, as_search, read_options
-from radixserve.api.branch import Branch, BranchHost
-from radixserve.api.chat import ChatHost, ChatSession
+from radixserve.api.beam_search import read_options
+from radixserve.api.branch import Branch
+from radixserve.api.chat import ChatSession
+from radixserve.api.client import EngineClient
 from radixserve.api.progress import BatchProgress
-from radixserve.api.samples import check_single, fan_out, gather
-from radixserve.api.scores import (
-    ScoreJob,
-    as_score,
-    check_finished,
-    params_of,
-    read_candidates,
-    scoring,
-)
+from radixserve.api.request_builder import RequestBuilder
+from radixserve.api.request_handle import RequestHandle
+from radixserve.api.samples import gather
+from radixserve.api.scores import ScoreQuery, score
 from radixserve.cache import Lookup
 from radixserve.checks import check_int, check_str, shown
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
-from radixserve.engine.ticket import Event, Ticket
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.engine.worker import EngineThread
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion, Score
 from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.text.prompts import Prompt, PromptReader, is_batch, params_for
+from radixserve.text.prompts import Prompt, PromptReader, is_batch
 from radixserve.text.tokenizer import Tokenizer
 
-_OWN_ID = "#"  # begins the ids that are not the caller's
+Params = SamplingParams | Sequence[SamplingParams] | None
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
@@ -77,6 +57,12 @@ class Runtime:
             runner.close()
             raise
 
+    def _make_runner(self, model_path: str) -> Any:
+        """The object that computes the steps; a subclass may have another one."""
+        from radixserve.runner.ranks import make_runner
+
+        return make_runner(model_path, self.config)
+
     def _start(self, runner: Any) -> None:
         self.model = runner.info
         self.memory = runner.memory_plan()
@@ -85,26 +71,16 @@ class Runtime:
         self.tokenizer = Tokenizer.load(runner.folder)
         capacity = runner.num_pages * self.config.page_size
         self.max_seq_len, limit_name = _sequence_limit(self.config, self.model, capacity)
-        self._reader = PromptReader(
-            self.tokenizer, self.model.vocab_size, self.max_seq_len, limit_name
-        )
-        self._end_ids = frozenset(self.model.eos_ids)
-        self._random = random.Random(self.config.seed)
-        self._random_lock = threading.Lock()
-        self._next_id = itertools.count()
+        reader = PromptReader(self.tokenizer, self.model.vocab_size, self.max_seq_len, limit_name)
+        self._builder = RequestBuilder(reader, frozenset(self.model.eos_ids), self.config.seed)
         self._worker = EngineThread(Engine(runner, self.config), _recorder(self.config))
-        self._branch_numbers = itertools.count()
+        self._client = EngineClient(self._worker, self._builder)
         self._finalizer = weakref.finalize(self, _close, self._worker, runner)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -117,7 +93,7 @@ class Runtime:
     def generate(
         self,
         prompts: str,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -127,7 +103,7 @@ class Runtime:
     def generate(
         self,
         prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -136,7 +112,7 @@ class Runtime:
     def generate(
         self,
         prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         progress: bool | None = None,
         request_id: str | None = None,
@@ -149,13 +125,22 @@ class Runtime:
         cached. `progress` shows a bar: by default for batches on a terminal. `request_id` names a
         single request for `abort`.
         """
-        batch = is_batch(prompts)
-        given = list(prompts) if batch else [prompts]
-        requests, each = self._requests(given, params, request_id)
         if progress is not None and not isinstance(progress, bool):
             raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
-        bar = BatchProgress(len(requests), wanted=progress if batch else progress is True)
-        completions = gather(self._complete(requests, bar), each)
+        batch = is_batch(prompts)
+        requests, each = self._builder.build(prompts if batch else [prompts], params, request_id)
+        is_wanted = progress if batch else progress is True
+        with BatchProgress(len(requests), wanted=is_wanted) as bar:
+            completions = gather(self._client.submit(requests).get(bar.add), each)
+        return completions if batch else completions[0]
+
+    async def agenerate(
+        self, prompts: Any, params: Params = None, *, request_id: str | None = None
+    ) -> Any:
+        """`generate` for asyncio. Cancelling the task aborts its requests."""
+        batch = is_batch(prompts)
+        requests, each = self._builder.build(prompts if batch else [prompts], params, request_id)
+        completions = gather(await self._client.submit(requests).aget(), each)
         return completions if batch else completions[0]
 
     def stream(
@@ -165,91 +150,61 @@ class Runtime:
 
         The request is checked now and starts with the first iteration; leaving the loop aborts it.
         """
-        return self._stream(self._single(prompt, params, request_id))
-
-    async def agenerate(
-        self,
-        prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        request_id: str | None = None,
-    ) -> Any:
-        """`generate` for asyncio. Cancelling the task aborts its requests."""
-        batch = is_batch(prompts)
-        given = list(prompts) if batch else [prompts]
-        requests, each = self._requests(given, params, request_id)
-        completions = gather([_completion(e) for e in await self._aevents(requests)], each)
-        return completions if batch else completions[0]
+        return self._stream(self._builder.single(prompt, params, request_id))
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> AsyncIterator[Chunk]:
         """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
-        return self._astream(self._single(prompt, params, request_id))
+        return self._astream(self._builder.single(prompt, params, request_id))
 
     def beam_search(
         self,
         prompts: Any,
-        beam_width: int = 4,
-        max_tokens: int = 64,
-        length_penalty: float = 1.0,
-        early_stopping: bool | str = False,
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
         *,
-        min_tokens: int = 0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        stop: str | Iterable[str] = (),
-        stop_token_ids: Iterable[int] = (),
-        ignore_eos: bool = False,
-        logprobs: int | None = None,
-        priority: int = 0,
-        namespace: str = "",
+        params: SamplingParams | None = None,
+        beams: BeamParams | None = None,
         request_id: str | None = None,
+        **fields: Any,
     ) -> Any:
-        """The `beam_width` best answers that a beam search finds, best first, each with its score.
+        """The `width` best answers that a beam search finds, best first, each with its score.
 
-        -> a list of Completions, or a list of these for a list of prompts. Answers and scores are
-        those of transformers' beam search: `score` is the sum of the tokens' log-probabilities,
-        changed by the penalties and not normalised again, divided by (number of tokens) **
-        length_penalty; `cumulative_logprob` is the sum of the model's own. `early_stopping` True
-        ends with beam_width finished answers, False when the best beam does not look better than
-        the worst of them, "never" when none could become so. `min_tokens` forbids end tokens; a
-        stop string ends a beam at any length. What the others mean: `SamplingParams`.
+        -> a list of Completions, or a list of these for a list of prompts. `beams` is the search's
+        shape, `params` say when an answer ends, its penalties, logprobs, priority and namespace;
+        or give the fields of both as keywords: `beam_width` (4), `length_penalty`,
+        `early_stopping`, `max_tokens` (64), `min_tokens`, `repetition_penalty`, `stop`, ...
+
+        Answers and scores are those of transformers' beam search: `score` is the sum of the tokens'
+        log-probabilities, changed by the penalties and not normalised again, divided by (number of
+        tokens) ** length_penalty; `cumulative_logprob` is the sum of the model's own. `min_tokens`
+        forbids end tokens; a stop string ends a beam at any length.
 
         The prompt is computed once and the beams share all that they have in common. The first
         answer's usage counts the prompt, the others' count it as cached. An aborted search returns
         the best of what there is, at least one.
         """
-        params, beams = read_options(
-            beam_width,
-            max_tokens,
-            length_penalty,
-            early_stopping,
-            min_tokens=min_tokens,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
-            priority=priority,
-            namespace=namespace,
-        )
-        batch = is_batch(prompts)
-        requests = self._searches(prompts, batch, params, beams, request_id)
-        answers = [_answers(event) for event in self._events(requests)]
+        fields |= {"beam_width": beam_width, "max_tokens": max_tokens}
+        batch, handle = self._search(prompts, params, beams, fields, request_id)
+        answers = [list(found) for found in handle.get()]
         return answers if batch else answers[0]
 
     async def abeam_search(
-        self, prompts: Any, *options: Any, request_id: str | None = None, **more: Any
+        self,
+        prompts: Any,
+        beam_width: int | None = None,
+        max_tokens: int | None = None,
+        *,
+        params: SamplingParams | None = None,
+        beams: BeamParams | None = None,
+        request_id: str | None = None,
+        **fields: Any,
     ) -> Any:
-        """`beam_search` for asyncio, with the same options. Cancelling the task aborts it."""
-        params, beams = read_options(*options, **more)
-        batch = is_batch(prompts)
-        requests = self._searches(prompts, batch, params, beams, request_id)
-        answers = [_answers(event) for event in await self._aevents(requests)]
+        """`beam_search` for asyncio. Cancelling the task aborts it."""
+        fields |= {"beam_width": beam_width, "max_tokens": max_tokens}
+        batch, handle = self._search(prompts, params, beams, fields, request_id)
+        answers = [list(found) for found in await handle.aget()]
         return answers if batch else answers[0]
 
     def abort(self, request_id: str | None = None) -> int:
@@ -257,34 +212,33 @@ class Runtime:
 
         Returns how many were still running.
         """
-        if request_id is None:
-            return self._worker.abort(None)
-        return self._worker.abort([check_str("request_id", request_id)])
+        ids = None if request_id is None else [check_str("request_id", request_id)]
+        return self._worker.abort(ids)
 
     def score(
         self, prompt: Prompt, candidates: Sequence[str | Sequence[int]], *, namespace: str = ""
     ) -> list[Score]:
-        """How likely the model finds each of `candidates`, texts or token ids, behind `prompt`.
+        """How likely the model finds each of `candidates`, texts or token ids, after `prompt`.
 
         The prompt is computed once, or taken from the cache; the candidates then run side by side.
         Text is tokenised on its own, without the special tokens that begin a prompt. Log-
         probabilities are of the model's own distribution, natural logarithms.
         """
-        ids = self._reader.read(prompt)
-        return self._score([ScoreJob(ids, candidates, namespace)])[0]
+        ids = self._builder.reader.read(prompt)
+        return score(self._client, [ScoreQuery(ids, candidates, namespace)])[0]
 
-    # -- staying ------------------------------------------------------------------------------
+    # -- sessions -----------------------------------------------------------------------------
 
     def branch(self, prompt: Prompt, *, namespace: str = "") -> Branch:
-        """A live position behind `prompt`, to fork, extend, continue and roll back.
+        """A live position after `prompt`, to fork, extend, continue and roll back.
 
-        Computes nothing yet. Release it, or use it as a context manager: until then the cache keeps
-        its K/V before that of others.
+        Computes nothing yet. Release it, or use it as a context manager: until then its K/V is
+        evicted after that of requests without a session.
         """
-        ids = self._reader.read(prompt)
+        ids = self._builder.reader.read(prompt)
         check_str("namespace", namespace)
         self._worker.check_alive()
-        return Branch(self._branch_host, ids, namespace)
+        return Branch(self._client, ids, namespace)
 
     def chat(
         self,
@@ -300,7 +254,8 @@ class Runtime:
         instead of the tokenizer's. `params` are those of turns that bring none, and their namespace
         is the chat's. Close it, or use it as a context manager.
         """
-        return ChatSession.start(self._chat_host, system, tools, template, params)
+        self._worker.check_alive()
+        return ChatSession.start(self._client, self._identity, system, tools, template, params)
 
     def load_chat(
         self, path: str | os.PathLike[str], *, params: SamplingParams | None = None
@@ -309,15 +264,15 @@ class Runtime:
 
         Nothing is computed before its next turn. InvalidRequest for that of another model.
         """
-        return ChatSession.load(self._chat_host, path, params)
+        self._worker.check_alive()
+        return ChatSession.load(self._client, self._identity, path, params)
 
-    # -- knowing ------------------------------------------------------------------------------
+    # -- the cache ----------------------------------------------------------------------------
 
     def lookup(self, prompt: Prompt, namespace: str = "") -> Lookup:
         """How much of `prompt` is cached now, and why not more. Changes nothing."""
-        ids = self._reader.read(prompt)
-        check_str("namespace", namespace)
-        return self._worker.call(lambda engine: engine.lookup(ids, namespace))
+        ids = self._builder.reader.read(prompt)
+        return self._client.lookup(ids, check_str("namespace", namespace))
 
     def cache_stats(self) -> dict[str, Any]:
         """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
@@ -340,213 +295,37 @@ class Runtime:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _make_runner(self, model_path: str) -> Any:
-        """What computes the steps; a subclass may have another one."""
-        from radixserve.runner.ranks import make_runner
+    def _stream(self, request: Request) -> Iterator[Chunk]:
+        with self._client.stream(request) as chunks:
+            yield from chunks
 
-        return make_runner(model_path, self.config)
+    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
+        with self._client.stream(request) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
-    def _requests(
-        self, prompts: Sequence[Any], params: object, request_id: str | None
-    ) -> tuple[list[Request], list[SamplingParams]]:
-        """Checked requests, num_samples of them a prompt, and the params of each prompt.
-
-        Raises InvalidRequest before anything is allocated.
-        """
-        each = params_for(params, len(prompts))
-        _check_request_id(request_id, sum(one.num_samples for one in each))
-        ids = [self._reader.read(prompt) for prompt in prompts]
-        for one in each:
-            if one.stop and self.tokenizer is None:
-                raise InvalidRequest("the model has no tokenizer: stop strings cannot be found")
-            self._check_ends(one)
-            outside = [t for t in one.stop_token_ids if t >= self.model.vocab_size]
-            if outside:
-                raise InvalidRequest(
-                    f"stop_token_ids {outside} are out of range: "
-                    f"allowed are 0 to {self.model.vocab_size - 1}"
-                )
-        requests: list[Request] = []
-        for token_ids, one in zip(ids, each, strict=True):
-            first = self._request(token_ids, one, request_id)
-            others = [self._new_id() for _ in range(one.num_samples - 1)]
-            requests += fan_out(first, others)
-        return requests, each
-
-    def _single(self, prompt: Prompt, params: object, request_id: str | None) -> Request:
-        requests, each = self._requests([prompt], params, request_id)
-        check_single(each[0], "stream")
-        return requests[0]
-
-    def _searches(
+    def _search(
         self,
         prompts: Any,
-        batch: bool,
-        params: SamplingParams,
-        beams: BeamParams,
+        params: SamplingParams | None,
+        beams: BeamParams | None,
+        fields: Mapping[str, Any],
         request_id: str | None,
-    ) -> list[Request]:
-        given = list(prompts) if batch else [prompts]
-        requests, _ = self._requests(given, params, request_id)
-        vocab_size = self.model.vocab_size
-        return [as_search(one, beams, self.tokenizer, vocab_size) for one in requests]
-
-    def _score(self, jobs: Sequence[ScoreJob]) -> list[list[Score]]:
-        targets = [read_candidates(self._reader, job.prompt, job.candidates) for job in jobs]
-        requests = [
-            scoring(self._request(job.prompt, params_of(job.namespace), None), ids)
-            for job, found in zip(jobs, targets, strict=True)
-            for ids in found
-        ]
-        done = self._complete(requests, BatchProgress(len(requests), wanted=False))
-        check_finished(done)
-        rest = iter(done)
-        return [[as_score(next(rest), ids) for ids in found] for found in targets]
-
-    @property
-    def _branch_host(self) -> BranchHost:
-        return BranchHost(
-            worker=self._worker,
-            reader=self._reader,
-            numbers=self._branch_numbers,
-            request=lambda ids, params: self._single(ids, params, None),
-            end_ids=self._end_ids,
-            complete=lambda requests: self._complete(
-                requests, BatchProgress(len(requests), wanted=False)
-            ),
-            score=self._score,
-            stream=self._stream,
-            astream=self._astream,
-        )
-
-    @property
-    def _chat_host(self) -> ChatHost:
-        if self.tokenizer is None:
-            raise InvalidRequest("the model has no tokenizer: chats need one")
-        self._worker.check_alive()
-        return ChatHost(self._branch_host, self.tokenizer, self._end_ids, self._identity)
+    ) -> tuple[bool, RequestHandle[Any]]:
+        """Whether it is one of several prompts, and the searches, not submitted yet."""
+        params, beams = read_options(params, beams, fields)
+        batch = is_batch(prompts)
+        given = prompts if batch else [prompts]
+        requests = self._builder.beam_search(given, params, beams, request_id)
+        return batch, self._client.submit(requests)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What has to be the same for token ids to mean the same."""
-        assert self.tokenizer is not None
+        """Facts that have to be equal for token ids to mean the same; InvalidRequest without a
+        tokenizer."""
         names = ("architecture", "num_layers", "hidden_size", "vocab_size", "num_parameters")
         sizes = {name: getattr(self.model, name) for name in names}
-        return {**sizes, "tokenizer": self.tokenizer.fingerprint()}
-
-    def _new_id(self) -> str:
-        return f"{_OWN_ID}{next(self._next_id)}"
-
-    def _ends(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end a request: the model's, unless ignored, and its own."""
-        model_ends: frozenset[int] = frozenset() if params.ignore_eos else self._end_ids
-        return model_ends | frozenset(params.stop_token_ids)
-
-    def _check_ends(self, params: SamplingParams) -> None:
-        if params.min_tokens and len(self._ends(params)) >= self.model.vocab_size:
-            raise InvalidRequest("min_tokens cannot hold when every token ends the request")
-
-    def _request(self, ids: Any, params: SamplingParams, request_id: str | None) -> Request:
-        seed = params.seed
-        if seed is None:
-            with self._random_lock:
-                seed = self._random.getrandbits(63)
-        scores_prompt = params.prompt_logprobs is not None and len(ids) > 1
-        return Request(
-            request_id=request_id or self._new_id(),
-            token_ids=ids,
-            params=params,
-            seed=seed,
-            end_ids=self._ends(params),
-            max_len=self.max_seq_len,
-            logprob_targets=ids[1:] if scores_prompt else None,
-            also_generate=scores_prompt,
-        )
-
-    def _tickets(
-        self, requests: Sequence[Request], notify: Callable[[int, Event], None], *, streams: bool
-    ) -> list[Ticket]:
-        """Their way back: `notify(index, event)` is called in the engine's thread."""
-        return [
-            Ticket(request, self.tokenizer, partial(notify, at), streams=streams)
-            if request.beams is None
-            else BeamTicket(request, self.tokenizer, partial(notify, at))
-            for at, request in enumerate(requests)
-        ]
-
-    def _complete(self, requests: list[Request], bar: BatchProgress) -> list[Completion]:
-        with bar:
-            events = self._events(requests, lambda event: bar.add(_completion(event)))
-        return [_completion(event) for event in events]
-
-    def _events(
-        self, requests: Sequence[Request], note: Callable[[Event], object] | None = None
-    ) -> list[Event]:
-        """How each of them ended, in order; `note` is told of each when it does. The first error
-        is raised at once."""
-        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        done: dict[int, Event] = {}
-        tickets = self._tickets(requests, lambda *item: events.put(item), streams=False)
-        try:
-            self._worker.submit(tickets)
-            for _ in requests:
-                at, event = events.get()
-                done[at] = _checked(event)
-                if note is not None:
-                    note(event)
-        except BaseException:  # Ctrl-C too: nobody waits for the rest any more
-            self._worker.abandon(tickets)
-            raise
-        return [done[at] for at in range(len(requests))]
-
-    async def _aevents(self, requests: Sequence[Request]) -> list[Event]:
-        """`_events` for asyncio."""
-        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        done: dict[int, Event] = {}
-        tickets = self._tickets(
-            requests, lambda at, event: _post(loop, events, (at, event)), streams=False
-        )
-        try:
-            self._worker.submit(tickets)
-            for _ in requests:
-                at, event = await events.get()
-                done[at] = _checked(event)
-        except BaseException:
-            self._worker.abandon(tickets)
-            raise
-        return [done[at] for at in range(len(requests))]
-
-    def _stream(self, request: Request) -> Generator[Chunk, None, None]:
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        tickets = self._tickets([request], lambda _, event: events.put(event), streams=True)
-        is_open = True
-        try:
-            self._worker.submit(tickets)
-            while is_open:
-                chunk = _chunk(events.get())
-                is_open = chunk.completion is None
-                yield chunk
-        finally:
-            if is_open:
-                self._worker.abandon(tickets)
-
-    async def _astream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        tickets = self._tickets(
-            [request], lambda _, event: _post(loop, events, event), streams=True
-        )
-        is_open = True
-        try:
-            self._worker.submit(tickets)
-            while is_open:
-                chunk = _chunk(await events.get())
-                is_open = chunk.completion is None
-                yield chunk
-        finally:
-            if is_open:
-                self._worker.abandon(tickets)
+        return {**sizes, "tokenizer": self._client.tokenizer.fingerprint()}
 
 
 def _close(worker: EngineThread, runner: Any) -> None:
@@ -570,22 +349,8 @@ def _recorder(config: EngineConfig) -> TraceRecorder | None:
     return None if config.trace is None else TraceRecorder(config.trace, config.trace_hash_block)
 
 
-def _check_request_id(request_id: object, num_requests: int) -> None:
-    if request_id is None:
-        return
-    if num_requests != 1:
-        raise InvalidRequest(
-            "request_id names a single request, not a list of prompts, and not n > 1"
-        )
-    if not isinstance(request_id, str) or not request_id or request_id.startswith(_OWN_ID):
-        raise InvalidRequest(
-            f"request_id must be a non-empty string that does not begin with {_OWN_ID!r}, "
-            f"got {shown(request_id)}"
-        )
-
-
 def _sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[int, str]:
-    """Most tokens of prompt and output together, and what sets that limit."""
+    """Most tokens of prompt and output together, and the name of that limit."""
     limits = [(model.max_positions, "the model's context"), (capacity, "the cache's size")]
     if config.max_seq_len is not None:
         if config.max_seq_len > model.max_positions:
@@ -598,37 +363,3 @@ def _sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[in
     if limit < 2:
         raise InvalidRequest(f"{name} leaves room for {limit} tokens; at least 2 are needed")
     return limit, name
-
-
-def _checked(event: Event) -> Event:
-    if isinstance(event, BaseException):
-        raise event
-    return event
-
-
-def _completion(event: Event) -> Completion:
-    event = _checked(event)
-    assert isinstance(event, Completion)
-    return event
-
-
-def _answers(event: Event) -> list[Completion]:
-    event = _checked(event)
-    assert isinstance(event, tuple)
-    return list(event)
-
-
-def _chunk(event: Event) -> Chunk:
-    if isinstance(event, Chunk):
-        return event
-    assert isinstance(event, BaseException)
-    raise event
-
-
-def _post(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Any], item: Any) -> None:
-    """Hand an event to a loop of another thread; one that was closed meanwhile gets nothing."""
-    try:
-        loop.call_soon_threadsafe(events.put_nowait, item)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise

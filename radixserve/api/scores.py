@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from radixserve.api.client import EngineClient
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
@@ -15,18 +16,34 @@ from radixserve.output import Completion, Score
 from radixserve.request import Request, SamplingParams
 from radixserve.text.prompts import PromptReader
 
-SCORING = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)
 
-
-class ScoreJob(NamedTuple):
-    """How likely is each candidate, text or token ids, behind this prompt?"""
+class ScoreQuery(NamedTuple):
+    """How likely is each candidate, text or token ids, after this prompt?"""
 
     prompt: IntArray
     candidates: object  # not checked yet
     namespace: str
 
 
-def read_candidates(reader: PromptReader, prompt: IntArray, candidates: object) -> list[IntArray]:
+def score(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Score]]:
+    """The scores of each query's candidates; all of them run as one batch.
+
+    Raises InvalidRequest for wrong candidates, and when a score was aborted.
+    """
+    targets = [_read_candidates(client.reader, *query[:2]) for query in queries]
+    requests = [
+        _request(client, query, ids)
+        for query, candidates in zip(queries, targets, strict=True)
+        for ids in candidates
+    ]
+    completions = client.submit(requests).get()
+    if any(one.finish_reason == "abort" for one in completions):
+        raise InvalidRequest("the score was aborted")
+    rest = iter(completions)
+    return [[_as_score(next(rest), ids) for ids in candidates] for candidates in targets]
+
+
+def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object) -> list[IntArray]:
     """Token ids of each continuation. Raises InvalidRequest for an empty or too long one."""
     if not isinstance(candidates, Sequence) or isinstance(candidates, str) or not candidates:
         raise InvalidRequest(
@@ -46,25 +63,16 @@ def read_candidates(reader: PromptReader, prompt: IntArray, candidates: object) 
     return found
 
 
-def scoring(request: Request, targets: IntArray) -> Request:
-    """`request`, for a prompt, as one that scores what follows it. The last token of that is only
-    looked at, never computed."""
-    tokens = np.concatenate([request.token_ids, targets[:-1]])
+def _request(client: EngineClient, query: ScoreQuery, targets: IntArray) -> Request:
+    """The last target is only looked up in the logits, never computed."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, namespace=query.namespace)
+    tokens = np.concatenate([query.prompt, targets[:-1]])
+    request = client.builder.request(query.prompt, params)
     return replace(request, token_ids=tokens, logprob_targets=targets)
 
 
-def as_score(completion: Completion, targets: IntArray) -> Score:
-    logprobs, total = completion.logprobs, completion.cumulative_logprob
-    assert logprobs is not None
-    assert total is not None
-    return Score(total, logprobs, targets.tolist(), completion.usage)
-
-
-def check_finished(completions: Sequence[Completion]) -> None:
-    """Raises InvalidRequest when somebody aborted a score: half of one says nothing."""
-    if any(one.finish_reason == "abort" for one in completions):
-        raise InvalidRequest("the score was aborted")
-
-
-def params_of(namespace: str) -> SamplingParams:
-    return replace(SCORING, namespace=namespace)
+def _as_score(completion: Completion, targets: IntArray) -> Score:
+    assert completion.logprobs is not None
+    assert completion.cumulative_logprob is not None
+    total = completion.cumulative_logprob
+    return Score(total, completion.logprobs, targets.tolist(), completion.usage)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from radixserve.api.branch import Ask, Branch, Tokens, generate_all, score_all
+from radixserve.api.branch import Branch, BranchQuery, Tokens, generate_all, score_all
 from radixserve.api.samples import NUM_SEEDS, check_single
 from radixserve.api.search_tree import Node, SearchTree, best_first
 from radixserve.checks import check_int, check_str, shown
@@ -75,13 +75,13 @@ class Likelihood:
     per_token: bool = False
 
     def values(self, nodes: Sequence[Node]) -> list[float]:
-        asks: list[tuple[Node, Ask]] = []
+        asks: list[tuple[Node, BranchQuery]] = []
         for node in nodes:
             start = len(node.path[0].tokens)
             for thought in node.path[1:]:
                 if thought.logprob is None:
                     candidates = [thought.tokens.tolist()]
-                    asks.append((thought, Ask(node.branch, candidates, start)))
+                    asks.append((thought, BranchQuery(node.branch, candidates, start)))
                 start += len(thought.tokens)
         for (thought, _), (score,) in zip(asks, score_all([ask for _, ask in asks]), strict=True):
             thought.logprob = score.logprob
@@ -110,7 +110,7 @@ class Verdict:
 
     def values(self, nodes: Sequence[Node]) -> list[float]:
         answers = [self.good, self.bad]
-        scores = score_all([Ask(n.branch, answers, more=self.question) for n in nodes])
+        scores = score_all([BranchQuery(n.branch, answers, more=self.question) for n in nodes])
         return [good.logprob - bad.logprob for good, bad in scores]
 
 

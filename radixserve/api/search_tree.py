@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from radixserve.api.branch import Branch, add_usages
+from radixserve.api.branch import Branch
 from radixserve.api.tree_view import escape, shorten
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
-from radixserve.output import Completion, Usage
+from radixserve.output import Completion, Usage, add_usages
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions

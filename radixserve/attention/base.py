@@ -8,23 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-IndexArray = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class HostIndex:
-    """The numpy twins of a batch's index tensors, for planning on the host."""
-
-    start: IndexArray  # [R] position of each row's first new token
-    qo_indptr: IndexArray  # [R + 1] row r's new tokens are [qo_indptr[r], qo_indptr[r + 1])
-    kv_indptr: IndexArray  # [R + 1] row r's pages are kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
-    kv_indices: NDArray[np.int32]  # [total pages] page ids
-    seq_lens: IndexArray  # [R] tokens of each row after the step
+from radixserve_kernels.host_index import HostIndex as HostIndex
+from radixserve_kernels.host_index import IndexArray as IndexArray
 
 
 @dataclass(frozen=True, slots=True)

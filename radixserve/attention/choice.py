@@ -67,11 +67,11 @@ def why_not(
     if where is not None and device.type not in where:
         return f"the device is {device.type}"
     if name == "cpu":
-        return cpu_ops.unavailable(dtype)
+        return cpu_ops.unsupported_reason(dtype)
     if name == "flashinfer":
         return flashinfer_calls.unfit(dtype, head_dim) or flashinfer_calls.not_installed()
     if name == "triton":
-        return gpu_ops.unavailable() if device.type == "cuda" else ""
+        return gpu_ops.unsupported_reason() if device.type == "cuda" else ""
     if dtype == torch.float16:
         return "PyTorch's operations are used with float32 and bfloat16, not with float16"
     return ""

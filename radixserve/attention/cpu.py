@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from torch import Tensor
 
-from radixserve.attention.base import ForwardBatch, HostIndex, kv_view
+from radixserve.attention.base import ForwardBatch, kv_view
 from radixserve.errors import ModelNotSupported
-from radixserve_kernels.cpu_ops import Attender, Plan, PlanRows, unavailable
+from radixserve_kernels.cpu_attention import PagedAttention, Plan
+from radixserve_kernels.cpu_ops import unsupported_reason
+from radixserve_kernels.host_index import HostIndex
 from radixserve_kernels.torch_ops import store_kv
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
@@ -33,7 +34,7 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
-        if reason := unavailable(kv.dtype):
+        if reason := unsupported_reason(kv.dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
         num_kv_heads, self.head_dim = kv.shape[-2:]
         if num_heads % num_kv_heads:
@@ -43,7 +44,7 @@ class CpuBackend:
         self.num_heads, self.num_kv_heads, self.kv = num_heads, num_kv_heads, kv
         self._page_size = kv.shape[3]
         self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
-        self._attender = Attender(kv.dtype)
+        self._attention = PagedAttention(kv.dtype)
         self._shares = shares
         self._planned: Plan | None = None
         self._slot_mapping: Tensor | None = None
@@ -53,13 +54,8 @@ class CpuBackend:
             heads = (self.num_heads, self.num_kv_heads, self.head_dim)
             self._planned = plan_step(batch.host, self._page_size, heads, shares=self._shares)
         else:
-            self._planned.renew(_plan_rows(batch.host))
+            self._planned.reset(batch.host)
         self._slot_mapping = batch.slot_mapping
-
-    @property
-    def merge_tokens(self) -> int | None:
-        """As `Plan` takes it."""
-        return _merge_tokens(self._shares)
 
     @property
     def planned(self) -> Plan:
@@ -76,25 +72,11 @@ class CpuBackend:
 
     def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
-        return self._attender.run(self.planned, q, *self._slots[layer], scale)
+        return self._attention.run(self.planned, q, *self._slots[layer], scale)
 
 
 def plan_step(
     host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
 ) -> Plan:
-    """Jobs: one a shared node, each level of them a wave; then one a row, in the last wave."""
-    return Plan(_plan_rows(host), page_size, heads, _merge_tokens(shares))
-
-
-def _merge_tokens(shares: bool) -> int | None:
-    return MERGE_TOKENS if shares else None
-
-
-def _plan_rows(host: HostIndex) -> PlanRows:
-    return PlanRows(
-        start=np.ascontiguousarray(host.start),
-        qo_indptr=host.qo_indptr,
-        kv_indptr=host.kv_indptr,
-        seq_lens=np.ascontiguousarray(host.seq_lens),
-        kv_indices=host.kv_indices,
-    )
+    """Jobs: one for each shared node, level by level, then one for each row in the last level."""
+    return Plan(host, page_size, heads, MERGE_TOKENS if shares else None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
 from radixserve.api.tree_view import Decode, describe_tree
-from radixserve.commands.demo_script import (
+from radixserve.commands.demo_run import (
     Answer,
     Listener,
     Part,

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from radixserve._version import __version__
 from radixserve.api.tree_view import Decode, draw_tree, escape
-from radixserve.commands.demo_script import Answer, Listener, Performance, count_same, totals
+from radixserve.commands.demo_run import Answer, Listener, Performance, count_same, totals
 from radixserve.commands.demo_text import CONVERSATIONS, SYSTEM_PROMPT
 from radixserve.commands.terminal import format_seconds, make_console
 

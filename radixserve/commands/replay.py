@@ -136,9 +136,8 @@ def _add_order_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from radixserve.replay import read_trace, study_trace
-    from radixserve.replay.document import study_document
     from radixserve.replay.pictures import check_picture, draw
-    from radixserve.replay.tables import print_study
+    from radixserve.replay.report import print_study, study_document
 
     specs, servings, size = _specs(args), _servings(args), _bytes_per_token(args)
     limit = None if args.limit is None else check_int("--limit", args.limit, 1)
@@ -175,22 +174,21 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
         sizes = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
     pages = [_page_size(text) for text in _items("--page-size", args.page_size)]
     policies, indexes = _items("--policy", args.policy), _items("--index", args.index)
-    cross([max(pages)], policies, pages, indexes, use_holders=False)  # the names are checked
+    cross([max(pages)], policies, pages, indexes, use_sessions=False)  # the names are checked
     make = partial(cross, policies=policies, page_sizes=pages, indexes=indexes)
     if sizes is not None:
-        given = make(sizes, use_holders=args.sessions)
+        given = make(sizes, use_sessions=args.sessions)
         return lambda _trace, _paths: given
 
     def suitable(trace: Trace, paths: PathTable) -> Sequence[CacheSpec]:
         fitting = sorted({max([size, *pages]) for size in default_sizes(paths, trace)})
-        return make(fitting, use_holders=args.sessions)
+        return make(fitting, use_sessions=args.sessions)
 
     return suitable
 
 
 def _servings(args: argparse.Namespace) -> list[Serving]:
-    from radixserve.replay.device import StepModel
-    from radixserve.replay.serving import ORDERS, Serving
+    from radixserve.replay.serving import ORDERS, Serving, StepModel
 
     if args.order is None:
         return []
@@ -215,7 +213,7 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
 
 
 def _bytes_per_token(args: argparse.Namespace) -> int:
-    from radixserve.replay.kv_bytes import DEFAULT_KV_BYTES, kv_bytes_per_token
+    from radixserve.replay.caches import DEFAULT_KV_BYTES, kv_bytes_per_token
 
     if args.model_config is not None:
         if args.bytes_per_token is not None:

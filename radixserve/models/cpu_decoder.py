@@ -14,12 +14,9 @@ from radixserve.attention.cpu import CpuBackend
 from radixserve.models.base import ModelInfo
 from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBias, read_decoder
 from radixserve.models.source import ModelSource
-from radixserve_kernels.cpu_ops import (
-    DecoderStack,
-    PackedWeight,
-    StackLayer,
-    interleave,
-)
+from radixserve_kernels.cpu_decoder import FusedDecoder
+from radixserve_kernels.cpu_weights import PackedWeight, interleave
+from radixserve_kernels.decoder_layer import DecoderLayer
 
 
 class CpuDecoder:
@@ -29,13 +26,13 @@ class CpuDecoder:
         self.info: ModelInfo = read.info
         embedding, norm = read.embedding.contiguous(), read.norm.contiguous()
         head = PackedWeight(read.lm_head)
-        self._stack = DecoderStack(read.shape, read.layers, embedding, norm, head)
+        self._decoder = FusedDecoder(read.shape, read.layers, embedding, norm, head)
         self._rotary = read.rotary
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """`backend` is a planned CpuBackend."""
         assert isinstance(backend, CpuBackend), f"not on the {backend.name} backend"
-        return self._stack.run(
+        return self._decoder.run(
             input_ids=batch.input_ids,
             positions=batch.positions,
             slots=batch.slot_mapping,
@@ -51,9 +48,9 @@ def load_cpu_decoder(source: ModelSource, dtype: torch.dtype) -> CpuDecoder:
     return CpuDecoder(read_decoder(source, dtype, torch.device("cpu"), _pack_layer))
 
 
-def _pack_layer(tensors: LayerTensors) -> StackLayer:
+def _pack_layer(tensors: LayerTensors) -> DecoderLayer[PackedWeight]:
     qk_norm = tensors.qk_norm
-    return StackLayer(
+    return DecoderLayer(
         input_norm=tensors.input_norm.contiguous(),
         qkv=PackedWeight(*tensors.qkv),
         qk_norm=None if qk_norm is None else qk_norm.contiguous(),

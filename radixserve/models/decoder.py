@@ -19,7 +19,7 @@ from radixserve.errors import ModelNotSupported
 from radixserve.models.base import ModelInfo
 from radixserve.models.source import ModelSource, TensorSource
 from radixserve.models.weights import architecture_of, check_sliding_window
-from radixserve_kernels.cpu_ops import StackShape
+from radixserve_kernels.decoder_layer import DecoderLayer, DecoderSizes
 from radixserve_kernels.linear import Linear
 from radixserve_kernels.torch_ops import (
     apply_rotary,
@@ -37,7 +37,7 @@ FIRST_POSITIONS = 2_048  # whose rotations are made at load
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderShape(StackShape):
+class DecoderShape(DecoderSizes):
     """What of a checkpoint's config decides its tensors and its arithmetic."""
 
     qkv_bias: bool
@@ -77,17 +77,7 @@ class DecoderTensors:
     rotary: RotaryTable
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer, ready to compute; see `LayerTensors`."""
-
-    input_norm: Tensor  # [H]
-    qkv: Linear  # H -> Q + 2 KV
-    qk_norm: Tensor | None  # [Hq + Hkv, D] q's weight for the first Hq heads, then k's
-    o: Linear  # Q -> H
-    post_norm: Tensor  # [H]
-    gate_up: Linear  # H -> 2 M
-    down: Linear  # M -> H
+LayerWeights = DecoderLayer[Linear]
 
 
 class RotaryTable:

@@ -1,8 +1,8 @@
 """Traces of requests through the real cache and the real scheduler, without a model; no torch."""
 
-from radixserve.replay.caches import CacheSpec, cross, parse_tokens
-from radixserve.replay.direct import DirectResult, replay_direct
-from radixserve.replay.oracle import clairvoyant_hits
+from radixserve.replay.bounds import clairvoyant_hits
+from radixserve.replay.caches import CacheSpec, ReplayResult, cross, parse_tokens
+from radixserve.replay.direct import replay_direct
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.reader import read_trace
 from radixserve.replay.scheduled import replay_scheduled
@@ -12,8 +12,8 @@ from radixserve.replay.trace import Trace, TraceRequest
 
 __all__ = [
     "CacheSpec",
-    "DirectResult",
     "PathTable",
+    "ReplayResult",
     "ScheduledResult",
     "Serving",
     "Study",

@@ -1,44 +1,53 @@
-"""Which caches to compare, and how to make them."""
+"""The caches to replay a trace through: kind, size, and what a replay found."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.checks import check_choice, check_int, shown
 from radixserve.errors import InvalidRequest
+from radixserve.replay.trace import Bools, Ints
 
 INDEXES = ("radix", "hash")
+GIB = 1 << 30
+DEFAULT_KV_BYTES = 131_072  # Llama-3-8B in bfloat16: 2 x 32 layers x 8 heads x 128 x 2 bytes
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
-_MOST = 2**31 - 1  # pages
+_MAX_PAGES = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
     """A cache to replay a trace through. InvalidRequest for names that no cache knows.
 
-    `use_holders`: each session is a holder, open from its first request to the end of its last one.
+    `use_sessions`: each session of the trace is a session of the cache, open from its first
+    request to the end of its last one.
     """
 
     cache_tokens: int
     policy: str = "lru"
     page_size: int = 1
     index: str = "radix"
-    use_holders: bool = False
+    use_sessions: bool = False
 
     def __post_init__(self) -> None:
         check_choice("index", self.index, INDEXES)
         check_int("page_size", self.page_size, 1, self.cache_tokens)
-        if self.cache_tokens // self.page_size > _MOST:
+        if self.num_pages > _MAX_PAGES:
             raise InvalidRequest(
-                f"a cache of {self.cache_tokens} tokens has more than {_MOST} pages of "
+                f"a cache of {self.cache_tokens} tokens has more than {_MAX_PAGES} pages of "
                 f"{self.page_size}: choose a larger page size"
             )
         if self.index == "radix":
-            RadixCache(1, 1, self.policy)  # knows which policies there are
+            RadixCache(1, 1, self.policy)  # refuses an unknown policy
 
     @property
     def num_pages(self) -> int:
@@ -46,17 +55,54 @@ class CacheSpec:
 
     @property
     def label(self) -> str:
-        """What it is called in tables: "lru", "arc+holders", "hash"."""
+        """Its name in tables: "lru", "arc+sessions", "hash"."""
         name = self.policy if self.index == "radix" else self.index
-        return f"{name}+holders" if self.use_holders else name
+        return f"{name}+sessions" if self.use_sessions else name
 
     def make(self, clock: Callable[[], float]) -> PrefixCache:
         """An empty cache; `clock` gives the time (seconds) by which leases end."""
         if self.index == "radix":
             return RadixCache(self.num_pages, self.page_size, self.policy, clock=clock)
-        # Which hash it is changes the time, not the hits.
+        # The hash function changes the time of a replay, not its hits.
         hash_name = "sha256" if find_spec("xxhash") is None else "xxh3"
         return HashBlockCache(self.num_pages, self.page_size, hash_name=hash_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """What a cache did for a trace, in tokens of prompts unless the name says otherwise."""
+
+    spec: CacheSpec
+    hits: Ints  # [requests] reused tokens
+    is_served: Bools  # [requests] False: did not fit, all of its prompt counts as not reused
+    prompt_tokens: int  # of all requests
+    evicted_tokens: int
+    seconds: float  # that the replay took
+
+    @property
+    def hit_tokens(self) -> int:
+        return int(self.hits.sum())
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
+
+    @property
+    def num_too_large(self) -> int:
+        """Requests that did not fit into the cache."""
+        return int((~self.is_served).sum())
+
+
+class TraceClock:
+    """The time of a replay, in seconds since the trace's first request."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def cross(
@@ -65,24 +111,21 @@ def cross(
     page_sizes: Sequence[int],
     indexes: Sequence[str],
     *,
-    use_holders: bool,
+    use_sessions: bool,
 ) -> list[CacheSpec]:
     """Every combination that makes sense, by page size, then by policy, then by size.
 
-    Hash caches have one policy, LRU, and heed no holders. With `use_holders` every radix cache is
-    there without hints and with them.
+    Hash caches have one policy, LRU, and ignore sessions. With `use_sessions` every radix cache
+    appears without sessions and with them.
     """
-    specs = []
-    for page_size in page_sizes:
-        for index in indexes:
-            hints = (False, True) if use_holders and index == "radix" else (False,)
-            for policy in policies if index == "radix" else ("lru",):
-                specs += [
-                    CacheSpec(size, policy, page_size, index, hint)
-                    for hint in hints
-                    for size in sizes
-                ]
-    return specs
+    return [
+        CacheSpec(size, policy, page_size, index, has_sessions)
+        for page_size in page_sizes
+        for index in indexes
+        for policy in (policies if index == "radix" else ("lru",))
+        for has_sessions in ((False, True) if use_sessions and index == "radix" else (False,))
+        for size in sizes
+    ]
 
 
 def parse_tokens(text: str) -> int:
@@ -101,13 +144,45 @@ def parse_tokens(text: str) -> int:
     return round(value)
 
 
-class TraceClock:
-    """The time of a replay, in seconds since the trace's first request."""
+def kv_bytes_per_token(path: str | os.PathLike[str]) -> int:
+    """Bytes of one token's keys and values in all layers: 2 x layers x K/V heads x head_dim x size.
 
-    __slots__ = ("now",)
+    `path`: a checkpoint folder or its config.json. With latent attention (kv_lora_rank): layers x
+    (rank + rope part) x size. Raises InvalidRequest for a config that does not say, OSError for one
+    that cannot be read.
+    """
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidRequest(f"{file}: not a JSON file: {error}") from None
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{file}: a model config must be a JSON object, got {shown(config)}")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in _DTYPE_BYTES:
+        raise InvalidRequest(f"{file}: dtype must be one of {', '.join(_DTYPE_BYTES)}, got {dtype}")
+    size = _count(file, config, "num_hidden_layers", "n_layer") * _DTYPE_BYTES[dtype]
+    if config.get("kv_lora_rank"):
+        rank = _count(file, config, "kv_lora_rank")
+        return size * (rank + _count(file, config, "qk_rope_head_dim"))
+    heads = kv_heads = _count(file, config, "num_attention_heads", "n_head")
+    if config.get("num_key_value_heads"):
+        kv_heads = _count(file, config, "num_key_value_heads")
+    if config.get("head_dim"):
+        head_dim = _count(file, config, "head_dim")
+    else:
+        head_dim = _count(file, config, "hidden_size", "n_embd") // heads
+    return 2 * size * kv_heads * head_dim
 
-    def __init__(self) -> None:
-        self.now = 0.0
 
-    def __call__(self) -> float:
-        return self.now
+def _count(file: Path, config: dict[str, Any], *names: str) -> int:
+    """The first of these fields that is a positive integer."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise InvalidRequest(f"{file}: {' or '.join(names)} is missing or no positive number")

@@ -11,23 +11,29 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
+
 from radixserve.checks import shown
 from radixserve.engine.trace_recorder import LOG_KIND
 from radixserve.errors import InvalidRequest
+from radixserve.replay.trace import Ints
 
 _log = logging.getLogger("radixserve")
 
 
 class Line(NamedTuple):
-    """A JSON object and where it stands."""
+    """A JSON object and its place in a file."""
 
     path: str
     number: int  # from 1
     fields: dict[str, Any]
 
     def error(self, what: str) -> InvalidRequest:
-        """The error that names file and line."""
+        """An error that names file and line."""
         return InvalidRequest(f"{self.path}:{self.number}: {what}")
+
+    def list_error(self, name: str, what: str) -> InvalidRequest:
+        return self.error(f'"{name}" must be {what}, got {shown(self.fields.get(name))}')
 
     def number_at(self, name: str, *, least: float = 0.0) -> float | None:
         """A finite number field; None when missing."""
@@ -56,12 +62,25 @@ class Line(NamedTuple):
             raise self.error(f'"{name}" must be text, got {shown(value)}')
         return value
 
+    def integers_at(self, name: str, *, width: int) -> Ints | None:
+        """[n], or [n, width] for a width above 1: integers >= 0; None if the field is not so."""
+        given = self.fields.get(name)
+        shape: tuple[int, ...] = (-1,) if width == 1 else (-1, width)
+        try:
+            numbers = np.asarray(given if isinstance(given, list) else None)
+        except (ValueError, OverflowError, TypeError):
+            return None
+        if not numbers.size and numbers.ndim == 1:
+            return np.empty(0, np.int64).reshape(shape)
+        is_good = numbers.dtype == np.int64 and numbers.shape[1:] == shape[1:] and numbers.ndim
+        return numbers if is_good and numbers.min() >= 0 else None
+
 
 def read_lines(path: str) -> tuple[dict[str, Any], Iterator[Line]]:
     """The header ({} without one) and the other lines, read one by one; empty lines are left out.
 
     Raises OSError for a file that cannot be read, InvalidRequest for a line that is no JSON object.
-    The cut-off last line of a log whose writer was killed is left out with a warning.
+    The cut-off last line of a log is left out with a warning: its writer was killed.
     """
     lines = _objects(path)
     first = next(lines, None)

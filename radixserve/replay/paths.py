@@ -1,29 +1,29 @@
-"""`PathTable`: a whole trace as paths in one tree that never forgets.
+"""`PathTable`: a whole trace as paths in one tree from which nothing is dropped.
 
 All sequences (a prompt and the part of its output that is kept) form one tree of token prefixes. It
-is cut into segments where sequences part, where one ends, and before the last token of a prompt,
+is cut into segments where sequences diverge, where one ends, and before the last token of a prompt,
 which is always computed and never reused. So all tokens of a segment are used by exactly the same
-requests, in the same way, and whatever is asked about the future or the past of tokens can be
-answered segment by segment.
+requests, in the same way, and questions about past or future uses of tokens are answered segment by
+segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.replay.trace import Ints, Trace, TraceRequest
+from radixserve.replay.trace import Ints, Trace
 
 _BYTES = 4  # of a token: edges are int32 bytes, one memcmp compares two
 
 
 @dataclass(frozen=True, slots=True)
 class PathTable:
-    """Segments of the tree, and by request the segments that it goes through, root first."""
+    """The segments of the tree, and the path of each request through them, root first."""
 
     lengths: Ints  # [segments] tokens
     starts: Ints  # [segments] position of the first token in its sequences
@@ -41,23 +41,23 @@ class PathTable:
 
     @property
     def distinct_tokens(self) -> int:
-        """Different token prefixes in prompts and kept outputs: what has to be computed once."""
+        """Different token prefixes in prompts and kept outputs: each is computed at least once."""
         return int(self.lengths.sum())
 
     @property
     def reusable_tokens(self) -> int:
-        """Prompt tokens that a cache without end would have reused."""
+        """Prompt tokens that an unlimited cache would have reused."""
         return int(self.reusable.sum())
 
 
-def build_paths(trace: Trace, requests: Iterable[TraceRequest] | None = None) -> PathTable:
+def build_paths(trace: Trace, *, on_request: Callable[[], object] = lambda: None) -> PathTable:
     """O(tokens of the trace) in comparisons of memory; holds the distinct tokens meanwhile.
 
-    `requests`: the trace's own, in order, when somebody wants to see them pass (a progress bar).
+    `on_request` is called once a request.
     """
     tree = _Tree()
     ends, limits, reusable = [], [], []
-    for request in trace if requests is None else requests:
+    for request in trace:
         data = request.kept.tobytes()
         limit = len(request.prompt) - 1
         at, found = tree.insert(tree.root(request.namespace), data, 0, limit * _BYTES)
@@ -65,12 +65,15 @@ def build_paths(trace: Trace, requests: Iterable[TraceRequest] | None = None) ->
         ends.append(last)
         limits.append(limit)
         reusable.append(found // _BYTES)
+        on_request()
     return tree.table(ends, limits, reusable)
 
 
 class _Tree:
-    """Segments by number; 0 and other roots are empty. A split gives the upper part a new number,
-    so that the number of the segment in which a request ends stays right."""
+    """Segments by number; roots are empty.
+
+    A split gives the upper part a new number: the segment in which a request ends keeps its own.
+    """
 
     def __init__(self) -> None:
         self._roots: dict[str, int] = {}
@@ -87,7 +90,7 @@ class _Tree:
     def insert(self, node: int, data: bytes, pos: int, stop: int) -> tuple[int, int]:
         """Follow and extend the tree with data[pos:stop] below `node`.
 
-        Returns the segment that ends at `stop` now, and how far `data` was known.
+        Returns the segment that ends at `stop` now, and the length of `data` that was known.
         """
         while pos < stop:
             child = self._children[node].get(data[pos : pos + _BYTES])
@@ -103,7 +106,7 @@ class _Tree:
         return node, pos
 
     def table(self, ends: list[int], limits: list[int], reusable: list[int]) -> PathTable:
-        """The paths to `ends`; the tree is given up."""
+        """The paths to `ends`; the tree is released."""
         lengths = np.asarray([len(edge) // _BYTES for edge in self._edges], np.int64)
         starts = np.asarray(self._starts, np.int64) // _BYTES
         self._edges, self._children = [], []

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from radixserve.errors import InvalidRequest
+from radixserve.replay.report import format_tokens
 from radixserve.replay.study import Study
-from radixserve.replay.tables import format_tokens
 
 _SIZE = (5.2, 3.9)  # inches a picture
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """InvalidRequest without matplotlib, or for a name whose ending it does not know."""
+    """InvalidRequest without matplotlib, or for a file name with an unknown ending."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
@@ -32,7 +32,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
 
 
 def draw(studies: Sequence[Study], path: str | os.PathLike[str]) -> None:
-    """A row of pictures for each study, into one file; its ending says which kind.
+    """A row of pictures for each study, into one file; its ending gives the format.
 
     Raises what `check_picture` raises.
     """
@@ -52,14 +52,11 @@ def draw_rates(study: Study, axes: Any) -> None:
     """Hit rate over cache size, a line for each cache, below the clairvoyant bound."""
     sizes = sorted(study.bounds)
     low, high = sizes[0] / 1.5, sizes[-1] * 1.5
-    kinds: dict[tuple[str, int], list[tuple[int, float]]] = {}
-    for result in study.direct:
-        kind = result.spec.label, result.spec.page_size
-        kinds.setdefault(kind, []).append((result.spec.cache_tokens, 100 * result.hit_rate))
-    pages = {page_size for _, page_size in kinds}
-    for (label, page_size), points in kinds.items():
-        name = label if pages == {1} else f"{label}, page {page_size}"
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
+    kinds = study.by_kind()
+    for (label, page_size), by_size in kinds.items():
+        name = f"{label}, page {page_size}" if any(page != 1 for _, page in kinds) else label
+        points = [(size, 100 * result.hit_rate) for size, result in sorted(by_size.items())]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
     curve, rates = study.bound_curve(max(1.0, low), high)
     axes.plot(curve, 100 * rates, color="black", linewidth=1, label="clairvoyant bound")
     ideal = 100 * study.ideal_rate
@@ -72,7 +69,7 @@ def draw_rates(study: Study, axes: Any) -> None:
 
 
 def draw_lengths(study: Study, axes: Any) -> None:
-    """Which share of the requests could reuse at most so much of its prompt."""
+    """The share of the requests whose reusable part of the prompt is at most x."""
     shares = study.reusable_shares()
     axes.plot(100 * shares, np.linspace(0, 100, len(shares)), color="tab:blue")
     title = "reusable part of a prompt, cache without end"
@@ -82,7 +79,7 @@ def draw_lengths(study: Study, axes: Any) -> None:
 
 
 def draw_distances(study: Study, axes: Any) -> None:
-    """Which share of the reused tokens comes back within so many distinct tokens."""
+    """The share of the reused tokens whose reuse distance is at most x."""
     tokens = study.reuse.tokens
     reached = 100 * np.cumsum(tokens) / max(1.0, float(tokens.sum()))
     axes.plot(study.reuse.edges[1:], reached, color="tab:blue")

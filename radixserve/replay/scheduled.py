@@ -2,8 +2,8 @@
 
 Requests arrive when the trace says; those that are there together run together. Outputs are the
 recorded ones, so they enter the cache as they did then. A request whose prompt contains another
-one's output, or its beginning, is not sent before that one has ended: its client could not have
-known it.
+request's output, or its beginning, is sent only after that one has ended, as its client could not
+have known it before.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from sortedcontainers import SortedList
 
 from radixserve.output import RequestOutput
 from radixserve.replay.caches import CacheSpec, TraceClock
-from radixserve.replay.device import RecordedDevice
-from radixserve.replay.ledger import ComputeLedger
 from radixserve.replay.paths import PathTable
-from radixserve.replay.serving import ScheduledResult, Serving
+from radixserve.replay.serving import ComputeLedger, RecordedDevice, ScheduledResult, Serving
 from radixserve.replay.trace import Ints, Trace
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SchedulerOutput
@@ -33,15 +31,15 @@ def replay_scheduled(
     serving: Serving,
     *,
     lease_s: float | None = None,
-    on_finish: Callable[[], object] = lambda: None,
+    on_request: Callable[[], object] = lambda: None,
 ) -> ScheduledResult:
-    """`paths`: of this trace. `lease_s`: of the sessions' holders, in time of the trace.
+    """`paths`: of this trace. `lease_s`: of the sessions, in time of the trace.
 
-    Requests that do not fit into the cache alone are passed over. `on_finish` is called once a
-    request. The cache is audited at the end. About 30 us a row of a step.
+    Requests that do not fit into the cache alone are passed over. `on_request` is called when one
+    has ended. The cache is audited at the end. About 30 us a row of a step.
     """
     start = time.perf_counter()
-    run = _Run(trace, paths, spec, serving, lease_s, on_finish)
+    run = _Run(trace, paths, spec, serving, lease_s, on_request)
     run.drain()
     return run.result(time.perf_counter() - start)
 
@@ -54,10 +52,10 @@ class _Run:
         spec: CacheSpec,
         serving: Serving,
         lease_s: float | None,
-        on_finish: Callable[[], object],
+        on_request: Callable[[], object],
     ) -> None:
         self._trace, self._spec, self._serving = trace, spec, serving
-        self._lease_s, self._on_finish = lease_s, on_finish
+        self._lease_s, self._on_request = lease_s, on_request
         self._clock = TraceClock()
         self._cache = spec.make(self._clock)
         self._scheduler = Scheduler(
@@ -70,21 +68,18 @@ class _Run:
         )
         self._device = RecordedDevice()
         self._ledger = ComputeLedger(trace, paths)
-        self._arrivals = trace.times * serving.time_scale  # by the trace
+        self._arrivals = trace.times * serving.time_scale  # [requests] seconds
         self._num_arrived = 0
-        self._waits_for = predecessors(trace, paths)
-        self._held: dict[int, list[int]] = {}  # by whom they wait for
+        self._predecessors = predecessors(trace, paths)
+        self._held: dict[int, list[int]] = {}  # {predecessor: arrived requests that wait for it}
         self._has_ended = np.zeros(len(trace), np.bool_)
-        self._sent_at: dict[int, float] = {}
         self._hits = np.zeros(len(trace), np.int64)
         self._ttft = np.full(len(trace), np.nan)
-        self._sent_as: dict[int, int] = {}  # the how-manieth
-        self._admitted: list[int] = []  # those numbers, in order of admission
+        self._sent_at: dict[int, float] = {}
+        self._sent_as: dict[int, int] = {}  # {request: its place in the order of sending}
+        self._admitted: list[int] = []  # those places, in order of admission
         self._is_admitted = np.zeros(len(trace), np.bool_)
-        self._left: dict[str, int] = {}  # requests of each session that have not ended
-        for session in trace.sessions:
-            if session is not None:
-                self._left[session] = self._left.get(session, 0) + 1
+        self._num_left = trace.session_sizes()  # requests of each session that have not ended
 
     def drain(self) -> None:
         """Serve everything."""
@@ -103,18 +98,18 @@ class _Run:
 
     def result(self, seconds: float) -> ScheduledResult:
         self._cache.check()
-        stats = self._scheduler.stats()
+        stats, ledger = self._scheduler.stats(), self._ledger
         return ScheduledResult(
             spec=self._spec,
             serving=self._serving,
             hits=self._hits,
+            is_served=self._is_admitted,
             ttft_s=self._ttft,
             prompt_tokens=self._trace.prompt_tokens,
-            computed_tokens=self._ledger.computed,
-            needed_tokens=self._ledger.needed,
-            repeated_tokens=self._ledger.repeated,
-            compute_ratio=self._ledger.ratio,
-            num_too_large=len(self._trace) - len(self._admitted),
+            computed_tokens=ledger.computed,
+            needed_tokens=ledger.needed,
+            repeated_tokens=ledger.repeated,
+            compute_ratio=ledger.ratio,
             max_overtaken=_max_overtaken(self._admitted),
             preemptions=stats["preemptions"],
             steps=stats["steps"],
@@ -129,11 +124,11 @@ class _Run:
             if self._arrivals[index] > self._clock.now:
                 return
             self._num_arrived += 1
-            first = int(self._waits_for[index])
-            if first < 0 or self._has_ended[first]:
+            before = int(self._predecessors[index])
+            if before < 0 or self._has_ended[before]:
                 self._send(index, float(self._arrivals[index]))
             else:
-                self._held.setdefault(first, []).append(index)
+                self._held.setdefault(before, []).append(index)
 
     def _send(self, index: int, now: float) -> None:
         trace, name = self._trace, str(index)
@@ -144,9 +139,9 @@ class _Run:
             self._end(index)
             return
         one = trace.request(index)
-        holder = one.session if self._spec.use_holders else None
-        if holder is not None:
-            self._scheduler.open_session(holder, self._lease_s)
+        session = one.session if self._spec.use_sessions else None
+        if session is not None:
+            self._scheduler.open_session(session, self._lease_s)
         self._device.expect(name, one.output)
         self._scheduler.add(
             Request(
@@ -156,7 +151,7 @@ class _Run:
                 seed=0,
                 end_ids=frozenset(),
                 max_len=max_len,
-                session=holder or "",
+                session=session or "",
             )
         )
 
@@ -179,23 +174,23 @@ class _Run:
             self._end(index)
 
     def _end(self, index: int) -> None:
-        self._on_finish()
+        self._on_request()
         self._has_ended[index] = True
         for later in self._held.pop(index, ()):
             self._send(later, self._clock.now)
         session = self._trace.sessions[index]
         if session is not None:
-            self._left[session] -= 1
-            if not self._left[session]:
+            self._num_left[session] -= 1
+            if not self._num_left[session]:
                 self._scheduler.close_session(session)
 
 
 def predecessors(trace: Trace, paths: PathTable) -> Ints:
     """[requests] the request whose output, or its beginning, is in this one's prompt; -1: none.
 
-    Of those before it the one that goes furthest with it, the last one among equals.
+    Among several it is the one with the longest common prefix, the last one among equals.
     """
-    owners = np.full(len(paths.lengths), -1, np.int64)  # by segment: whose output is in it
+    owners = np.full(len(paths.lengths), -1, np.int64)  # by segment: the request whose output it is
     found = np.full(len(trace), -1, np.int64)
     for index in range(len(trace)):
         path = paths.path(index)
@@ -204,15 +199,15 @@ def predecessors(trace: Trace, paths: PathTable) -> Ints:
         if len(known):
             found[index] = known[-1]
         if trace.num_output[index] > 1:
-            begun = int(np.searchsorted(paths.starts[path], trace.num_prompt[index], "right")) - 1
-            owners[path[begun]] = owners[path[-1]] = index
+            first = int(np.searchsorted(paths.starts[path], trace.num_prompt[index], "right")) - 1
+            owners[path[first]] = owners[path[-1]] = index
     return found
 
 
 def _max_overtaken(admitted: list[int]) -> int:
-    """Most later ones that come before one in the order of admission."""
+    """The most requests that were sent after one and admitted before it."""
     before, most = SortedList(), 0
-    for number in admitted:
-        most = max(most, len(before) - before.bisect_right(number))
-        before.add(number)
+    for place in admitted:
+        most = max(most, len(before) - before.bisect_right(place))
+        before.add(place)
     return most

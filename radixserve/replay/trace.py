@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,18 +26,18 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: what was asked, and what was answered then."""
+    """One request with its recorded output."""
 
     index: int  # in the trace, by arrival
     time: float  # seconds since the first request
-    session: str | None  # requests of one conversation, task or user
+    session: str | None  # shared by the requests of one conversation, task or user
     namespace: str
     prompt: IntArray  # [n] int32, n >= 1
     output: IntArray  # [m] int32, m >= 0
 
     @property
     def kept(self) -> IntArray:
-        """The tokens whose K/V a server has computed at its end: all but the last one drawn."""
+        """The tokens whose K/V exists at its end: prompt and output without the last token."""
         if len(self.output) < 2:
             return self.prompt
         return np.concatenate((self.prompt, self.output[:-1]))
@@ -48,13 +49,13 @@ class Trace:
 
     name: str
     source: TokenSource
-    order: Ints  # the source's number of each request
-    times: Floats  # seconds since the first request
+    order: Ints  # [requests] the source's number of each
+    times: Floats  # [requests] seconds since the first one
     sessions: Sequence[str | None]
     namespaces: Sequence[str]
-    num_prompt: Ints  # tokens
-    num_output: Ints  # tokens
-    has_times: bool = True  # False: nothing said when, all arrive at once
+    num_prompt: Ints  # [requests] tokens
+    num_output: Ints  # [requests] tokens
+    has_times: bool = True  # False: the file has no times, all arrive at once
     sessions_inferred: bool = False  # from which request continues which, not from the file
 
     def __len__(self) -> int:
@@ -65,19 +66,13 @@ class Trace:
 
     def request(self, index: int) -> TraceRequest:
         """O(its tokens)."""
-        prompt, output = self.source.tokens(int(self.order[index]))
-        return TraceRequest(
-            index,
-            float(self.times[index]),
-            self.sessions[index],
-            self.namespaces[index],
-            prompt,
-            output,
-        )
+        tokens = self.source.tokens(int(self.order[index]))
+        time, session = float(self.times[index]), self.sessions[index]
+        return TraceRequest(index, time, session, self.namespaces[index], *tokens)
 
     @property
     def num_kept(self) -> Ints:
-        """Tokens of each request whose K/V is computed by its end: see `TraceRequest.kept`."""
+        """[requests] tokens whose K/V is computed by its end: see `TraceRequest.kept`."""
         return self.num_prompt + np.maximum(self.num_output - 1, 0)
 
     @property
@@ -87,14 +82,13 @@ class Trace:
 
     @property
     def longest(self) -> int:
-        """Tokens that the longest request keeps: less room than this and it is not served."""
+        """Tokens that the longest request keeps; a smaller cache cannot serve it."""
         return int(self.num_kept.max())
 
     @property
     def num_sessions(self) -> int:
-        return len({session for session in self.sessions if session is not None})
+        return len(self.session_sizes())
 
-    def last_of_session(self) -> set[int]:
-        """Indices of the requests after which their session does not come back."""
-        last = {session: at for at, session in enumerate(self.sessions) if session is not None}
-        return set(last.values())
+    def session_sizes(self) -> Counter[str]:
+        """Requests of each session. O(requests)."""
+        return Counter(session for session in self.sessions if session is not None)

@@ -92,7 +92,7 @@ def is_greedy_only(spec: SampleSpec) -> bool:
 def _best_tokens(logits: Tensor) -> list[SampleOutput]:
     """`sample` for plain rows, in one pass: what it calls lies cold after a forward pass."""
     if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
-        token_ids, num_broken = cpu_ops.best_tokens(logits)
+        token_ids, num_broken = cpu_ops.argmax(logits)
     else:
         rows = logits.numpy()
         places = rows.argmax(-1)  # the first NaN where there is one; far faster than torch's

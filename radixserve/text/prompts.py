@@ -1,10 +1,10 @@
-"""What callers may pass as a prompt, and its check: text, token ids or chat messages."""
+"""Prompts: text, token ids or chat messages, checked and as token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.request import SamplingParams
 from radixserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -22,12 +21,12 @@ _KINDS = "a prompt is text, a list of token ids, or a list of chat messages"
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
-    """Turns prompts into checked token ids; knows the model's limits."""
+    """Turns prompts into token ids within the model's limits."""
 
     tokenizer: Tokenizer | None
     vocab_size: int
     max_seq_len: int  # of prompt and output together
-    limit_name: str  # what sets that limit
+    limit_name: str  # for errors: the setting or size that limits it
 
     def read(self, prompt: Prompt) -> IntArray:
         """[n] token ids, 1 <= n < max_seq_len. Raises InvalidRequest."""
@@ -42,13 +41,13 @@ class PromptReader:
         return self._checked(ids)
 
     def read_more(self, tokens: str | Sequence[int] | NDArray[np.integer[Any]]) -> IntArray:
-        """[n] token ids, n >= 0, of text or token ids that go behind others. InvalidRequest."""
+        """[n] token ids, n >= 0, of text or token ids that follow others. InvalidRequest."""
         if isinstance(tokens, str):
-            return self._checked(_as_int64(self._tokenizer().encode_more(tokens)))
-        is_list = isinstance(tokens, list | tuple) and all(map(is_token_id, tokens))
-        if not is_list and not isinstance(tokens, np.ndarray):
+            return self._checked(np.asarray(self._tokenizer().encode_more(tokens), np.int64))
+        ids = _as_array(tokens)
+        if ids is None:
             raise InvalidRequest(f"tokens are text or a list of token ids, got {shown(tokens)}")
-        return self._checked(self._ids(tokens))
+        return self._checked(ids)
 
     def _checked(self, ids: NDArray[np.integer[Any]]) -> IntArray:
         if len(ids):
@@ -63,16 +62,12 @@ class PromptReader:
     def _ids(self, prompt: Prompt) -> NDArray[np.integer[Any]]:
         if isinstance(prompt, str):
             return np.asarray(self._tokenizer().encode(prompt), np.int64)
-        if isinstance(prompt, np.ndarray):
-            if prompt.ndim != 1 or not np.issubdtype(prompt.dtype, np.integer):
-                raise InvalidRequest(f"token ids must be a flat array of integers, got {prompt!r}")
-            return prompt
-        if isinstance(prompt, list | tuple):
-            if prompt and all(isinstance(part, Mapping) for part in prompt):
-                return np.asarray(self._tokenizer().encode_chat(check_messages(prompt)), np.int64)
-            if all(is_token_id(part) for part in prompt):
-                return _as_int64(prompt)
-        raise InvalidRequest(f"{_KINDS}; got {shown(prompt)}")
+        if is_conversation(prompt):
+            return np.asarray(self._tokenizer().encode_chat(check_messages(prompt)), np.int64)
+        ids = _as_array(prompt)
+        if ids is None:
+            raise InvalidRequest(f"{_KINDS}; got {shown(prompt)}")
+        return ids
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -82,6 +77,13 @@ class PromptReader:
 
 def is_token_id(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
+    """Whether it is a list of chat messages, which are not checked yet."""
+    if not isinstance(prompt, list | tuple):
+        return False
+    return bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
 
 
 def is_batch(prompts: object) -> bool:
@@ -95,19 +97,6 @@ def is_batch(prompts: object) -> bool:
     if not prompts:
         return False
     return not is_token_id(prompts[0]) and not isinstance(prompts[0], Mapping)
-
-
-def params_for(params: object, count: int) -> list[SamplingParams]:
-    """One SamplingParams a prompt, from one for all or a list of as many."""
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if isinstance(params, list | tuple) and all(isinstance(p, SamplingParams) for p in params):
-        if len(params) == count:
-            return list(params)
-        raise InvalidRequest(f"{len(params)} SamplingParams for {count} prompts: one each, or one")
-    raise InvalidRequest(f"params must be SamplingParams or a list of them, got {shown(params)}")
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -136,7 +125,14 @@ def _is_text(content: object) -> bool:
     return isinstance(content, str)
 
 
-def _as_int64(ids: Sequence[Any]) -> NDArray[np.integer[Any]]:
+def _as_array(ids: object) -> NDArray[np.integer[Any]] | None:
+    """[n] token ids, not checked against the vocabulary; None if they are none."""
+    if isinstance(ids, np.ndarray):
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise InvalidRequest(f"token ids must be a flat array of integers, got {ids!r}")
+        return ids
+    if not isinstance(ids, list | tuple) or not all(map(is_token_id, ids)):
+        return None
     try:
         return np.asarray(ids, np.int64)
     except OverflowError:

@@ -18,16 +18,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 class Tokenizer:
-    """A thread-safe front of transformers' tokenizer in a checkpoint folder."""
+    """transformers' tokenizer of a checkpoint folder, for any number of threads."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        # Two of them: callers encode while the engine decodes, and a long prompt takes seconds.
+        # Two copies: callers encode while the engine decodes, and a long prompt takes seconds.
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._decoder: Any = copy.deepcopy(self._tokenizer)
-        self._encoding = threading.Lock()
-        self._decoding = threading.Lock()
+        self._encode_lock = threading.Lock()
+        self._decode_lock = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path | None) -> Tokenizer | None:
@@ -41,22 +41,12 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def encode_more(self, text: str) -> list[int]:
-        """Token ids of `text` behind other tokens: without the special tokens of a prompt."""
+        """Token ids of `text` that follows other tokens: without the special tokens of a prompt."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation up to where the assistant is to speak."""
-        with self._encoding:
-            if not self._tokenizer.chat_template:
-                raise InvalidRequest("the model's tokenizer has no chat template: give text")
-            try:
-                return list(
-                    self._tokenizer.apply_chat_template(
-                        list(messages), add_generation_prompt=True, return_dict=False
-                    )
-                )
-            except Exception as error:  # the template is the model's own code
-                raise InvalidRequest(f"the chat template refused the messages: {error}") from error
+        return self.encode_more(self.render_chat(messages))
 
     def render_chat(
         self,
@@ -67,12 +57,14 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation up to where the assistant is to speak.
 
-        `encode_more` of it is what `encode_chat` returns. `template`: Jinja, instead of the
-        tokenizer's own.
+        `template`: Jinja, instead of the tokenizer's own. Raises InvalidRequest where there is none
+        and where it refuses the messages.
         """
-        with self._encoding:
+        with self._encode_lock:
             if not (template or self._tokenizer.chat_template):
-                raise InvalidRequest("the model's tokenizer has no chat template: give one")
+                raise InvalidRequest(
+                    "the model's tokenizer has no chat template: give one, or give text"
+                )
             try:
                 text: str = self._tokenizer.apply_chat_template(
                     list(messages),
@@ -86,8 +78,8 @@ class Tokenizer:
                 raise InvalidRequest(f"the chat template refused the messages: {error}") from error
 
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Text, without special tokens unless asked for; bytes that are no character: U+FFFD."""
-        with self._decoding:
+        """The text, special tokens left out by default; bytes that are no character: U+FFFD."""
+        with self._decode_lock:
             text: str = self._decoder.decode(
                 list(token_ids),
                 skip_special_tokens=not keep_special,
@@ -97,7 +89,7 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """The same for tokenizers of the same vocabulary only. O(vocabulary)."""
-        with self._encoding:
+        with self._encode_lock:
             vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         lines = (f"{token_id} {token!r}\n" for token, token_id in sorted(vocabulary.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
@@ -107,16 +99,15 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"the prompt is not valid Unicode text: {error}") from None
-        with self._encoding:
+        with self._encode_lock:
             encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
             return list(encoded["input_ids"])
 
 
 class TextStream:
-    """The text of a growing list of output tokens; hands out whole characters only.
+    """Incremental detokenisation: pieces of whole characters, which joined are the text.
 
-    Decodes a short window a step, so a token costs the same however long the text is. The pieces
-    put together are the text.
+    Decodes a short window a step, so a token costs the same however long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -146,8 +137,8 @@ class TextStream:
     def _is_certain(self, cut: int, end: int) -> bool:
         """Whether the text up to token `cut` stays as it is whatever comes after `end`.
 
-        It does where it ends with a whole character, and where so many tokens follow that what is
-        no character yet will never be one, unless the cut falls inside such rubbish.
+        It does where it ends with a whole character, and where more tokens follow than a character
+        can have, unless the cut falls inside a run of invalid bytes.
         """
         piece = self._piece(cut)
         if piece and not piece.endswith(_REPLACEMENT):
@@ -181,22 +172,22 @@ class StopText:
         """The text that can be handed out now; with `may_stop` False no stop string ends in it."""
         if self.is_stopped:
             return ""
-        ends_after = len(self._held)  # one that ended before was let pass
+        ends_after = len(self._held)  # stop strings that end earlier were not to stop
         self._held += piece
         cut = self._first_stop(ends_after) if may_stop else None
         if cut is not None:
             self.is_stopped = True
-            return self._hand_out(cut)
-        return self._hand_out(max(0, len(self._held) - self._hold))
+            return self._release(cut)
+        return self._release(max(0, len(self._held) - self._hold))
 
     def finish(self) -> str:
-        """What was held back."""
-        return "" if self.is_stopped else self._hand_out(len(self._held))
+        """The rest of the text."""
+        return "" if self.is_stopped else self._release(len(self._held))
 
     def _first_stop(self, ends_after: int) -> int | None:
         places = (self._held.find(stop, max(0, ends_after - len(stop) + 1)) for stop in self._stops)
         return min((at for at in places if at >= 0), default=None)
 
-    def _hand_out(self, end: int) -> str:
+    def _release(self, end: int) -> str:
         piece, self._held = self._held[:end], self._held[end:]
         return piece

@@ -434,7 +434,7 @@ class TestLeases:
         branch = rt.branch([1, 2, 3])
         for _ in range(2000):
             branch = branch.fork()[0]
-        depth, lease = 0, branch._lease._parent
+        depth, lease = 0, branch._session._parent
         while lease is not None:
             depth, lease = depth + 1, lease._parent
         assert depth <= 2

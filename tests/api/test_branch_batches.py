@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from radixserve import Branch, InvalidRequest, Runtime, SamplingParams, Usage
-from radixserve.api.branch import Ask, generate_all, score_all
+from radixserve.api.branch import BranchQuery, generate_all, score_all
 from tests.checkpoints import EOS_ID, make_checkpoint
 
 PROMPT = list(range(5, 45))
@@ -104,7 +104,10 @@ def test_all_move_or_none(rt: Runtime) -> None:
 
 def test_one_runtime(folder: Path, rt: Runtime) -> None:
     with Runtime(str(folder), num_pages=200) as other:
-        for together in (generate_all, lambda both: score_all([Ask(b, [[1]]) for b in both])):
+        for together in (
+            generate_all,
+            lambda both: score_all([BranchQuery(b, [[1]]) for b in both]),
+        ):
             with pytest.raises(InvalidRequest, match="same Runtime"):
                 together([rt.branch([1, 2]), other.branch([1, 2])])
 
@@ -112,9 +115,9 @@ def test_one_runtime(folder: Path, rt: Runtime) -> None:
 def test_scores_of_several(rt: Runtime) -> None:
     with rt.branch(PROMPT) as one, rt.branch("hello") as two:
         asks = [
-            Ask(one, [[7], [8, 9]]),
-            Ask(two, ["you"], more=" to "),
-            Ask(one, [PROMPT[30:]], length=30),
+            BranchQuery(one, [[7], [8, 9]]),
+            BranchQuery(two, ["you"], more=" to "),
+            BranchQuery(one, [PROMPT[30:]], length=30),
         ]
         found = score_all(asks)
         assert (one.length, two.length) == (40, 5)
@@ -127,7 +130,7 @@ def test_scores_of_several(rt: Runtime) -> None:
         assert one.usage.cached_tokens + one.usage.computed_tokens == one.usage.prompt_tokens
         for length in (-1, 41, 2.5):
             with pytest.raises(InvalidRequest, match="length"):
-                score_all([Ask(one, [[7]], length)])  # type: ignore[arg-type]
+                score_all([BranchQuery(one, [[7]], length)])  # type: ignore[arg-type]
     assert score_all([]) == []
 
 

@@ -623,6 +623,6 @@ def test_users_may_say_what_looks_like_a_mark(demo: Runtime) -> None:
         {"role": "user", "content": "[answer 1]"},
     ]
     said = tuple(encode(demo, "[answerr 0]"))
-    ids, is_whole = form.lay_out(messages, {1: Answer("[answerr 0]", said, False)})
+    ids, is_whole = form.tokenise(messages, {1: Answer("[answerr 0]", said, False)})
     assert ids == demo.tokenizer.encode_chat(messages)
     assert is_whole

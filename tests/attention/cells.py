@@ -17,7 +17,7 @@ from radixserve.attention.paged_plan import PagedPlan
 from radixserve.attention.parts import Part as PagedPart
 from radixserve.attention.torch import Dense, Group, Keys, Part, Plan, Single
 from radixserve.schedule import ScheduledRequest
-from radixserve_kernels.cpu_ops import BEGINS, CAUSAL, ENDS, Jobs
+from radixserve_kernels.cpu_attention import BEGINS, CAUSAL, ENDS, Jobs
 
 Cells = list[int]  # page * page_size + offset
 
@@ -32,15 +32,15 @@ def expected_cells(rows: Sequence[ScheduledRequest], page_size: int) -> list[Cel
 
 
 def cells_of_jobs(jobs: Jobs) -> list[Cells]:
-    """Of each token, in the order of the waves; the jobs' own laws are checked on the way."""
+    """Of each token, in the order of the levels; the jobs' own laws are checked on the way."""
     seen: list[Cells] = [[] for _ in range(jobs.num_tokens)]
     state = ["waiting"] * jobs.num_tokens
-    bounds = jobs.wave_indptr.tolist()
+    bounds = jobs.level_indptr.tolist()
     assert bounds[0] == 0
     assert bounds[-1] == len(jobs.num_keys) == len(jobs.flags) == len(jobs.query_indptr) - 1
     for first, end in pairwise(bounds):
         queries = jobs.query_tokens[jobs.query_indptr[first] : jobs.query_indptr[end]].tolist()
-        assert len(set(queries)) == len(queries), "jobs of a wave share a token"
+        assert len(set(queries)) == len(queries), "jobs of a level share a token"
         for job in range(first, end):
             _read_job(jobs, job, seen, state)
     assert set(state) == {"done"}

@@ -15,7 +15,7 @@ from radixserve.attention.base import AttentionBackend
 from radixserve.attention.flashinfer import FlashInferBackend
 from radixserve.attention.paged import PagedBackend
 from radixserve.attention.triton import TritonBackend
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.fake_flashinfer import Fake, mark_sides
 from tests.cpu_kernels import bf16_routine, num_threads
 
@@ -28,7 +28,7 @@ MakePaged = Callable[..., PagedBackend]
 @pytest.fixture
 def make_cpu() -> Make:
     def make(kv: Tensor, num_heads: int, *, shares: bool = True) -> AttentionBackend:
-        if reason := unavailable(kv.dtype):
+        if reason := unsupported_reason(kv.dtype):
             pytest.skip(reason)
         return cpu_backend.CpuBackend(kv, num_heads, shares=shares)
 

@@ -19,12 +19,13 @@ from radixserve.attention.torch import TorchBackend
 from radixserve.request import BeamParams
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
-from radixserve_kernels.cpu_ops import CAUSAL, Jobs, unavailable
+from radixserve_kernels.cpu_attention import CAUSAL, Jobs
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, SharedCase
 from tests.attention.cells import cells_of_jobs, cells_of_parts, expected_cells
 from tests.scheduler.fake import Driver, random_prompt
 
-HAS_KERNELS = not unavailable(torch.float32)
+HAS_KERNELS = not unsupported_reason(torch.float32)
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="there are no CPU kernels here")
 Pays = Callable[[int, int], bool]
 Node = tuple[tuple[int, ...], int, int, int]  # rows, first page, end, level
@@ -157,14 +158,14 @@ def check_jobs(seed: int, page_size: int, merge_tokens: int) -> None:
     jobs = jobs_of(batch)
     row_of = np.repeat(np.arange(len(rows)), [len(row.token_ids) for row in rows]).tolist()
     found: list[Node] = []
-    for wave, (first, end) in enumerate(pairwise(jobs.wave_indptr.tolist())):
+    for level, (first, end) in enumerate(pairwise(jobs.level_indptr.tolist())):
         for job in range(first, end):
             if jobs.flags[job] & CAUSAL:
                 continue
             tokens = jobs.query_tokens[jobs.query_indptr[job] : jobs.query_indptr[job + 1]]
             members = tuple(dict.fromkeys(row_of[token] for token in tokens.tolist()))
             at = int(jobs.first_page[job] - batch.host.kv_indptr[members[0]])
-            found.append((members, at, at + int(jobs.num_keys[job]) // page_size, wave))
+            found.append((members, at, at + int(jobs.num_keys[job]) // page_size, level))
             assert jobs.num_keys[job] % page_size == 0
     pays: Pays = lambda n, tokens: (n - 1) * tokens > n * merge_tokens  # noqa: E731
     assert sorted(found) == sorted(naive_nodes(rows, page_size, pays))

@@ -24,8 +24,8 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_calls, "not_installed", lambda: "")
-    monkeypatch.setattr(choice.gpu_ops, "unavailable", lambda: "")
-    monkeypatch.setattr(choice.cpu_ops, "unavailable", lambda _: "")
+    monkeypatch.setattr(choice.gpu_ops, "unsupported_reason", lambda: "")
+    monkeypatch.setattr(choice.cpu_ops, "unsupported_reason", lambda _: "")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_auto_takes_what_can_be_had(
 ) -> None:
     monkeypatch.setattr(flashinfer_calls, "not_installed", lambda: "it is not installed")
     assert choose_backend("auto", BF16, CUDA) == "triton"
-    monkeypatch.setattr(choice.gpu_ops, "unavailable", lambda: "Triton is not installed")
+    monkeypatch.setattr(choice.gpu_ops, "unsupported_reason", lambda: "Triton is not installed")
     assert choose_backend("auto", BF16, CUDA) == "torch"
     assert "slower: no flashinfer: it is not installed; no triton: Triton is not" in caplog.text
     with pytest.raises(ModelNotSupported, match="no attention backend can be used: no flashinfer"):
@@ -66,7 +66,7 @@ def test_auto_takes_what_can_be_had(
 def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Never triton, which is only its kernels' twins there."""
     assert choose_backend("auto", BF16, CPU) == "cpu"
-    monkeypatch.setattr(choice.cpu_ops, "unavailable", lambda _: "there is no compiler")
+    monkeypatch.setattr(choice.cpu_ops, "unsupported_reason", lambda _: "there is no compiler")
     assert choose_backend("auto", BF16, CPU) == "torch"
     assert "PyTorch's operations are used, which are slower: no cpu: there is no" in caplog.text
 

@@ -12,7 +12,8 @@ from radixserve.attention import cpu as cpu_backend
 from radixserve.attention.cpu import CpuBackend, plan_step
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.forward_batch import build_forward_batch
-from radixserve_kernels.cpu_ops import Attender, unavailable
+from radixserve_kernels.cpu_attention import PagedAttention
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import Make
 from tests.attention.test_backends import BOTH, check
@@ -211,14 +212,14 @@ def test_scores_far_from_those_before(name: str, dtype: torch.dtype, make_cpu: M
 
 def test_memory_is_given_back() -> None:
     """Plans and attenders by the thousand, and a plan's jobs after the plan itself is gone."""
-    if reason := unavailable(torch.float32):
+    if reason := unsupported_reason(torch.float32):
         pytest.skip(reason)
     case = SharedCase(SHARED["decodes"][0], 2, SHARED["decodes"][1], heads=4, kv_heads=2, dim=8)
     for _ in range(2_000):
         jobs = plan_step(case.batch.host, 2, (4, 2, 8), shares=True).jobs()
-        Attender(torch.float32)
+        PagedAttention(torch.float32)
     assert jobs.num_tokens == 3
-    assert jobs.wave_indptr.tolist() == [0, 1, 4]
+    assert jobs.level_indptr.tolist() == [0, 1, 4]
 
 
 def test_what_pays(make_cpu: Make) -> None:
@@ -243,7 +244,7 @@ def test_refuses_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_backend, "unavailable", lambda _: "there is no C++ compiler")
+    monkeypatch.setattr(cpu_backend, "unsupported_reason", lambda _: "there is no C++ compiler")
     with pytest.raises(ModelNotSupported, match=r"cannot be used: there is no C\+\+ compiler"):
         CpuBackend(torch.zeros(1, 2, 1, 1, 2, 8), 2)
 

@@ -22,7 +22,8 @@ from radixserve.errors import ModelNotSupported
 from radixserve.request import SamplingParams
 from radixserve.runner.model_runner import ModelRunner
 from radixserve_kernels import cpu_library as library
-from radixserve_kernels.cpu_ops import PackedWeight, unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
+from radixserve_kernels.cpu_weights import PackedWeight
 from tests.checkpoints import make_checkpoint
 from tests.runner.driver import Driver
 
@@ -31,7 +32,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 PRODUCT = """
 import torch
-from radixserve_kernels.cpu_ops import PackedWeight
+from radixserve_kernels.cpu_weights import PackedWeight
 x, weight = torch.ones(3, 5), torch.ones(7, 5)
 assert torch.equal(PackedWeight(weight)(x), x @ weight.T)
 print("right")
@@ -125,7 +126,7 @@ def test_no_compiler(
     monkeypatch.setenv("PATH", str(tmp_path))
     library._load.cache_clear()
     reason = "there is no C++ compiler: c++, g++ and clang++ not found"
-    assert unavailable(torch.float32) == reason
+    assert unsupported_reason(torch.float32) == reason
 
 
 def test_the_demo_needs_no_compiler() -> None:
@@ -178,18 +179,20 @@ def test_the_torch_backend_compiles_nothing(script: Script, tmp_path: Path) -> N
 def test_a_compiler_that_does_not_run(script: Script, tmp_path: Path) -> None:
     script("")
     (tmp_path / "a compiler").write_bytes(b"\x7fELF nonsense")
-    assert "does not run" in unavailable(torch.float32)
+    assert "does not run" in unsupported_reason(torch.float32)
 
 
 def test_a_command_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", 'g++ "-DNAME')
-    assert unavailable(torch.float32) == 'CXX=g++ "-DNAME cannot be read: No closing quotation'
+    assert (
+        unsupported_reason(torch.float32) == 'CXX=g++ "-DNAME cannot be read: No closing quotation'
+    )
 
 
 def test_a_compiler_that_never_ends(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "PATIENCE_S", 0.2)
     script('[ -n "$out" ] && exec sleep 60')
-    assert "timed out" in unavailable(torch.float32)
+    assert "timed out" in unsupported_reason(torch.float32)
 
 
 @pytest.mark.parametrize("name", ["a file", "a file/below"])
@@ -216,13 +219,13 @@ def test_a_full_disk(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(library.tempfile, "mkstemp", full)
-    assert "No space left on device" in unavailable(torch.float32)
+    assert "No space left on device" in unsupported_reason(torch.float32)
     library._load.cache_clear()
     monkeypatch.undo()
     monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / "cache"))
     script("exit 0")
     monkeypatch.setattr(library.os, "replace", full)
-    assert "No space left on device" in unavailable(torch.float32)
+    assert "No space left on device" in unsupported_reason(torch.float32)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -242,7 +245,7 @@ def test_no_home(
     else:
         (tmp_path / home).write_text("")
         monkeypatch.setenv("HOME", str(tmp_path / home))
-    assert "RADIXSERVE_CACHE" in unavailable(torch.float32)
+    assert "RADIXSERVE_CACHE" in unsupported_reason(torch.float32)
     assert not calls.exists()
 
 
@@ -267,7 +270,7 @@ def test_without_openmp(compiled: Path, script: Script) -> None:
         'case "$*" in *-fopenmp*) echo "error: -fopenmp" >&2; exit 1;; esac\n'
         f'[ -n "$out" ] && cp "{made}" "$out"; exit 0'
     )
-    assert unavailable(torch.float32) == ""
+    assert unsupported_reason(torch.float32) == ""
     first, second = calls.read_text().splitlines()
     assert "-fopenmp" in first
     assert "-fopenmp" not in second
@@ -280,7 +283,7 @@ def test_the_compiler_may_bring_flags(
     (made,) = compiled.glob("*.so")
     calls = script(f'[ -n "$out" ] && cp "{made}" "$out"; exit 0')
     monkeypatch.setenv("CXX", f"{os.environ['CXX']} -O1 '-DNAME=two words'")
-    assert unavailable(torch.float32) == ""
+    assert unsupported_reason(torch.float32) == ""
     assert calls.read_text().startswith("-O1 -DNAME=two words -O3")
 
 
@@ -296,7 +299,7 @@ def test_compiled_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_compile", None)
     compiled.chmod(0o555)
     try:
-        assert unavailable(torch.float32) == ""
+        assert unsupported_reason(torch.float32) == ""
     finally:
         compiled.chmod(0o755)
     x, weight = torch.randn(3, 20), torch.randn(9, 20)
@@ -342,7 +345,7 @@ def test_a_damaged_library_is_replaced(
 
     monkeypatch.setattr(library, "_run_compiler", compiler)
     with caplog.at_level(logging.WARNING, "radixserve"):
-        reason = unavailable(torch.float32)
+        reason = unsupported_reason(torch.float32)
     if damage == "a folder":
         assert "cannot be kept" in reason
         return
@@ -351,7 +354,7 @@ def test_a_damaged_library_is_replaced(
     assert len(compilations) == 1
     assert path.read_bytes() == content
     library._load.cache_clear()
-    assert unavailable(torch.float32) == ""
+    assert unsupported_reason(torch.float32) == ""
     assert len(compilations) == 1
 
 

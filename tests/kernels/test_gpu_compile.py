@@ -94,7 +94,7 @@ from radixserve_kernels import gpu_ops
 x = torch.randn(2, 8)
 gpu_ops.add_rms_norm(gpu_ops.rms_norm(x, x[0], 1e-6), x, x[0], 1e-6)
 best = gpu_ops.argmax(x)
-assert gpu_ops.unavailable()
+assert gpu_ops.unsupported_reason()
 assert "radixserve_kernels.gpu.launch" not in sys.modules
 
 del sys.modules["triton"]

@@ -21,7 +21,7 @@ from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -52,7 +52,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 pytestmark = pytest.mark.skipif(
-    bool(unavailable(torch.float32)), reason=unavailable(torch.float32) or "they are here"
+    bool(unsupported_reason(torch.float32)),
+    reason=unsupported_reason(torch.float32) or "they are here",
 )
 
 
@@ -84,7 +85,7 @@ def worlds(
     folder: Path, page_size: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[World, World]:
     """On CPU kernels, and on torch."""
-    if reason := unavailable(dtype):
+    if reason := unsupported_reason(dtype):
         pytest.skip(reason)
     source = checkpoint(folder)
     return (
@@ -180,26 +181,26 @@ def test_two_threads_equal_one(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_others(
-    tmp_path: Path, dtype: torch.dtype, float_routine: str
-) -> None:
-    """Where no pages are shared: logits, and K and V in the pool; to the bit, unless AMX makes many
-    rows' products of float32 parts."""
-    tolerance = 1e-5 if (dtype, float_routine) == (torch.float32, "AMX") else 0.0
-
-    def check(alone: Tensor, together: Tensor) -> None:
-        torch.testing.assert_close(alone, together, rtol=tolerance, atol=tolerance)
-
-    own, _ = worlds(big_checkpoint(tmp_path, dtype), 2, dtype)
+def check_rows_alone(folder: Path, dtype: torch.dtype) -> None:
+    """Logits and K/V of each row are the same to the bit alone and in a batch, without sharing."""
+    own, _ = worlds(big_checkpoint(folder, dtype), 2, dtype)
     own.backend = CpuBackend(own.kv, own.model.info.num_heads, shares=False)
     for rows in steps(2, 2):
         rows = [row._replace(sample=SPEC, logprob_targets=None) for row in rows]
         together = own.run(rows)
         kv = own.kv.clone()
         for number in random.Random(0).sample(range(len(rows)), len(rows)):
-            check(own.run([rows[number]])[0], together[number])
-        check(own.kv, kv)
+            assert torch.equal(own.run([rows[number]])[0], together[number])
+        assert torch.equal(own.kv, kv)
+
+
+def test_a_row_does_not_depend_on_others(tmp_path: Path) -> None:
+    check_rows_alone(tmp_path, torch.float32)
+
+
+@pytest.mark.usefixtures("bf16_routine")
+def test_a_row_does_not_depend_on_others_in_bfloat16(tmp_path: Path) -> None:
+    check_rows_alone(tmp_path, torch.bfloat16)
 
 
 def test_positions_beyond_the_first_table(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from radixserve.models.random_weights import CHUNK, RandomWeights
 from radixserve.models.registry import load_model
 from radixserve.models.sizes import SIZES
 from radixserve.models.source import find_model
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import make_checkpoint
 from tests.models.test_gpu_decoder import CPU, World, compare, steps
 
@@ -103,7 +103,7 @@ def test_every_decoder_has_the_same_weights(name: str) -> None:
     expected = load_decoder(source, torch.float32, CPU)
     models: list[tuple[LanguageModel, str]] = [(expected, "torch")]
     models += [(load_gpu_decoder(source, torch.float32, CPU), name) for name in ("torch", "triton")]
-    if not unavailable(torch.float32):
+    if not unsupported_reason(torch.float32):
         models.append((load_cpu_decoder(source, torch.float32), "cpu"))
     for model, backend in models[1:]:
         compare(model, expected, backend, 2, 1e-5)
@@ -199,7 +199,7 @@ def test_table_of_rotations_is_bounded(
     [("torch", "Decoder"), ("cpu", "CpuDecoder"), ("triton", "GpuDecoder")],
 )
 def test_which_decoder_runs(backend: str, kind: str) -> None:
-    if backend == "cpu" and unavailable(torch.float32):
+    if backend == "cpu" and unsupported_reason(torch.float32):
         pytest.skip("no CPU kernels here")
     config = EngineConfig(attention_backend=backend)
     model, name = load_model(find_model("random:tiny-llama"), config, CPU)

@@ -10,8 +10,8 @@ import pytest
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay import CacheSpec, Trace, build_paths, cross, read_trace, replay_direct
+from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.caches import parse_tokens
-from radixserve.replay.oracle import clairvoyant_hits
 from tests.replay.naive_lru import naive_lru_hits
 from tests.replay.traces import SHARED, make_trace, random_turns, synthetic_trace
 
@@ -67,7 +67,7 @@ def test_lru_is_plain_lru_on_random_traces(seed: int) -> None:
             assert blocks.hits.tolist() == naive_lru_hits(trace, size, 4)
 
 
-SPECS = cross([1500], POLICIES, [1, 16], ["radix", "hash"], use_holders=True)
+SPECS = cross([1500], POLICIES, [1, 16], ["radix", "hash"], use_sessions=True)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -110,7 +110,7 @@ def test_closed_sessions_make_room_for_open_ones() -> None:
     turns = [(chat, ()), (over, ()), (other, ()), ([*chat, 5], ())]
     trace = make_trace(turns, times=[0, 1, 2, 3], sessions=["chat", "over", "other", "chat"])
     assert replay_direct(trace, CacheSpec(25)).hits.tolist()[-1] == 5  # its tail had to go
-    hinted = replay_direct(trace, CacheSpec(25, use_holders=True))
+    hinted = replay_direct(trace, CacheSpec(25, use_sessions=True))
     assert hinted.hits.tolist()[-1] == 10
 
 
@@ -122,7 +122,7 @@ def test_leases_end_in_time_of_the_trace() -> None:
     def last_hit(gap: float) -> int:
         sessions = ["chat", None, None, "chat"]
         trace = make_trace(turns, times=[0, 1, 1 + gap, 2 + gap], sessions=sessions)
-        spec = CacheSpec(22, use_holders=True)
+        spec = CacheSpec(22, use_sessions=True)
         return int(replay_direct(trace, spec, lease_s=60.0).hits[-1])
 
     assert last_hit(5.0) == 10
@@ -153,6 +153,6 @@ def test_wrong_names_say_what_is_allowed() -> None:
 
 
 def test_combinations_leave_out_what_makes_no_sense() -> None:
-    specs = cross([10, 20], ["lru", "arc"], [1, 2], ["radix", "hash"], use_holders=True)
+    specs = cross([10, 20], ["lru", "arc"], [1, 2], ["radix", "hash"], use_sessions=True)
     assert len(specs) == len(set(specs)) == 2 * 2 * (2 * 2 + 1)
-    assert {spec.label for spec in specs} == {"lru", "lru+holders", "arc", "arc+holders", "hash"}
+    assert {spec.label for spec in specs} == {"lru", "lru+sessions", "arc", "arc+sessions", "hash"}

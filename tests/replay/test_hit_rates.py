@@ -50,7 +50,7 @@ def test_tables_pictures_and_document(tmp_path: Path) -> None:
     assert "replaced" not in text
     assert text.startswith("Before\n<!-- hit-rates bbh_fewshot -->\n30 requests, 3 sessions")
     for words in (
-        "| LRU + holders |",
+        "| LRU + sessions |",
         "| hash, blocks of 256 |",
         "| **clairvoyant bound** |",
         "lpm",

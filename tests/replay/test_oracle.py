@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from radixserve.replay.oracle import clairvoyant_hits
+from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.paths import build_paths
 from tests.replay.traces import Turn, make_trace, random_turns
 

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from radixserve.replay.bounds import reuse_distances, reuse_spans
 from radixserve.replay.paths import build_paths
-from radixserve.replay.reuse import reuse_distances, reuse_spans
 from tests.replay.naive_lru import naive_lru_hits
 from tests.replay.traces import make_trace, random_turns, synthetic_trace
 

@@ -15,9 +15,7 @@ import pytest
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay import read_trace
-from radixserve.replay.hash_tokens import runs_of
-from radixserve.replay.splitmix import block_matrix, block_tokens
-from radixserve.replay.text_tokens import tokenize
+from radixserve.replay.tokens import block_matrix, block_tokens, runs_of, tokenize
 from tests.replay.traces import SHARED, SHARED_NAMES
 
 EXPAND = SHARED / "expand.py"

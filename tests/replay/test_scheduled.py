@@ -14,10 +14,8 @@ from radixserve.replay import (
     replay_direct,
     replay_scheduled,
 )
-from radixserve.replay.device import StepModel
-from radixserve.replay.ledger import ComputeLedger
 from radixserve.replay.scheduled import predecessors
-from radixserve.replay.serving import ScheduledResult
+from radixserve.replay.serving import ComputeLedger, ScheduledResult, StepModel
 from tests.replay.traces import make_trace, synthetic_trace
 
 PLAIN = StepModel(fixed_s=1.0, prefill_token_s=0.1, decode_row_s=0.01, kv_token_s=0.001)
@@ -163,14 +161,14 @@ def test_what_does_not_fit_is_passed_over() -> None:
     assert np.isnan(nothing.mean_ttft_s)
 
 
-def test_sessions_are_holders() -> None:
+def test_sessions_of_the_trace_are_sessions_of_the_cache() -> None:
     """As in the direct replay: what is over goes before what comes back."""
     chat, over, other = [1] * 10, [2] * 10, [3] * 10
     turns = [(chat, ()), (over, ()), (other, ()), ([*chat, 5], ())]
     sessions = ["chat", "over", "other", "chat"]
     trace = make_trace(turns, times=[0, 10, 20, 30], sessions=sessions)
     assert serve(trace, CacheSpec(25)).hits.tolist()[-1] == 5
-    assert serve(trace, CacheSpec(25, use_holders=True)).hits.tolist()[-1] == 10
+    assert serve(trace, CacheSpec(25, use_sessions=True)).hits.tolist()[-1] == 10
 
 
 def test_two_runs_are_the_same() -> None:

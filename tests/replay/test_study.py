@@ -10,12 +10,10 @@ import pytest
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay import CacheSpec, Serving, Study, build_paths, cross, study_trace
-from radixserve.replay.answers import best_fits, mean_gaps, next_gigabyte, page_losses
-from radixserve.replay.document import study_document
-from radixserve.replay.kv_bytes import GIB, kv_bytes_per_token
+from radixserve.replay.caches import GIB, kv_bytes_per_token
 from radixserve.replay.pictures import draw
-from radixserve.replay.study import default_sizes
-from radixserve.replay.tables import format_tokens
+from radixserve.replay.report import format_tokens, study_document
+from radixserve.replay.study import best_fits, default_sizes, mean_gaps, next_gigabyte, page_losses
 from tests.replay.traces import make_trace, synthetic_trace
 
 SIZES = (1000, 4000, 16000)
@@ -23,7 +21,7 @@ SIZES = (1000, 4000, 16000)
 
 @pytest.fixture(scope="module")
 def study() -> Study:
-    specs = cross(SIZES, ["lru", "fifo"], [1, 16], ["radix", "hash"], use_holders=True)
+    specs = cross(SIZES, ["lru", "fifo"], [1, 16], ["radix", "hash"], use_sessions=True)
     return study_trace(synthetic_trace(150), specs, [Serving(order="fcfs")])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from radixserve.replay.packed_tokens import PackedTokens
+from radixserve.replay.tokens import PackedTokens
 from radixserve.replay.trace import Trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"

@@ -19,7 +19,7 @@ from radixserve.runner.host_memory import free_memory
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.model_runner import ModelRunner
 from radixserve.schedule import ScheduledRequest, SchedulerOutput
-from radixserve_kernels.cpu_ops import unavailable
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import (
     FAMILIES,
     NATIVE,
@@ -207,7 +207,7 @@ def test_sizes(checkpoints: dict[str, Path]) -> None:
     info = runner.info
     assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
     assert runner.num_pages == (1 << 20) // (runner.kv_bytes_per_token * 16)
-    assert runner.backend_name == ("torch" if unavailable(torch.float32) else "cpu")
+    assert runner.backend_name == ("torch" if unsupported_reason(torch.float32) else "cpu")
     reference = load_reference(checkpoints["llama"])
     assert info.num_parameters == sum(p.numel() for p in reference.parameters())
     plan = runner.memory_plan()
@@ -234,7 +234,7 @@ def test_too_small_or_too_large(checkpoints: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_the_pool_is_never_copied(checkpoints: dict[str, Path], backend: str) -> None:
-    if backend == "cpu" and (reason := unavailable(torch.float32)):
+    if backend == "cpu" and (reason := unsupported_reason(torch.float32)):
         pytest.skip(reason)
     runner = runner_of(checkpoints["llama"], 4, attention_backend=backend)
     assert runner.backend_name == backend
@@ -269,7 +269,7 @@ def test_choice_of_a_backend() -> None:
 def test_tree_attention_can_be_switched_off(
     checkpoints: dict[str, Path], backend: str, cascade_attention: bool
 ) -> None:
-    if backend == "cpu" and (reason := unavailable(torch.float32)):
+    if backend == "cpu" and (reason := unsupported_reason(torch.float32)):
         pytest.skip(reason)
     runner = runner_of(
         checkpoints["llama"],

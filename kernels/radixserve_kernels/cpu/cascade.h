@@ -1,24 +1,24 @@
-// From a step's rows to attention jobs: pages that several rows begin with are attended to together
-// where that pays, node by node of the tree that they form; then each row's own part.
+// The attention jobs of a step: first the page prefixes that several rows share, where that pays, node by
+// node of the tree that they form; then the unique rest of each row.
 // The nodes are those of radixserve/attention/cascade.py.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "attention.h"
+#include "attention_plan.h"
 
-// A step's rows as the host knows them; all arrays are borrowed until the step is over.
-struct Rows {
+// The record of a step's rows, see host_index.py; all arrays are borrowed until the step is over.
+struct HostIndex {
     int64_t num_rows, page_size;
-    const int64_t *start;      // [R] position of each row's first new token
-    const int64_t *qo_indptr;  // [R + 1] its new tokens
-    const int64_t *kv_indptr;  // [R + 1] its pages
-    const int64_t *seq_lens;   // [R] tokens after the step
-    const int32_t *kv_indices;
+    const int64_t *start;       // [R] position of each row's first new token
+    const int64_t *qo_indptr;   // [R + 1] new tokens of each row
+    const int64_t *kv_indptr;   // [R + 1] pages of each row in kv_indices
+    const int32_t *kv_indices;  // page ids
+    const int64_t *seq_lens;    // [R] tokens after the step
 };
 
-// Pages [first, end) of each of `rows`.
+// Pages [first, end) that all of `rows` share.
 struct SharedNode {
     std::vector<int64_t> rows;
     int64_t first, end, level;
@@ -26,8 +26,8 @@ struct SharedNode {
 
 class SharedPages {
   public:
-    // A node pays if (rows - 1) x tokens > rows x merge_tokens.
-    SharedPages(const Rows &step, int64_t merge_tokens) : step(step), merge_tokens(merge_tokens) {
+    // A node pays where (rows - 1) x tokens > rows x merge_tokens.
+    SharedPages(const HostIndex &step, int64_t merge_tokens) : step(step), merge_tokens(merge_tokens) {
         std::vector<int64_t> all(step.num_rows);
         for (int64_t r = 0; r < step.num_rows; r++) all[r] = r;
         descend(all, 0, 0, 0);
@@ -40,23 +40,23 @@ class SharedPages {
   private:
     struct Visit {
         std::vector<int64_t> rows;
-        int64_t first, depth, level;  // first page not covered, first page not compared
+        int64_t first, depth, level;  // first page that is not covered, first page that is not compared
     };
-    const Rows &step;
+    const HostIndex &step;
     const int64_t merge_tokens;
-    std::vector<Visit> waiting;
+    std::vector<Visit> pending;
 
-    int64_t whole(int64_t row) const { return step.start[row] / step.page_size; }
+    int64_t num_full_pages(int64_t row) const { return step.start[row] / step.page_size; }
     const int32_t *pages(int64_t row) const { return step.kv_indices + step.kv_indptr[row]; }
 
     void descend(const std::vector<int64_t> &all, int64_t first, int64_t depth, int64_t level) {
-        waiting.push_back({all, first, depth, level});
-        while (!waiting.empty()) {
-            Visit visit = std::move(waiting.back());
-            waiting.pop_back();
+        pending.push_back({all, first, depth, level});
+        while (!pending.empty()) {
+            Visit visit = std::move(pending.back());
+            pending.pop_back();
             std::vector<int64_t> &rows = visit.rows;
             rows.erase(std::remove_if(rows.begin(), rows.end(),
-                                      [&](int64_t r) { return whole(r) <= visit.depth; }),
+                                      [&](int64_t r) { return num_full_pages(r) <= visit.depth; }),
                        rows.end());
             std::stable_sort(rows.begin(), rows.end(), [&](int64_t a, int64_t b) {
                 return pages(a)[visit.depth] < pages(b)[visit.depth];
@@ -70,38 +70,38 @@ class SharedPages {
     }
 
     void visit_group(const std::vector<int64_t> &group, const Visit &visit) {
-        int64_t end = whole(group[0]);
-        const int32_t *model = pages(group[0]);
+        int64_t end = num_full_pages(group[0]);
+        const int32_t *reference = pages(group[0]);
         for (int64_t row : group) {
-            end = least(end, whole(row));
-            const int32_t *own = pages(row);
-            if (memcmp(own + visit.depth, model + visit.depth, (end - visit.depth) * 4) == 0) continue;
+            end = min(end, num_full_pages(row));
+            const int32_t *row_pages = pages(row);
+            if (memcmp(row_pages + visit.depth, reference + visit.depth, (end - visit.depth) * 4) == 0) continue;
             int64_t same = visit.depth;
-            while (same < end && own[same] == model[same]) same++;
+            while (same < end && row_pages[same] == reference[same]) same++;
             end = same;
         }
         const int64_t count = int64_t(group.size());
         const int64_t tokens = (end - visit.first) * step.page_size;
         if ((count - 1) * tokens > count * merge_tokens) {
             nodes.push_back({group, visit.first, end, visit.level});
-            waiting.push_back({group, end, end, visit.level + 1});
+            pending.push_back({group, end, end, visit.level + 1});
         } else {
-            waiting.push_back({group, visit.first, end, visit.level});
+            pending.push_back({group, visit.first, end, visit.level});
         }
     }
 };
 
-// `Jobs` and the arrays that they consist of.
+// A step's `Jobs`, with the arrays that they point to.
 class StepJobs {
   public:
-    StepJobs(const Rows &step, bool shares, int64_t merge_tokens) {
+    StepJobs(const HostIndex &step, bool shares, int64_t merge_tokens) {
         std::vector<int64_t> covered(step.num_rows, 0);
         query_indptr.push_back(0);
         if (shares && step.num_rows > 1) {
             SharedPages shared(step, merge_tokens);
             int64_t level = -1;
             for (const SharedNode &node : shared.nodes) {
-                if (node.level != level) wave_indptr.push_back(int64_t(flags.size()));
+                if (node.level != level) level_indptr.push_back(int64_t(flags.size()));
                 level = node.level;
                 for (int64_t row : node.rows) {
                     add_tokens(step, row);
@@ -111,15 +111,15 @@ class StepJobs {
                         (node.end - node.first) * step.page_size, node.level ? 0 : BEGINS);
             }
         }
-        wave_indptr.push_back(int64_t(flags.size()));
+        level_indptr.push_back(int64_t(flags.size()));
         for (int64_t row = 0; row < step.num_rows; row++) {
             add_tokens(step, row);
             add_job(step.kv_indptr[row] + covered[row], step.seq_lens[row] - covered[row] * step.page_size,
                     CAUSAL | ENDS | (covered[row] ? 0 : BEGINS));
         }
-        wave_indptr.push_back(int64_t(flags.size()));
-        jobs = {int64_t(flags.size()),  int64_t(wave_indptr.size()) - 1,
-                step.qo_indptr[step.num_rows], wave_indptr.data(),
+        level_indptr.push_back(int64_t(flags.size()));
+        jobs = {int64_t(flags.size()),  int64_t(level_indptr.size()) - 1,
+                step.qo_indptr[step.num_rows], level_indptr.data(),
                 query_indptr.data(),    query_tokens.data(),
                 first_page.data(),      num_keys.data(),
                 flags.data(),           step.kv_indices,
@@ -129,9 +129,9 @@ class StepJobs {
     Jobs jobs;
 
   private:
-    std::vector<int64_t> wave_indptr, query_indptr, query_tokens, first_page, num_keys, flags;
+    std::vector<int64_t> level_indptr, query_indptr, query_tokens, first_page, num_keys, flags;
 
-    void add_tokens(const Rows &step, int64_t row) {
+    void add_tokens(const HostIndex &step, int64_t row) {
         for (int64_t t = step.qo_indptr[row]; t < step.qo_indptr[row + 1]; t++) query_tokens.push_back(t);
     }
     void add_job(int64_t page, int64_t keys, int64_t flag) {

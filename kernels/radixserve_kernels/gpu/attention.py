@@ -1,4 +1,4 @@
-"""What the attention kernels have in common: the walk over paged keys, and the block sizes.
+"""The shared parts of the attention kernels: the loop over paged keys, and the block sizes.
 
 A tile holds the queries of one K/V head as rows: all query heads that share it, so that its keys
 and values are read once. Scores are kept in base 2: exp(x) is exp2(x * log2(e)).
@@ -31,15 +31,15 @@ class Blocks:
 @kernel()
 def attend_keys(
     query,  # [rows, block_dim]
-    best,  # [rows] float32: the best score so far, base 2
-    total,  # [rows] float32: the sum of exp2(score - best)
-    mixed,  # [rows, block_dim] float32: the values by those weights
+    m_i,  # [rows] float32: the maximum score so far, base 2
+    l_i,  # [rows] float32: the sum of exp2(score - m_i)
+    acc,  # [rows, block_dim] float32: the sum of exp2(score - m_i) * value
     k_ptr,  # at the K/V head
     v_ptr,
     pages_ptr,  # at the row's first page
     begin,
     end,  # keys
-    limit,  # [rows] the keys that each query sees; of meaning where is_masked
+    limit,  # [rows] number of keys that each query sees; read if is_masked
     scale,
     stride_slot,  # of K and V
     page_size: tl.constexpr,
@@ -49,17 +49,17 @@ def attend_keys(
     precision: tl.constexpr,
     is_masked: tl.constexpr,
 ):
-    """Go on with the sums over keys [begin, end); without a mask that is whole blocks of keys."""
+    """Accumulate over the keys [begin, end); without a mask these are whole blocks of keys."""
     features = tl.arange(0, block_dim)
     for start in range(begin, end, block_keys):
-        place = start + tl.arange(0, block_keys)
+        position = start + tl.arange(0, block_keys)
         if is_masked:
-            pages = tl.load(pages_ptr + place // page_size, mask=place < end, other=0)
-            is_read = (place < end)[:, None] & (features < head_dim)[None, :]
+            pages = tl.load(pages_ptr + position // page_size, mask=position < end, other=0)
+            is_read = (position < end)[:, None] & (features < head_dim)[None, :]
         else:
-            pages = tl.load(pages_ptr + place // page_size)
+            pages = tl.load(pages_ptr + position // page_size)
             is_read = (features < head_dim)[None, :]
-        slots = pages.to(tl.int64) * page_size + place % page_size
+        slots = pages.to(tl.int64) * page_size + position % page_size
         cells = slots[:, None] * stride_slot + features[None, :]
         if is_masked or head_dim != block_dim:
             keys = tl.load(k_ptr + cells, mask=is_read, other=0.0)
@@ -69,40 +69,40 @@ def attend_keys(
             values = tl.load(v_ptr + cells)
         scores = tl.dot(query, tl.trans(keys), input_precision=precision)
         if is_masked:
-            scores = tl.where(place[None, :] < limit[:, None], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1) * scale)
-        shift = new_best
+            scores = tl.where(position[None, :] < limit[:, None], scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+        shift = m_new
         if is_masked:  # a query may have seen no key yet
-            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         weights = tl.exp2(scores * scale - shift[:, None])
-        fade = tl.exp2(best - shift)
-        total = total * fade + tl.sum(weights, 1)
-        mixed = mixed * fade[:, None]
-        mixed = tl.dot(weights.to(values.dtype), values, mixed, input_precision=precision)
-        best = new_best
-    return best, total, mixed
+        alpha = tl.exp2(m_i - shift)
+        l_i = l_i * alpha + tl.sum(weights, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=precision)
+        m_i = m_new
+    return m_i, l_i, acc
 
 
 @kernel()
-def part_keys(
+def keys_per_split(
     num_keys,
-    num_parts,
-    num_even,
-    least_keys: tl.constexpr,
-    most_keys: tl.constexpr,
+    num_kv_splits,
+    fixed_splits,
+    min_keys: tl.constexpr,
+    max_keys: tl.constexpr,
     block_keys: tl.constexpr,
 ):
-    """Keys of each part: a row in num_even parts, in more where those get longer than most_keys."""
-    even = tl.minimum(tl.cdiv(num_keys, num_even), most_keys)
-    size = tl.maximum(tl.maximum(tl.cdiv(num_keys, num_parts), even), least_keys)
+    """Keys of each split: a row has fixed_splits splits, more where those exceed max_keys."""
+    fixed = tl.minimum(tl.cdiv(num_keys, fixed_splits), max_keys)
+    size = tl.maximum(tl.maximum(tl.cdiv(num_keys, num_kv_splits), fixed), min_keys)
     return tl.cdiv(size, block_keys) * block_keys
 
 
 @kernel()
 def write_state(
-    best,
-    total,
-    mixed,
+    m_i,
+    l_i,
+    acc,
     out_ptr,
     lse_ptr,
     out_cells,  # [rows] where each query's output begins
@@ -113,12 +113,12 @@ def write_state(
 ):
     """Store the finished output and, unless its pointer is None, the lse of each query."""
     features = tl.arange(0, block_dim)
-    out = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    out = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     is_written = is_query[:, None] & (features < head_dim)[None, :]
     cells = out_ptr + out_cells[:, None] + features[None, :]
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=is_written)
     if lse_ptr is not None:
-        tl.store(lse_ptr + lse_cells, best + tl.log2(total), mask=is_query)
+        tl.store(lse_ptr + lse_cells, m_i + tl.log2(l_i), mask=is_query)
 
 
 def decode_blocks(group: int, head_dim: int, dtype: torch.dtype) -> Blocks:

@@ -1,8 +1,8 @@
-"""Paged attention of one query a row, the keys of each row cut into parts that run side by side.
+"""Paged attention of one query a row, the keys of each row cut into splits that run side by side.
 
-A program attends one row's queries of one K/V head over one part. With several parts the states
-(output, lse) go to a workspace, and a second kernel merges them. The grid depends on the number of
-rows, heads and parts only: a captured graph serves rows of any length.
+A program attends one row's queries of one K/V head over one split of its keys. With several splits
+the states (output, lse) go to a workspace, and a second kernel merges them. The grid depends on the
+number of rows, heads and splits only: a captured graph serves rows of any length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from radixserve_kernels.gpu.attention import (
     MAX_GROUP,
     attend_keys,
     decode_blocks,
-    part_keys,
+    keys_per_split,
     precision_of,
     write_state,
 )
@@ -31,10 +31,10 @@ from radixserve_kernels.gpu.records import (
     Split,
 )
 
-PARTS_AT_ONCE = 16  # read by the merge
+BLOCK_SPLITS = 16  # read by the merge
 
 
-@kernel(varying=("indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "num_even"))
+@kernel(varying=("indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "fixed_splits"))
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -51,29 +51,29 @@ def decode_kernel(
     stride_kv_head,
     stride_out_row,
     stride_out_head,
-    stride_out_part,
+    stride_out_split,
     num_heads,
-    num_even,
+    fixed_splits,
     group: tl.constexpr,
     page_size: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
-    least_keys: tl.constexpr,
-    most_keys: tl.constexpr,
+    min_keys: tl.constexpr,
+    max_keys: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Grid [R, Hkv, parts]."""
+    """Grid [R, Hkv, splits]."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    num_parts = tl.num_programs(2)
+    kv_split = tl.program_id(2)
+    num_kv_splits = tl.num_programs(2)
     first_page = tl.load(indptr_ptr + row)
     num_pages = tl.load(indptr_ptr + row + 1) - first_page
     num_keys = tl.maximum((num_pages - 1) * page_size + tl.load(last_ptr + row), 0)
-    size = part_keys(num_keys, num_parts, num_even, least_keys, most_keys, block_keys)
-    begin = part * size
+    size = keys_per_split(num_keys, num_kv_splits, fixed_splits, min_keys, max_keys, block_keys)
+    begin = kv_split * size
     end = tl.minimum(begin + size, num_keys)
 
     features = tl.arange(0, block_dim)
@@ -84,15 +84,15 @@ def decode_kernel(
     is_read = is_query[:, None] & (features < head_dim)[None, :]
     query = tl.load(cells + features[None, :], mask=is_read, other=0.0)
 
-    best = tl.full([block_rows], float("-inf"), tl.float32)
-    total = tl.zeros([block_rows], tl.float32)
-    mixed = tl.zeros([block_rows, block_dim], tl.float32)
+    m_i = tl.full([block_rows], float("-inf"), tl.float32)
+    l_i = tl.zeros([block_rows], tl.float32)
+    acc = tl.zeros([block_rows, block_dim], tl.float32)
     limit = tl.zeros([block_rows], tl.int32) + end
-    best, total, mixed = attend_keys(
+    m_i, l_i, acc = attend_keys(
         query,
-        best,
-        total,
-        mixed,
+        m_i,
+        l_i,
+        acc,
         k_ptr + kv_head * stride_kv_head,
         v_ptr + kv_head * stride_kv_head,
         indices_ptr + first_page,
@@ -108,60 +108,61 @@ def decode_kernel(
         precision,
         True,
     )
-    out_row = row.to(tl.int64) * stride_out_row + part * stride_out_part
+    out_row = row.to(tl.int64) * stride_out_row + kv_split * stride_out_split
     write_state(
-        best,
-        total,
-        mixed,
+        m_i,
+        l_i,
+        acc,
         out_ptr,
         lse_ptr,
         out_row + head * stride_out_head,
-        (row.to(tl.int64) * num_heads + head) * num_parts + part,
+        (row.to(tl.int64) * num_heads + head) * num_kv_splits + kv_split,
         is_query,
         head_dim,
         block_dim,
     )
 
 
-@kernel(varying=("lse_ptr", "num_parts"))
-def merge_parts_kernel(
-    part_ptr,  # [T, Hq, parts, D] float32
-    part_lse_ptr,  # [T, Hq, parts] float32
+@kernel(varying=("lse_ptr", "num_kv_splits"))
+def merge_splits_kernel(
+    split_out_ptr,  # [T, Hq, splits, D] float32
+    split_lse_ptr,  # [T, Hq, splits] float32
     out_ptr,
     lse_ptr,  # [T, Hq] or None
-    num_parts,
+    num_kv_splits,
     stride_out_row,
     stride_out_head,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
-    block_parts: tl.constexpr,
+    block_splits: tl.constexpr,
 ):
     """Grid [T, Hq]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     cell = row * tl.num_programs(1) + head
     features = tl.arange(0, block_dim)
-    best = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    mixed = tl.zeros([block_dim], tl.float32)
-    for start in range(0, num_parts, block_parts):
-        part = start + tl.arange(0, block_parts)
-        lse = tl.load(part_lse_ptr + cell * num_parts + part, part < num_parts, float("-inf"))
-        new_best = tl.maximum(best, tl.max(lse, 0))
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+    m_i = tl.full([1], float("-inf"), tl.float32)
+    l_i = tl.zeros([1], tl.float32)
+    acc = tl.zeros([block_dim], tl.float32)
+    for start in range(0, num_kv_splits, block_splits):
+        kv_split = start + tl.arange(0, block_splits)
+        index = cell * num_kv_splits + kv_split
+        lse = tl.load(split_lse_ptr + index, kv_split < num_kv_splits, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(lse, 0))
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight = tl.exp2(lse - shift)
         is_read = (weight > 0.0)[:, None] & (features < head_dim)[None, :]
-        cells = part_ptr + (cell * num_parts + part)[:, None] * head_dim + features[None, :]
+        cells = split_out_ptr + index[:, None] * head_dim + features[None, :]
         states = tl.load(cells, mask=is_read, other=0.0)
-        fade = tl.exp2(best - shift)
-        mixed = mixed * fade + tl.sum(states * weight[:, None], 0)
-        total = total * fade + tl.sum(weight, 0)
-        best = new_best
-    out = mixed / tl.where(total > 0.0, total, 1.0)
+        alpha = tl.exp2(m_i - shift)
+        acc = acc * alpha + tl.sum(states * weight[:, None], 0)
+        l_i = l_i * alpha + tl.sum(weight, 0)
+        m_i = m_new
+    out = acc / tl.where(l_i > 0.0, l_i, 1.0)
     cells = out_ptr + row * stride_out_row + head * stride_out_head + features
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=features < head_dim)
     if lse_ptr is not None:
-        tl.store(lse_ptr + cell + tl.arange(0, 1), best + tl.log2(total))
+        tl.store(lse_ptr + cell + tl.arange(0, 1), m_i + tl.log2(l_i))
 
 
 def decode(q: Tensor, keys: PagedKeys, scale: float, split: Split, result: Result) -> list[Launch]:
@@ -169,7 +170,7 @@ def decode(q: Tensor, keys: PagedKeys, scale: float, split: Split, result: Resul
     blocks = decode_blocks(group_of(q, keys), q.shape[2], q.dtype)
     arguments = attention_arguments(q, keys, scale)
     arguments |= {
-        "num_even": split.even_splits,
+        "fixed_splits": split.even_splits,
         "block_rows": blocks.rows,
         "block_keys": blocks.keys,
     }
@@ -208,8 +209,8 @@ def attention_arguments(q: Tensor, keys: PagedKeys, scale: float) -> dict[str, A
         "stride_kv_head": k_slots.stride(1),
         "group": group_of(q, keys),
         "num_heads": q.shape[1],
-        "least_keys": MIN_SPLIT_KEYS,
-        "most_keys": LONG_ROW_KEYS,
+        "min_keys": MIN_SPLIT_KEYS,
+        "max_keys": LONG_ROW_KEYS,
         "page_size": keys.page_size,
         "head_dim": q.shape[2],
         "block_dim": max(power_of_2(q.shape[2]), 16),
@@ -218,42 +219,42 @@ def attention_arguments(q: Tensor, keys: PagedKeys, scale: float) -> dict[str, A
 
 
 def split_state(q: Tensor, split: Split, result: Result) -> tuple[dict[str, Any], list[Launch]]:
-    """Where an attention kernel writes its states, and the merge of parts that follows."""
+    """Where an attention kernel writes its states, and the merge of splits that follows."""
     out, lse = result
     assert out.stride(2) == 1, "features must lie dense"
     assert lse is None or lse.is_contiguous(), "lse must lie dense"
     if split.num_splits == 1:
-        names = {"out_ptr": out, "lse_ptr": lse, "stride_out_part": 0}
+        names = {"out_ptr": out, "lse_ptr": lse, "stride_out_split": 0}
         return names | _strides(out), []
     states, state_lse = _workspace(q, split)
     arguments = {
-        "part_ptr": states,
-        "part_lse_ptr": state_lse,
+        "split_out_ptr": states,
+        "split_lse_ptr": state_lse,
         "out_ptr": out,
         "lse_ptr": lse,
-        "num_parts": split.num_splits,
+        "num_kv_splits": split.num_splits,
         "head_dim": q.shape[2],
         "block_dim": power_of_2(q.shape[2]),
-        "block_parts": PARTS_AT_ONCE,
+        "block_splits": BLOCK_SPLITS,
     }
-    merge = Launch(merge_parts_kernel, tuple(q.shape[:2]), arguments | _strides(out))
-    names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_part": q.shape[2]}
+    merge = Launch(merge_splits_kernel, tuple(q.shape[:2]), arguments | _strides(out))
+    names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_split": q.shape[2]}
     return names | _strides(states), [merge]
 
 
 def _workspace(q: Tensor, split: Split) -> tuple[Tensor, Tensor]:
-    """Room for the parts' outputs [T, Hq, parts, D] and lse [T, Hq, parts], float32."""
+    """Memory for the splits' outputs [T, Hq, splits, D] and lse [T, Hq, splits], float32."""
     shape = (*q.shape[:2], split.num_splits, q.shape[2])
     num_lse = math.prod(shape[:3])
     num_numbers = math.prod(shape)
-    room = split.workspace
-    if room is None:
-        room = q.new_empty(num_numbers + num_lse, dtype=torch.float32)
-    assert room.dtype == torch.float32, f"a workspace is float32, not {room.dtype}"
-    assert len(room) >= num_numbers + num_lse, (
-        f"a workspace of {len(room)} numbers is too small for {num_numbers + num_lse}"
+    workspace = split.workspace
+    if workspace is None:
+        workspace = q.new_empty(num_numbers + num_lse, dtype=torch.float32)
+    assert workspace.dtype == torch.float32, f"a workspace is float32, not {workspace.dtype}"
+    assert len(workspace) >= num_numbers + num_lse, (
+        f"a workspace of {len(workspace)} numbers is too small for {num_numbers + num_lse}"
     )
-    return room[:num_numbers].view(shape), room[num_numbers : num_numbers + num_lse]
+    return workspace[:num_numbers].view(shape), workspace[num_numbers : num_numbers + num_lse]
 
 
 def _strides(out: Tensor) -> dict[str, int]:

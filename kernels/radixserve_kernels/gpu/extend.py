@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.attention import attend_keys, extend_blocks, part_keys, write_state
+from radixserve_kernels.gpu.attention import attend_keys, extend_blocks, keys_per_split, write_state
 from radixserve_kernels.gpu.decode import attention_arguments, group_of, split_state
 from radixserve_kernels.gpu.launch import Capability, Launch, kernel, power_of_2, tl
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
@@ -47,7 +47,7 @@ def extend_kernel(
     stride_kv_head,
     stride_out_row,
     stride_out_head,
-    stride_out_part,
+    stride_out_split,
     num_heads,
     num_rows,
     is_causal: tl.constexpr,
@@ -57,17 +57,17 @@ def extend_kernel(
     block_dim: tl.constexpr,
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
-    least_keys: tl.constexpr,
-    most_keys: tl.constexpr,
+    min_keys: tl.constexpr,
+    max_keys: tl.constexpr,
     tile_tokens: tl.constexpr,
     rows_at_once: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Grid [tiles, Hkv, parts]; the last tiles of a row, which have most keys, come first."""
+    """Grid [tiles, Hkv, splits]; the last tiles of a row, which have most keys, come first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    part = tl.program_id(2)
-    num_parts = tl.num_programs(2)
+    kv_split = tl.program_id(2)
+    num_kv_splits = tl.num_programs(2)
     row, first_tile = find_row(tile, qo_ptr, num_rows, tile_tokens, rows_at_once)
     first_token = tl.load(qo_ptr + row)
     num_new = tl.load(qo_ptr + row + 1) - first_token
@@ -96,20 +96,20 @@ def extend_kernel(
         limit = tl.zeros([block_rows], tl.int32) + num_keys
         seen_by_all = num_keys
         seen = num_keys
-    size = part_keys(seen, num_parts, num_parts, least_keys, most_keys, block_keys)
-    begin = part * size
+    size = keys_per_split(seen, num_kv_splits, num_kv_splits, min_keys, max_keys, block_keys)
+    begin = kv_split * size
     end = tl.minimum(begin + size, seen)
     whole = tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // block_keys * block_keys
 
-    best = tl.full([block_rows], float("-inf"), tl.float32)
-    total = tl.zeros([block_rows], tl.float32)
-    mixed = tl.zeros([block_rows, block_dim], tl.float32)
+    m_i = tl.full([block_rows], float("-inf"), tl.float32)
+    l_i = tl.zeros([block_rows], tl.float32)
+    acc = tl.zeros([block_rows, block_dim], tl.float32)
     for is_masked in tl.static_range(2):
-        best, total, mixed = attend_keys(
+        m_i, l_i, acc = attend_keys(
             query,
-            best,
-            total,
-            mixed,
+            m_i,
+            l_i,
+            acc,
             k_ptr + kv_head * stride_kv_head,
             v_ptr + kv_head * stride_kv_head,
             indices_ptr + first_page,
@@ -126,13 +126,13 @@ def extend_kernel(
             is_masked == 1,
         )
     write_state(
-        best,
-        total,
-        mixed,
+        m_i,
+        l_i,
+        acc,
         out_ptr,
         lse_ptr,
-        token * stride_out_row + head * stride_out_head + part * stride_out_part,
-        (token * num_heads + head) * num_parts + part,
+        token * stride_out_row + head * stride_out_head + kv_split * stride_out_split,
+        (token * num_heads + head) * num_kv_splits + kv_split,
         is_query,
         head_dim,
         block_dim,

@@ -38,22 +38,22 @@ def merge_states_kernel(
     is_head = head < num_heads
     lse_a = tl.load(lse_a_ptr + row * stride_lse_a + head, is_head, float("-inf"))
     lse_b = tl.load(lse_b_ptr + row * stride_lse_b + head, is_head, float("-inf"))
-    best = tl.maximum(lse_a, lse_b)
-    shift = tl.where(best == float("-inf"), 0.0, best)
+    m_i = tl.maximum(lse_a, lse_b)
+    shift = tl.where(m_i == float("-inf"), 0.0, m_i)
     share_a = tl.exp2(lse_a - shift)
     share_b = tl.exp2(lse_b - shift)
-    total = share_a + share_b
+    l_i = share_a + share_b
     is_feature = (features < head_dim)[None, :]  # a part of no share may hold anything
     cells = a_ptr + row * stride_a_row + head[:, None] * stride_a_head + features[None, :]
     a = tl.load(cells, mask=(share_a > 0.0)[:, None] & is_feature, other=0.0).to(tl.float32)
     cells = b_ptr + row * stride_b_row + head[:, None] * stride_b_head + features[None, :]
     b = tl.load(cells, mask=(share_b > 0.0)[:, None] & is_feature, other=0.0).to(tl.float32)
     out = a * share_a[:, None] + b * share_b[:, None]
-    out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+    out = out / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     tl.debug_barrier()  # out and lse may be what another warp has still to load
     cells = out_ptr + row * stride_out_row + head[:, None] * stride_out_head + features[None, :]
     tl.store(cells, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_feature)
-    tl.store(lse_ptr + row * stride_lse + head, shift + tl.log2(total), mask=is_head)
+    tl.store(lse_ptr + row * stride_lse + head, shift + tl.log2(l_i), mask=is_head)
 
 
 def merge_states(

@@ -1,7 +1,7 @@
-// Packing keys and values, given row by row, into the panels of product.h.
+// Packing of keys and values, given row by row, into the panels of panels.h.
 #pragma once
 
-#include "product.h"
+#include "panels.h"
 
 // to[c * stride + r] = rows[r][column + c] for 16 rows and some columns of 32 bits, a multiple of four.
 inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *to, int64_t stride,
@@ -33,10 +33,10 @@ inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *
 #endif
 }
 
-// Keys, each [dim], to panels of PANEL keys: depth padded_depth(dim), zeros behind dim.
-// `keys` has a multiple of PANEL entries. `ahead(n)` is called as n times two lines were read.
-template <class Ahead>
-inline void pack_keys(const float *const *keys, int64_t count, int64_t dim, float *panels, Ahead &&ahead) {
+// Keys, each [dim], to panels of PANEL keys: depth padded_depth(dim), zeros after dim.
+// `keys` has a multiple of PANEL entries. fetch(n) is called for every n times two lines that are read.
+template <class Fetch>
+inline void pack_keys(const float *const *keys, int64_t count, int64_t dim, float *panels, Fetch &&fetch) {
     const uint32_t *const *rows = reinterpret_cast<const uint32_t *const *>(keys);
     for (int64_t first = 0; first < count; first += PANEL) {
         uint32_t *panel = reinterpret_cast<uint32_t *>(panels + first * dim);
@@ -44,7 +44,7 @@ inline void pack_keys(const float *const *keys, int64_t count, int64_t dim, floa
         if (PANEL % 16 == 0)
             for (; d + 16 <= dim; d += 16)
                 for (int j = 0; j < PANEL; j += 16) {
-                    ahead(8);
+                    fetch(8);
                     transpose_16(rows + first + j, d, panel + d * PANEL + j, PANEL);
                 }
         for (; d < dim; d++)
@@ -52,35 +52,35 @@ inline void pack_keys(const float *const *keys, int64_t count, int64_t dim, floa
     }
 }
 
-template <class Ahead>
-inline void pack_keys(const bf16 *const *keys, int64_t count, int64_t dim, bf16 *panels, Ahead &&ahead) {
+template <class Fetch>
+inline void pack_keys(const bf16 *const *keys, int64_t count, int64_t dim, bf16 *panels, Fetch &&fetch) {
     const int64_t depth = padded_depth<bf16>(dim);
     for (int64_t first = 0; first < count; first += PANEL) {
         bf16 *panel = panels + first * depth;
         int64_t d = 0;
         for (; d + 32 <= dim; d += 32)
             for (int j = 0; j < PANEL; j += 16) {
-                ahead(8);
+                fetch(8);
                 transpose_16(reinterpret_cast<const uint32_t *const *>(keys + first + j), d / 2,
-                             reinterpret_cast<uint32_t *>(panel + place<bf16>(d, j)), 16);
+                             reinterpret_cast<uint32_t *>(panel + panel_offset<bf16>(d, j)), 16);
             }
         for (; d < depth; d++)
             for (int j = 0; j < PANEL; j++)
-                panel[place<bf16>(d, j)] = d < dim ? keys[first + j][d] : bf16{0};
+                panel[panel_offset<bf16>(d, j)] = d < dim ? keys[first + j][d] : bf16{0};
     }
 }
 
-// Values, each [dim], to panels of PANEL features whose depth is `depth`, from its beginning on; zeros
-// behind dim. With bf16 `count` is a multiple of DEPTH. Row by row: that is how they lie in memory.
-template <class Ahead>
+// `count` values, each [dim], to the first rows of panels of PANEL features and depth `depth`; zeros after
+// dim. With bf16 `count` is a multiple of DEPTH. Values are read row by row, as they lie in memory.
+template <class Fetch>
 inline void pack_values(const float *const *values, int64_t count, int64_t dim, int64_t depth,
-                        float *panels, Ahead &&ahead) {
+                        float *panels, Fetch &&fetch) {
     for (int64_t k = 0; k < count; k++) {
         for (int64_t first = 0; first < dim; first += PANEL) {
-            ahead(1);
+            fetch(1);
             const float *from = values[k] + first;
             float *to = panels + first * depth + k * PANEL;
-            const int width = int(least<int64_t>(dim - first, PANEL));
+            const int width = int(min<int64_t>(dim - first, PANEL));
             if (width == PANEL) {
                 store(to, load(from));
                 store(to + LANES, load(from + LANES));
@@ -91,26 +91,26 @@ inline void pack_values(const float *const *values, int64_t count, int64_t dim, 
     }
 }
 
-template <class Ahead>
+template <class Fetch>
 inline void pack_values(const bf16 *const *values, int64_t count, int64_t dim, int64_t depth,
-                        bf16 *panels, Ahead &&ahead) {
+                        bf16 *panels, Fetch &&fetch) {
     for (int64_t k = 0; k < count; k += 2) {
         for (int64_t first = 0; first < dim; first += PANEL) {
-            ahead(1);
+            fetch(1);
             const bf16 *even = values[k] + first, *odd = values[k + 1] + first;
             bf16 *panel = panels + first * depth;
-            const int width = int(least<int64_t>(dim - first, PANEL));
+            const int width = int(min<int64_t>(dim - first, PANEL));
             if (width == PANEL && LANES == 16) {
                 for (int n = 0; n < PANEL; n += LANES) {
-                    uvec low = spread(*(const loose_half *)(even + n));
-                    uvec high = spread(*(const loose_half *)(odd + n));
+                    uvec low = zero_extend(*(const unaligned_half *)(even + n));
+                    uvec high = zero_extend(*(const unaligned_half *)(odd + n));
                     uvec both = low | (high << 16);
-                    memcpy(panel + place<bf16>(k, n), &both, sizeof both);
+                    memcpy(panel + panel_offset<bf16>(k, n), &both, sizeof both);
                 }
             } else {
                 for (int n = 0; n < PANEL; n++) {
-                    panel[place<bf16>(k, n)] = n < width ? even[n] : bf16{0};
-                    panel[place<bf16>(k + 1, n)] = n < width ? odd[n] : bf16{0};
+                    panel[panel_offset<bf16>(k, n)] = n < width ? even[n] : bf16{0};
+                    panel[panel_offset<bf16>(k + 1, n)] = n < width ? odd[n] : bf16{0};
                 }
             }
         }

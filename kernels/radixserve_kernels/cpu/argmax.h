@@ -1,0 +1,38 @@
+// The best token of each row of logits.
+#pragma once
+
+#include "vectors.h"
+
+// The index of the first maximum of each row of x [rows][columns], or of its first NaN, to ids [rows].
+// Returns how many of these values are not finite.
+inline int64_t argmax_rows(const float *x, int64_t rows, int64_t columns, int64_t *ids) {
+    int64_t num_not_finite = 0;
+    for (int64_t row = 0; row < rows; row++, x += columns) {
+        constexpr int FOUR_VECTORS = 4 * LANES;
+        vec most[4], odd[4] = {};  // odd: NaN once any value is not finite
+        for (vec &one : most) one = broadcast(x[0]);
+        int64_t i = 0;
+        for (; i + FOUR_VECTORS <= columns; i += FOUR_VECTORS)
+            for (int j = 0; j < 4; j++) {
+                const vec some = load(x + i + j * LANES);
+                most[j] = max(most[j], some), odd[j] += some - some;
+            }
+        float top = reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
+        float rest = reduce_add(odd[0] + odd[1] + odd[2] + odd[3]);
+        for (; i < columns; i++) top = x[i] > top ? x[i] : top, rest += x[i] - x[i];
+        int64_t at = 0;
+        if (rest != rest) {
+            for (at = 0; at < columns && x[at] == x[at];) at++;
+            if (at == columns) {
+                at = 0;
+                for (i = 1; i < columns; i++) at = x[i] > x[at] ? i : at;
+            }
+        } else {
+            while (at + LANES <= columns && !any_equal(load(x + at), top)) at += LANES;
+            while (x[at] != top) at++;
+        }
+        ids[row] = at;
+        num_not_finite += x[at] - x[at] != 0;
+    }
+    return num_not_finite;
+}

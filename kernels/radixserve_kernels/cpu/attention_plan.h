@@ -1,0 +1,76 @@
+// The work of one step's attention: jobs, and the tasks that threads take.
+//
+// A job is some queries against one run of a page table. A token whose keys are spread over several jobs,
+// as with shared prefixes, carries its softmax state (maximum, sum, unnormalised output) from one to the
+// next: jobs of one level have no token in common, levels run one after another.
+#pragma once
+
+#include <vector>
+
+#include "threads.h"
+
+constexpr int MAX_TASK_ROWS = 768;  // queries x query heads of a K/V head that share a packed block, about
+constexpr int MIN_TASK_ROWS = 192;  // the same where several threads share the work
+constexpr int SMALL_JOB_ROWS = 128;  // up to here a job's K/V heads are read side by side, as they lie
+constexpr int64_t FAR_BYTES = 8 << 20;
+
+enum JobFlags { CAUSAL = 1, BEGINS = 2, ENDS = 4 };
+
+// One step's jobs; all arrays are borrowed until the step is over.
+struct Jobs {
+    int64_t num_jobs, num_levels, num_tokens;
+    const int64_t *level_indptr;  // [num_levels + 1] jobs of level w: [w, w + 1)
+    const int64_t *query_indptr;  // [num_jobs + 1] queries of job j in query_tokens
+    const int64_t *query_tokens;  // index among the step's tokens
+    const int64_t *first_page;    // [num_jobs] index into page_ids
+    const int64_t *num_keys;      // [num_jobs] with CAUSAL the last query sees all of them, the one
+                                  // before it all but the last ...
+    const int64_t *flags;         // [num_jobs] CAUSAL; BEGINS: the first job of its tokens; ENDS: the last
+    const int32_t *page_ids;
+    int64_t page_size;
+};
+
+struct Heads {
+    int64_t num_heads, num_kv_heads, dim;
+    float scale;  // of the scores
+    int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Some queries of a job and some K/V heads.
+struct Task {
+    int64_t job, first_head, num_heads, first_query, num_queries;
+};
+
+struct Plan {
+    Jobs jobs;
+    std::vector<Task> tasks;
+    std::vector<size_t> level_ends;  // [num_levels] in tasks
+    double key_rows = 0;             // sum of keys x queries x query heads
+    bool has_state = false;          // some tokens are served by several jobs
+    bool is_far = false;             // K and V of a layer exceed the caches
+
+    Plan(const Jobs &jobs, const Heads &heads) : jobs(jobs) {
+        const int64_t rows = max_threads > 1 ? MIN_TASK_ROWS : MAX_TASK_ROWS;
+        const int64_t most = (rows + heads.group() - 1) / heads.group();
+        int64_t num_keys = 0;
+        for (int64_t level = 0; level < jobs.num_levels; level++) {
+            for (int64_t job = jobs.level_indptr[level]; job < jobs.level_indptr[level + 1]; job++) {
+                int64_t count = jobs.query_indptr[job + 1] - jobs.query_indptr[job];
+                has_state |= (jobs.flags[job] & (BEGINS | ENDS)) != (BEGINS | ENDS);
+                num_keys += jobs.num_keys[job];
+                key_rows += double(count) * jobs.num_keys[job] * heads.num_heads;
+                const bool is_small = max_threads == 1 && count * heads.group() <= SMALL_JOB_ROWS;
+                const int64_t some = is_small ? heads.num_kv_heads : 1;
+                // Parts of nearly equal size: up to a third larger than `most` rather than one part more.
+                const int64_t parts = (3 * count + 4 * most - 1) / (4 * most);
+                for (int64_t part = 0; part < parts; part++) {
+                    const int64_t first = count * part / parts, last = count * (part + 1) / parts;
+                    for (int64_t head = 0; head < heads.num_kv_heads; head += some)
+                        tasks.push_back({job, head, some, first, last - first});
+                }
+            }
+            level_ends.push_back(tasks.size());
+        }
+        is_far = num_keys * heads.num_kv_heads * heads.dim * 4 > FAR_BYTES;
+    }
+};

@@ -1,0 +1,134 @@
+// The state of one attention task, access to paged K and V, and the online softmax (Milakov and
+// Gimelshein 2018; Dao et al. 2022).
+#pragma once
+
+#include "attention_plan.h"
+#include "product.h"
+
+constexpr int DIRECT_KEYS = 128;  // keys of a block that is read without packing
+constexpr float LOWEST = -3.0e38f;
+constexpr float MAX_WEIGHT = 256.0f;  // of a lane's sum: beyond it weights lose accuracy
+
+// Buffers of one thread.
+struct ThreadScratch {
+    Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed, expanded;
+};
+
+// The rows of one K/V head in a task: queries, and the softmax state of the keys seen so far.
+template <class T> struct HeadState {
+    T *queries;      // [rows][depth]
+    float *acc;      // [rows][width] unnormalised output
+    float *row_max;  // [rows] base 2
+    float *sums;     // [rows][LANES] of weights
+};
+
+// A task in progress. Its rows are queries x query heads of a K/V head, `group` for each query.
+template <class T> struct TaskState {
+    const Task &task;
+    const int64_t group, rows, depth, width;
+    const int64_t seen, end;  // keys that the first query sees, and that the last one sees
+    const bool causal;        // each query sees one key more than the one before it; else all see all
+    const bool begins;        // there is no earlier state
+    const HeadState<T> all;   // all heads, one after another
+
+    HeadState<T> head(int64_t head) const {
+        const int64_t at = head * rows;
+        return {all.queries + at * depth, all.acc + at * width, all.row_max + at, all.sums + at * LANES};
+    }
+    int64_t seen_by(int64_t row) const { return causal ? seen + row / group : end; }
+};
+
+// K and V of one layer by page, k and v [slots, kv_heads, dim], and what a step does with them.
+template <class T> struct PagedKv {
+    const Plan &plan;
+    const Heads &heads;
+    const T *k, *v;
+    const float exponent_scale;  // of scores, for exponents to the base 2
+
+    PagedKv(const Plan &plan, const Heads &heads, const T *k, const T *v)
+        : plan(plan), heads(heads), k(k), v(v), exponent_scale(heads.scale * 1.44269504f) {}
+
+    // Index in k of a key of the task's job and first head, and in v of its value.
+    int64_t key_offset(const Task &task, int64_t key) const {
+        const int32_t *pages = plan.jobs.page_ids + plan.jobs.first_page[task.job];
+        const int64_t size = plan.jobs.page_size;
+        const int64_t slot = size == 1 ? pages[key] : pages[key / size] * size + key % size;
+        return (slot * heads.num_kv_heads + task.first_head) * heads.dim;
+    }
+
+    // key_offset of the keys [first, end), at most DIRECT_KEYS. Returns their number.
+    int64_t key_offsets(const Task &task, int64_t first, int64_t end, int64_t *offsets) const {
+        const int32_t *pages = plan.jobs.page_ids + plan.jobs.first_page[task.job];
+        const int64_t size = plan.jobs.page_size, step = heads.num_kv_heads * heads.dim;
+        const int64_t count = min<int64_t>(end - first, DIRECT_KEYS), head = task.first_head * heads.dim;
+        int64_t page = first / size, offset = first % size;
+        for (int64_t j = 0; j < count; page++, offset = 0)
+            for (; offset < size && j < count; offset++, j++)
+                offsets[j] = (pages[page] * size + offset) * step + head;
+        return count;
+    }
+
+    // key_offsets of the block that is likely to be read after the one at `from`: of the same task, or the
+    // first block of `next`.
+    int64_t next_offsets(const TaskState<T> &state, int64_t from, const Task *next, int64_t *offsets) const {
+        if (from + DIRECT_KEYS < state.end)
+            return key_offsets(state.task, from + DIRECT_KEYS, state.end, offsets);
+        if (next && next->num_heads == state.task.num_heads)
+            return key_offsets(*next, 0, plan.jobs.num_keys[next->job], offsets);
+        return 0;
+    }
+
+    // Softmax weights of one row of a block of keys, zeros from `visible` to `deep`. Weights are relative to
+    // `row_max`: the maximum of the row's first block, raised only when a weight would become too large. Then
+    // `acc`, if it holds a state, and `sums` [LANES] are scaled down.
+    void online_softmax(const float *scores, T *weights, int64_t visible, int64_t deep, float &row_max,
+                        float *sums, float *acc, int64_t width) const {
+        if (visible <= 0) {
+            memset((void *)weights, 0, deep * sizeof(T));
+            return;
+        }
+        vec total = {};
+        const bool is_first = row_max == LOWEST;
+        if (!is_first) total = exp_weights(scores, weights, visible, row_max);
+        if (is_first || any_above(total, MAX_WEIGHT)) {
+            const float top = max_score(scores, visible);
+            if (!(top <= row_max)) {  // or NaN, which has to show
+                const float factor = __builtin_exp2f(row_max - top);
+                row_max = top;
+                store(sums, load(sums) * broadcast(factor));
+                for (int64_t d = 0; acc && d < width; d += LANES)
+                    store(acc + d, load(acc + d) * broadcast(factor));
+            }
+            total = exp_weights(scores, weights, visible, row_max);
+        }
+        store(sums, load(sums) + total);
+        const int64_t end = round_up(visible, LANES);
+        if (end < deep) memset((void *)(weights + end), 0, (deep - end) * sizeof(T));
+    }
+
+  private:
+    float max_score(const float *scores, int64_t visible) const {
+        const int64_t whole = visible / LANES * LANES, rest = visible - whole;
+        vec most = rest ? mask_tail(load(scores + whole), rest, LOWEST) : broadcast(LOWEST);
+        for (int64_t j = 0; j < whole; j += LANES) most = max(most, load(scores + j));
+        return reduce_max(most) * exponent_scale;
+    }
+
+    // 2 ^ (score * exponent_scale - row_max) to `weights`; returns their sum, lane by lane.
+    vec exp_weights(const float *scores, T *weights, int64_t visible, float row_max) const {
+        const int64_t whole = visible / LANES * LANES, rest = visible - whole;
+        const vec shift = broadcast(-row_max), scale = broadcast(exponent_scale);
+        vec total = {};
+        for (int64_t j = 0; j < whole; j += LANES) {
+            const vec weight = fast_exp2<T>(load(scores + j) * scale + shift);
+            total += weight;
+            store(weights + j, weight);
+        }
+        if (rest) {
+            const vec weight = mask_tail(fast_exp2<T>(load(scores + whole) * scale + shift), rest, 0);
+            total += weight;
+            store(weights + whole, weight);
+        }
+        return total;
+    }
+};

@@ -1,0 +1,110 @@
+// The layout of packed weights, and what the matrix products of all processor levels share.
+//
+// A weight W [N, K] is stored in panels of PANEL of its N rows, padded with zeros:
+//   float   panel[k][PANEL]
+//   bf16    panel[k / 32][PANEL / 16][16][16][2]: tiles of 16 pairs of k by 16 columns, the operand
+//           format of AMX; AVX-512's bfloat16 dot product reads the same tiles row by row
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "threads.h"
+
+constexpr int PANEL = 2 * LANES;            // columns of a panel
+constexpr int ROWS = LANES == 16 ? 12 : 4;  // rows of x in one pass over a panel: bounded by registers
+constexpr int DEPTH = 32;                   // K of a bf16 panel is padded to a multiple of it
+
+template <class T> inline int64_t padded_depth(int64_t k);
+template <> inline int64_t padded_depth<float>(int64_t k) { return k; }
+template <> inline int64_t padded_depth<bf16>(int64_t k) { return round_up(k, DEPTH); }
+
+// Index of element k of column n in its panel.
+template <class T> inline int64_t panel_offset(int64_t k, int n);
+template <> inline int64_t panel_offset<float>(int64_t k, int n) { return k * PANEL + n; }
+template <> inline int64_t panel_offset<bf16>(int64_t k, int n) {
+    return (k / 32) * (32 * PANEL) + (n / 16) * 512 + (k % 32 / 2) * 32 + (n % 16) * 2 + k % 2;
+}
+
+// Successive panels of a weight, or of packed keys or values.
+template <class T> struct Panels {
+    const T *first;
+    int64_t size;  // elements from one panel to the next
+    int count;
+    int64_t depth;  // padded K
+    const T *operator[](int64_t panel) const { return first + panel * size; }
+};
+
+// Destination of a product: row m of panel p is written at first + m * stride + p * size, in bytes.
+struct OutputTile {
+    char *first;
+    int64_t stride, size;
+};
+
+// How a product combines with its destination: overwrite it, add the finished sums to it, or continue
+// its sums, which to the bit is one longer sum.
+enum Output { Store, Add, Accumulate };
+
+template <Output OUT> using OutputConstant = std::integral_constant<Output, OUT>;
+
+// -- prefetch policies: fetch() is called once for each step of a product
+
+// Spreads prefetches over a product: with each call `lines` cache lines from `next` on, and AT_ONCE of
+// the output rows. Issued in a burst they would delay the product's own loads.
+template <int AT_ONCE> struct Prefetcher {
+    const char *next = nullptr;
+    int lines = 0;
+    char *row = nullptr;
+    int64_t row_stride = 0, row_bytes = 0;
+    int rows = 0;
+
+    // Sets the output rows to those of `count` rows from `first` on, of one panel.
+    void writes(const OutputTile &tile, int64_t first, int count, int panel) {
+        row = tile.first + first * tile.stride + panel * tile.size;
+        row_stride = tile.stride, row_bytes = tile.size, rows = count;
+    }
+    void fetch() {
+        for (int i = 0; i < lines; i++, next += 64) __builtin_prefetch(next, 0, 2);
+#pragma GCC unroll 2
+        for (int m = 0; m < AT_ONCE && rows > 0; m++, row += row_stride, rows--)
+            for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(row + i, 1);
+    }
+};
+
+// For operands that are in the cache.
+struct NoPrefetch {
+    void fetch() {}
+};
+
+// Prefetches the panels themselves a short distance ahead, where they are loaded: see `prefetch`.
+struct PanelPrefetch {
+    void fetch() {}
+};
+
+// Prefetches BYTES from `from` on, 1 to 2 KB beyond the current load: with few rows a product is bound by
+// reading the weight, and a longer distance lowers the bandwidth.
+template <int BYTES, int LEVEL> inline void prefetch(const void *from) {
+#pragma GCC unroll 32
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch((const char *)from + i, 0, LEVEL);
+}
+
+// -- blocks of rows
+
+// Splits rows into blocks of nearly equal size, at most `max_rows`: block(first, count).
+template <class Block> inline void for_row_blocks(int rows, Block &&block, int max_rows = ROWS) {
+    const int blocks = (rows + max_rows - 1) / max_rows;
+    for (int b = 0; b < blocks; b++) {
+        const int first = int(int64_t(rows) * b / blocks), last = int(int64_t(rows) * (b + 1) / blocks);
+        block(first, last - first);
+    }
+}
+
+template <class Call, int... M>
+inline void with_row_count(int rows, Call &&call, std::integer_sequence<int, M...>) {
+    (void)((rows == M + 1 && (call(std::integral_constant<int, M + 1>()), true)) || ...);
+}
+
+// Calls call(rows), 1 <= rows <= MAX, with the number as a compile-time constant.
+template <int MAX, class Call> inline void with_row_count(int rows, Call &&call) {
+    with_row_count(rows, call, std::make_integer_sequence<int, MAX>());
+}

@@ -1,0 +1,153 @@
+"""Attention over pages by compiled kernels: a step's plan, and its run for one layer."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixserve_kernels.cpu_library import cpu_library, finalize, is_bf16
+from radixserve_kernels.host_index import HostIndex, IndexArray
+
+CAUSAL, BEGINS, ENDS = 1, 2, 4  # flags of a job
+
+
+class _HostIndex(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_rows", "page_size")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens")
+        ),
+    )
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "dim")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Jobs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_jobs", "num_levels", "num_tokens")),
+        ("level_indptr", ctypes.c_void_p),
+        ("query_indptr", ctypes.c_void_p),
+        ("query_tokens", ctypes.c_void_p),
+        ("first_page", ctypes.c_void_p),
+        ("num_keys", ctypes.c_void_p),
+        ("flags", ctypes.c_void_p),
+        ("page_ids", ctypes.c_void_p),
+        ("page_size", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """One step's attention: job j lets some queries attend to one run of a page table.
+
+    Jobs of one level have no token in common; levels run one after another. A token that several
+    jobs serve has BEGINS in the first and ENDS in the last of them.
+    """
+
+    level_indptr: IndexArray  # [W + 1] jobs of level w: [level_indptr[w], level_indptr[w + 1])
+    query_indptr: IndexArray  # [J + 1] job j has queries [query_indptr[j], query_indptr[j + 1])
+    query_tokens: IndexArray  # [all queries] among the step's tokens
+    first_page: IndexArray  # [J] where its pages begin in page_ids
+    num_keys: IndexArray  # [J] with CAUSAL the last query sees all of them, the one before it all
+    flags: IndexArray  # [J] but the last, ...; without CAUSAL every query sees all keys
+    page_ids: NDArray[np.int32]
+    page_size: int
+    num_tokens: int  # of the step
+
+
+class Plan:
+    """A step's rows cut into `Jobs` and these into tasks, for heads of a shape.
+
+    With `merge_tokens` rows attend together to pages that they begin with, where
+    (rows - 1) x tokens > rows x merge_tokens: so many keys cost as much to read as one more job for
+    a row. None: every row is on its own.
+    """
+
+    __slots__ = ("__weakref__", "_merge", "_record", "_rows", "pointer")
+
+    def __init__(
+        self,
+        rows: HostIndex,
+        page_size: int,
+        heads: tuple[int, int, int],  # query heads, K/V heads, features of a head
+        merge_tokens: int | None,
+    ) -> None:
+        library, self._record = cpu_library(), _HostIndex(page_size=page_size)
+        self._merge = (
+            *(ctypes.byref(_Heads(*heads, heads[2] ** -0.5)), merge_tokens is not None),
+            merge_tokens or 0,
+        )
+        self._take(rows)
+        self.pointer = library.radixserve_plan(ctypes.byref(self._record), *self._merge)
+        finalize(self, library.radixserve_delete_plan, self.pointer)
+
+    def reset(self, rows: HostIndex) -> None:
+        """Replan for another step's rows in place."""
+        self._take(rows)
+        library = cpu_library()
+        library.radixserve_reset_plan(self.pointer, ctypes.byref(self._record), *self._merge)
+
+    def _take(self, rows: HostIndex) -> None:
+        names = ("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens")
+        arrays = [np.ascontiguousarray(getattr(rows, name)) for name in names]
+        self._rows = arrays  # C borrows their memory
+        record = self._record
+        record.num_rows = len(rows.start)
+        for name, array in zip(names, arrays, strict=True):
+            setattr(record, name, array.ctypes.data)
+        cpu_library().radixserve_set_threads(torch.get_num_threads())  # tasks are cut for so many
+
+    def jobs(self) -> Jobs:
+        """A copy of the jobs, for inspection."""
+        record = _Jobs()
+        cpu_library().radixserve_jobs(self.pointer, ctypes.byref(record))
+
+        def array(name: str, length: int) -> IndexArray:
+            borrowed = (ctypes.c_int64 * length).from_address(getattr(record, name))
+            return np.array(borrowed, np.int64)
+
+        query_indptr = array("query_indptr", record.num_jobs + 1)
+        return Jobs(
+            level_indptr=array("level_indptr", record.num_levels + 1),
+            query_indptr=query_indptr,
+            query_tokens=array("query_tokens", int(query_indptr[-1])),
+            first_page=array("first_page", record.num_jobs),
+            num_keys=array("num_keys", record.num_jobs),
+            flags=array("flags", record.num_jobs),
+            page_ids=self._rows[3],
+            page_size=record.page_size,
+            num_tokens=record.num_tokens,
+        )
+
+
+class PagedAttention:
+    """Attention over pages by a plan's jobs; owns its scratch memory. One thread."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        library = cpu_library()
+        self._run, self._is_bf16 = library.radixserve_attend, is_bf16(dtype)
+        self._pointer = library.radixserve_attention()
+        finalize(self, library.radixserve_delete_attention, self._pointer)
+
+    def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D]."""
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        stride = q.shape[1] * q.shape[2]
+        cpu_library().radixserve_set_threads(torch.get_num_threads())
+        self._run(
+            *(self._is_bf16, self._pointer, plan.pointer, q.data_ptr(), stride),
+            *(k.data_ptr(), v.data_ptr(), out.data_ptr(), stride, scale),
+        )
+        return out

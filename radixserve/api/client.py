@@ -1,0 +1,50 @@
+"""`EngineClient`: what Runtime, branches and chats share on their way to the engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from radixserve.api.request_builder import RequestBuilder
+from radixserve.api.request_handle import RequestHandle
+from radixserve.arrays import IntArray
+from radixserve.cache import Lookup
+from radixserve.engine.worker import EngineThread
+from radixserve.errors import InvalidRequest
+from radixserve.output import Chunk
+from radixserve.request import Request
+from radixserve.text.prompts import PromptReader
+from radixserve.text.tokenizer import Tokenizer
+
+
+class EngineClient:
+    """Builds requests and submits them to the engine's thread. May be used from any thread."""
+
+    def __init__(self, worker: EngineThread, builder: RequestBuilder) -> None:
+        self.worker = worker
+        self.builder = builder
+        self.session_numbers = itertools.count()  # for the names of branches' sessions
+
+    @property
+    def reader(self) -> PromptReader:
+        return self.builder.reader
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """InvalidRequest where the model has none."""
+        if self.reader.tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer: it knows token ids, but no text")
+        return self.reader.tokenizer
+
+    def submit(self, requests: Sequence[Request]) -> RequestHandle[Any]:
+        """To be entered, or asked by `get` or `aget`: then the requests arrive together."""
+        return RequestHandle(self.worker, self.reader.tokenizer, requests)
+
+    def stream(self, request: Request) -> RequestHandle[Chunk]:
+        """To be entered and iterated over."""
+        return RequestHandle(self.worker, self.reader.tokenizer, [request], streams=True)
+
+    def lookup(self, token_ids: IntArray, namespace: str) -> Lookup:
+        """How much of a prompt is cached now, and why not more."""
+        return self.worker.call(lambda engine: engine.lookup(token_ids, namespace))

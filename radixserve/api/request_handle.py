@@ -1,0 +1,126 @@
+"""`RequestHandle`: requests on their way through the engine; a caller blocks for them or awaits."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, Self, TypeVar, cast
+
+from radixserve.api.beam_search import BeamTicket
+from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.worker import EngineThread
+from radixserve.output import Chunk, Completion
+from radixserve.request import Request
+from radixserve.text.tokenizer import Tokenizer
+
+Output = TypeVar("Output", Chunk, Completion, tuple[Completion, ...])
+
+
+class RequestHandle(Generic[Output]):
+    """Requests that arrive at the engine together; one thread or task takes what comes back.
+
+        with client.submit(requests) as handle:      # from here on the engine has them
+            for completion in handle: ...            # as they end; or `async for`
+        client.submit(requests).get()                # in the requests' order; or `await ...aget()`
+
+    A streaming handle yields Chunks, another one a Completion a request, or for a beam search a
+    tuple of them. The first error is raised at once. Leaving the block aborts what has not ended.
+    """
+
+    def __init__(
+        self,
+        worker: EngineThread,
+        tokenizer: Tokenizer | None,
+        requests: Sequence[Request],
+        *,
+        streams: bool = False,
+    ) -> None:
+        self._worker = worker
+        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the task that waits
+        self._arrival = asyncio.Event()  # set in that loop after an event was put
+        self._last: dict[int, Output] = {}  # request's index -> its last output
+        self._tickets = [
+            Ticket(request, tokenizer, partial(self._put, at), streams=streams)
+            if request.beams is None
+            else BeamTicket(request, tokenizer, partial(self._put, at))
+            for at, request in enumerate(requests)
+        ]
+
+    def get(self, note: Callable[[Output], object] | None = None) -> list[Output]:
+        """Block until all have ended; the last output of each, in the requests' order.
+
+        `note` is called with each output when it comes.
+        """
+        with self:
+            for output in self:
+                if note is not None:
+                    note(output)
+        return self._in_order()
+
+    async def aget(self) -> list[Output]:
+        """`get` for asyncio. Cancelling the task aborts the requests."""
+        with self:
+            async for _ in self:
+                pass
+        return self._in_order()
+
+    def __enter__(self) -> Self:
+        try:
+            self._worker.submit(self._tickets)
+        except BaseException:  # Ctrl-C
+            self._worker.abandon(self._tickets)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._has_ended:
+            self._worker.abandon(self._tickets)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Output:
+        if self._has_ended:
+            raise StopIteration
+        return self._take(*self._events.get())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._has_ended:
+            raise StopAsyncIteration
+        self._loop = asyncio.get_running_loop()
+        while self._events.empty():
+            self._arrival.clear()
+            await self._arrival.wait()
+        return self._take(*self._events.get_nowait())
+
+    @property
+    def _has_ended(self) -> bool:
+        return len(self._last) == len(self._tickets)
+
+    def _put(self, at: int, event: Event) -> None:
+        """Called in the engine's thread."""
+        self._events.put((at, event))
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._arrival.set)
+            except RuntimeError:  # the loop was closed meanwhile
+                if not loop.is_closed():
+                    raise
+
+    def _take(self, at: int, event: Event) -> Output:
+        if isinstance(event, BaseException):
+            raise event
+        output = cast(Output, event)
+        if not isinstance(event, Chunk) or event.completion is not None:
+            self._last[at] = output
+        return output
+
+    def _in_order(self) -> list[Output]:
+        return [self._last[at] for at in range(len(self._tickets))]
