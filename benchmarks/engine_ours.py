@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from engine_contenders import Answer, Job, Unavailable
 
 from radixserve import InvalidRequest, Runtime, SamplingParams
-from radixserve.commands.profile import PARTS
+from radixserve.commands.terminal import PARTS
 
 BLOCK = 16  # tokens a page of the hash cache
 

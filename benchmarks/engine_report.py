@@ -17,7 +17,7 @@ from engine_models import Shape
 from engine_published import Published, published
 from engine_workloads import Workload
 
-from radixserve.commands.profile import format_profile
+from radixserve.commands.terminal import format_profile
 
 NOTES = (
     "Medians of the repeats. CPU s: of all threads of the process. first token: from the"

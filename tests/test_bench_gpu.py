@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from radixserve.attention import flashinfer as flashinfer_backend
-from radixserve.attention import sharing
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda import sharing
 from radixserve.models.sizes import SIZES
 from radixserve.output import Completion
 from tests.attention.fake_flashinfer import Fake, mark_sides
@@ -352,8 +352,8 @@ def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """FlashInfer, in torch operations on the CPU."""
     library = Fake()
-    monkeypatch.setattr(flashinfer_backend, "unfit", lambda *_: "")
-    monkeypatch.setattr(flashinfer_backend, "not_installed", lambda: "")
+    monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "")
     monkeypatch.setattr(flashinfer_backend, "load_library", lambda: library.library)
     mark_sides(monkeypatch)
     return library

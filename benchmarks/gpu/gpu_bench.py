@@ -12,7 +12,7 @@ from gpu_limits import Ceilings, Shape
 from gpu_report import Cell, Check, Row
 from gpu_settings import Settings
 
-from radixserve.attention.choice import choose_backend, why_not
+from radixserve.attention.choice import choose_backend, unsupported_reason
 from radixserve.models.sizes import SIZES
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
@@ -43,7 +43,7 @@ class Bench:
             raise Skip("PyTorch finds no CUDA device; --dry-run walks through on the CPU")
         self.device = torch.device("cpu") if self.is_dry else torch.device("cuda", 0)
         self.clock = Clock(self.device)
-        if settings.backend != "auto" and (reason := self.why_not(settings.backend)):
+        if settings.backend != "auto" and (reason := self.unsupported_reason(settings.backend)):
             raise Skip(f"no {settings.backend}: {reason}")
         torch.manual_seed(settings.seed)
         if self.is_dry:
@@ -82,9 +82,11 @@ class Bench:
             return "triton"
         return choose_backend(self.settings.backend, DTYPE, self.device, head_dim)
 
-    def why_not(self, backend: str, dtype: torch.dtype = DTYPE, head_dim: int = 128) -> str:
+    def unsupported_reason(
+        self, backend: str, dtype: torch.dtype = DTYPE, head_dim: int = 128
+    ) -> str:
         """Why a backend cannot be had here; "" if it can."""
-        return why_not(backend, dtype, self.device, head_dim)
+        return unsupported_reason(backend, dtype, self.device, head_dim)
 
     def check_engine(self, model: str, num_pages: int, count: int = 1) -> None:
         """Raise Skip where `count` engines of a model and pools of their own have no room."""

@@ -11,7 +11,7 @@ from radixserve.runner.model_runner import ModelRunner
 
 
 class DryRuntime(Runtime):
-    """Computes what a CUDA device would, in the kernels' torch twins."""
+    """Computes what a CUDA device would, in the torch references of the kernels."""
 
     def _make_runner(self, model_path: str) -> ModelRunner:
         return ModelRunner(model_path, self.config, on_device=True)

@@ -173,7 +173,7 @@ def _decode_error(
         workspace=lse.new_full((size,), math.nan),
         out=out,
         lse=lse,
-        even_splits=splits[1],
+        fixed_splits=splits[1],
     )
     scale = heads[2] ** -0.5
     expected = truth.attention(q, *case.pools, case.slots, [1] * count, scale, causal=False)

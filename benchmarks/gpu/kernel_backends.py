@@ -85,7 +85,7 @@ def _graph_error(
     backend = make_backend(name, case.kv, heads[0])
     backend.prepare()
     most = sum(len(row.page_ids) for row in case.rows) + NUM_GRAPH_ROWS
-    graph = backend.for_graph(NUM_GRAPH_ROWS, most, num_levels)  # type: ignore[attr-defined]
+    graph = backend.capture_backend(NUM_GRAPH_ROWS, most, num_levels)  # type: ignore[attr-defined]
     all_q = queries(bench, NUM_GRAPH_ROWS, heads, dtype).contiguous()
     q = all_q.clone()
     replay, out = captured(lambda: graph.attend(q, LAYER), bench.device)

@@ -45,7 +45,7 @@ def _check(bench: Bench, group: str) -> None:
 
 def _check_paged(bench: Bench, name: str, dtype: torch.dtype) -> None:
     heads = _heads(bench)
-    if reason := bench.why_not(name, dtype, heads[2]):
+    if reason := bench.unsupported_reason(name, dtype, heads[2]):
         raise Skip(f"no {name}: {reason}")
     always_share()
     for page_size in PAGE_SIZES:

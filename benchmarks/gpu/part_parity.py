@@ -20,7 +20,7 @@ from gpu_jobs import Skip
 from gpu_runtime import open_runtime
 
 from radixserve import Runtime, SamplingParams
-from radixserve.attention import sharing
+from radixserve.attention.cuda import sharing
 from radixserve.output import Completion
 from radixserve.runner.cuda_graph import DecodeGraph
 
@@ -71,7 +71,7 @@ class Agreement:
 
 
 def run(bench: Bench, group: str) -> None:
-    if reason := bench.why_not(group, _probe(group)):
+    if reason := bench.unsupported_reason(group, _probe(group)):
         raise Skip(f"no {group}: {reason}")
     prompts = make_prompts(bench)
     expected: dict[str, list[Completion]] = {}

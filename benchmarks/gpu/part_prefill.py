@@ -28,7 +28,7 @@ def run(bench: Bench, group: str) -> None:
     if group:
         if (name := bench.backend_name()) == group:
             raise Skip(f"{name} is the run's backend already")
-        if reason := bench.why_not(group):
+        if reason := bench.unsupported_reason(group):
             raise Skip(f"no {group}: {reason}")
         cold, cached = cold[:2], cached[:1]
     settings = {"attention_backend": group} if group else {}

@@ -3,7 +3,7 @@
 attention   that of all layers alone, as a graph, over a pool of random K and V
 step        decode steps of the engine; the prefix is computed once and found in the cache
 crossover   from how many tokens on together is faster, (rows - 1) x prefix: SHARE_BYTES of
-            radixserve/attention/sharing.py over the bytes of a token in a layer
+            radixserve/attention/cuda/sharing.py over the bytes of a token in a layer
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gpu_jobs import Skip
 from gpu_limits import cascade_s, decode_s, flat_s, matrices_s
 from gpu_stage import DecodeFigures, Stage
 
-from radixserve.attention import sharing
 from radixserve.attention.choice import make_backend
+from radixserve.attention.cuda import sharing
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
@@ -68,9 +68,9 @@ class Prefix:
         """Of all layers; together: whether or not that pays."""
         backend = make_backend(self._name, self._kv, self._heads, shares=together)
         backend.prepare()
-        graph = backend.for_graph(len(self._rows), self._num_pages, int(together))
+        graph = backend.capture_backend(len(self._rows), self._num_pages, int(together))
         batch = build_forward_batch(self._rows, self._bench.settings.page_size, self._bench.device)
-        if together and not backend.levels_for_graph(batch):
+        if together and not backend.shared_levels(batch):
             raise RuntimeError("the backend finds nothing to read together")
         graph.plan(batch)
 

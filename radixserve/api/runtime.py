@@ -68,7 +68,7 @@ class Runtime:
         self.memory = runner.memory_plan()
         self.attention_backend = runner.backend_name
         self.choices = runner.choices
-        self.tokenizer = Tokenizer.load(runner.folder)
+        self.tokenizer = Tokenizer.load(runner.model_path)
         capacity = runner.num_pages * self.config.page_size
         self.max_seq_len, limit_name = _sequence_limit(self.config, self.model, capacity)
         reader = PromptReader(self.tokenizer, self.model.vocab_size, self.max_seq_len, limit_name)

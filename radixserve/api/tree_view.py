@@ -49,7 +49,7 @@ def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> 
 
 
 def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """The same as plain data: start, num_tokens, refs, sessions, text and children of each node."""
+    """Plain data: start, num_tokens, lock_ref, sequences, text and children of each node."""
     namespaces: dict[str, list[dict[str, Any]]] = {}
     stack: list[tuple[Mapping[str, Any], list[dict[str, Any]]]] = []
     for name, root in dump["namespaces"].items():
@@ -58,7 +58,7 @@ def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, A
     while stack:
         node, place = stack.pop()
         for child in node["children"]:
-            facts = {key: child[key] for key in ("start", "num_tokens", "refs", "sessions")}
+            facts = {key: child[key] for key in ("start", "num_tokens", "lock_ref", "sequences")}
             below: list[dict[str, Any]] = []
             text = None if decode is None else decode(child["tokens"])
             place.append({**facts, "text": text, "children": below})
@@ -123,11 +123,11 @@ def _label(mark: str, node: Mapping[str, Any], decode: Decode | None, width: int
     start, count = node["start"], node["num_tokens"]
     facts = (
         f"{mark}{count:,} token{'' if count == 1 else 's'} [{start:,}, {start + count:,})"
-        f" refs {node['refs']} sessions {node['sessions']} "
+        f" locks {node['lock_ref']} sequences {node['sequences']} "
     )
     text = edge_text(node["tokens"], decode, max(_LEAST_TEXT, width - len(facts)))
     return Text.assemble(
-        (facts, "bold green" if node["sessions"] else "cyan"),
+        (facts, "bold green" if node["sequences"] else "cyan"),
         text,
         no_wrap=True,
         overflow="ellipsis",

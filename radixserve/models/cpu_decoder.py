@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.cpu import CpuBackend
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBias, read_decoder
 from radixserve.models.source import ModelSource
 from radixserve_kernels.cpu_decoder import FusedDecoder
@@ -19,7 +19,7 @@ from radixserve_kernels.cpu_weights import PackedWeight, interleave
 from radixserve_kernels.decoder_layer import DecoderLayer
 
 
-class CpuDecoder:
+class CpuDecoder(LanguageModel):
     """See `LanguageModel`. Made by `load_cpu_decoder`."""
 
     def __init__(self, read: DecoderTensors) -> None:

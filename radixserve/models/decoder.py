@@ -16,7 +16,7 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.errors import ModelNotSupported
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.source import ModelSource, TensorSource
 from radixserve.models.weights import architecture_of, check_sliding_window
 from radixserve_kernels.decoder_layer import DecoderLayer, DecoderSizes
@@ -108,7 +108,7 @@ class RotaryTable:
         return rotations(positions, self._inv_freq, self._scaling)
 
 
-class Decoder:
+class Decoder(LanguageModel):
     """See `LanguageModel`. Made by `load_decoder`."""
 
     def __init__(
@@ -184,6 +184,8 @@ def read_decoder(
     check_decoder(config)
     shape = decoder_shape(config)
     inv_freq, scaling = rope_frequencies(config, shape.head_dim)
+    if (factors := source.rope_factors()) is not None:
+        inv_freq = inv_freq / factors
     reader = source.tensors(dtype, device)
     reader.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     embedding = reader.take("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))

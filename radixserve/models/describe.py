@@ -16,6 +16,6 @@ def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
 
     It is loaded onto the device "meta", where tensors have shapes and no memory.
     """
-    shapes = replace(source, folder=None)
+    shapes = replace(source, path=None, gguf=None)
     info = read_decoder(shapes, dtype, torch.device("meta"), lambda _: None).info
     return replace(info, eos_ids=source.eos_ids())

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.decoder import (
     DecoderTensors,
     LayerTensors,
@@ -26,7 +26,7 @@ from radixserve.models.decoder import (
     sampled_rows,
     stacked,
 )
-from radixserve.models.parallel import Ranks, check_split, shard_head, shard_layer, shard_shape
+from radixserve.models.parallel import TPGroup, check_split, shard_head, shard_layer, shard_shape
 from radixserve.models.source import ModelSource
 from radixserve_kernels.gpu_ops import add_rms_norm, rms_norm, rope_and_store, silu_and_mul
 
@@ -48,20 +48,20 @@ class GpuLayer:
     down: WeightAndBias  # M -> H
 
 
-class GpuDecoder:
+class GpuDecoder(LanguageModel):
     """See `LanguageModel`. Made by `load_gpu_decoder`. Of several ranks `info` is the rank's own.
 
     The backend needs `kv`, a pool of as many key/value heads as `info` has, and `attend`.
     """
 
-    can_record = True  # by a CUDA graph
+    can_capture = True  # by a CUDA graph
 
     def __init__(
         self,
         read: DecoderTensors,  # info, shape and layers (GpuLayer) of the rank
         cos_sin: Tensor,  # [max positions, D] float32
         lm_head: Tensor,  # [V, H], or the rank's part of it
-        ranks: Ranks | None,
+        ranks: TPGroup | None,
     ) -> None:
         self.info: ModelInfo = read.info
         self._shape, self._ranks = read.shape, ranks
@@ -127,7 +127,7 @@ def load_gpu_decoder(
     source: ModelSource,
     dtype: torch.dtype,
     device: torch.device,
-    ranks: Ranks | None = None,
+    ranks: TPGroup | None = None,
     num_positions: int | None = None,
 ) -> GpuDecoder:
     """Read a model that decoder.py can read; of several ranks, this one's part of it.

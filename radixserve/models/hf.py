@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
-from radixserve.attention.torch import TorchBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda.triton import TritonBackend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.weights import (
     architecture_of,
     check_sliding_window,
@@ -63,7 +63,7 @@ class _Slot:
             self.backend = None
 
 
-class TransformersModel:
+class TransformersModel(LanguageModel):
     """See `LanguageModel`. Made by `load_transformers`."""
 
     def __init__(self, model: Any, slot: _Slot, info: ModelInfo) -> None:
@@ -309,7 +309,7 @@ def _run_in_chunks(wrapped: TransformersModel, tokens: Tensor, device: torch.dev
     info = wrapped.info
     size = len(tokens)
     shape = (info.num_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
-    make = TritonBackend if info.dtype == torch.float16 else TorchBackend
+    make = TritonBackend if info.dtype == torch.float16 else ReferenceBackend
     backend = make(torch.zeros(shape, dtype=info.dtype, device=device), info.num_heads)
     pages = np.arange(size)[::-1].astype(np.int32)
     parts = []

@@ -10,7 +10,7 @@ from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import ARCHITECTURES, decoder_shape, load_decoder
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
 from radixserve.models.weights import architecture_of, choose_dtype
 
@@ -18,7 +18,7 @@ DEVICE_BACKENDS = ("triton", "flashinfer")  # of which the twins run on CPU tens
 
 
 def load_model(
-    source: ModelSource, config: EngineConfig, device: torch.device, ranks: Ranks | None = None
+    source: ModelSource, config: EngineConfig, device: torch.device, ranks: TPGroup | None = None
 ) -> tuple[LanguageModel, str]:
     """Load a model, or of several ranks this one's part of it.
 
@@ -43,7 +43,7 @@ def load_model(
 
 
 def _load_other(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, ranks: Ranks | None
+    source: ModelSource, dtype: torch.dtype, device: torch.device, ranks: TPGroup | None
 ) -> LanguageModel:
     from radixserve.models.hf import load_transformers
 
@@ -52,5 +52,5 @@ def _load_other(
             f"{architecture_of(source.config)} cannot be split over several ranks; possible are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    assert source.folder is not None, "sizes.py names native families only"
-    return load_transformers(source.folder, source.config, dtype, device)
+    assert source.path is not None, "sizes.py names native families only"
+    return load_transformers(source.path, source.config, dtype, device)

@@ -97,12 +97,12 @@ class DecodeGraphs:
         shape = sizes[-1], model.info.vocab_size
         logits = torch.empty(shape, dtype=torch.float32, device=device)
         recorder = _CudaRecorder(device) if device.type == "cuda" else None
-        levels_for = backend.levels_for_graph if shares else None
+        levels_for = backend.shared_levels if shares else None
         for size in reversed(sizes):
             batch, out = self._sender.padding(size), logits[:size]
             backends, replays = [], []
             for num_levels in range(2 if shares else 1):
-                own = backend.for_graph(size, max_pages(size), num_levels)
+                own = backend.capture_backend(size, max_pages(size), num_levels)
                 own.plan(batch)
                 backends.append(own)
                 run = _forward_into(out, model, batch, own)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.runner.device_queue import DeviceQueue
 from radixserve.runner.readback import Parcel, Readback
 from radixserve.runner.sample_plan import SamplePlan
@@ -37,7 +37,7 @@ class Drawing:
 class DeviceSampler:
     """Keeps nothing between steps but the memory of its copies to the host."""
 
-    def __init__(self, queue: DeviceQueue, ranks: Ranks | None = None) -> None:
+    def __init__(self, queue: DeviceQueue, ranks: TPGroup | None = None) -> None:
         self._readback = Readback(queue)
         self._ranks = ranks
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any, cast
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel, ModelInfo
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.runner.cuda_graph import ladder
 from radixserve.runner.device_batch import BatchSender
 from radixserve.runner.device_memory import (
@@ -48,7 +47,7 @@ def start_on_device(
     backend_name: str,
     config: EngineConfig,
     queue: DeviceQueue,
-    ranks: Ranks | None = None,
+    ranks: TPGroup | None = None,
 ) -> Started:
     """Warm up, take the memory that the pool may have, record decode steps.
 
@@ -61,7 +60,7 @@ def start_on_device(
     longest = min(config.max_seq_len or info.max_positions, info.max_positions)
     line_pages = min(-(-longest // size), num_pages or most_pages(queue.device, info, size))
     longest = min(longest, line_pages * size)
-    sizes = ladder(config.max_running_requests) if config.cuda_graphs and can_record(model) else ()
+    sizes = ladder(config.max_running_requests) if config.cuda_graphs and model.can_capture else ()
     with queue.active():
         table = PageTable(config.max_running_requests, line_pages, queue.device)
         sender = BatchSender(queue, table, size, max(sizes, default=0))
@@ -82,7 +81,7 @@ def start_on_device(
             backend_name, pool.kv, info.num_heads, shares=config.cascade_attention
         )
         steps.use(pool, backend)
-        if sizes and hasattr(backend, "for_graph"):
+        if sizes and backend.can_capture:
             logger.info("recording decode steps of %s rows", _shown(sizes))
             began = time.perf_counter()
             steps.graphs.record(
@@ -103,11 +102,6 @@ def _given_pages(config: EngineConfig, info: ModelInfo, queue: DeviceQueue) -> i
     if not is_given and queue.device.type == "cuda":
         return None
     return choose_num_pages(config, info)
-
-
-def can_record(model: LanguageModel) -> bool:
-    """Whether a graph can be made of its forward."""
-    return bool(getattr(model, "can_record", False))
 
 
 def _try_out(
@@ -144,9 +138,7 @@ def _first_ready(
 ) -> AttentionBackend:
     """The first of the backends whose kernels can be had; ModelNotSupported if none's can."""
     for name in names:
-        backend: Any = make_backend(name, pool.kv, info.num_heads, shares=config.cascade_attention)
-        if not hasattr(backend, "prepare"):
-            return cast(AttentionBackend, backend)
+        backend = make_backend(name, pool.kv, info.num_heads, shares=config.cascade_attention)
         try:
             backend.prepare()
         except ModelNotSupported as reason:
@@ -154,7 +146,7 @@ def _first_ready(
                 raise
             logger.warning("%s: the next backend is tried", reason)
         else:
-            return cast(AttentionBackend, backend)
+            return backend
     raise ValueError("no backend was named")
 
 

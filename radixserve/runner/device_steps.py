@@ -15,7 +15,7 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.models.base import LanguageModel, ModelInfo
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.runner.cuda_graph import DecodeGraphs
 from radixserve.runner.device_batch import BatchSender
 from radixserve.runner.device_queue import DeviceQueue
@@ -48,7 +48,7 @@ class DeviceSteps:
         queue: DeviceQueue,
         sender: BatchSender,
         table: PageTable,
-        ranks: Ranks | None = None,
+        ranks: TPGroup | None = None,
     ) -> None:
         self._model, self._queue, self._sender, self._table = model, queue, sender, table
         self._sampler = DeviceSampler(queue, ranks)

@@ -18,7 +18,7 @@ from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.models.parallel import Ranks
+from radixserve.models.parallel import TPGroup
 from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
 from radixserve.runner.device import check_dtype, choose_device, describe_device
@@ -68,7 +68,7 @@ class ModelRunner:
 
     model_path is a checkpoint folder, a hub id or "random:" and a known size. `ranks`: this is one
     of several runners that compute each layer together. `on_device`: take a CUDA device's path on
-    the CPU as well, with the kernels' torch twins: for tests and dry runs. Raises InvalidRequest
+    the CPU as well, by the kernels' references: for tests and dry runs. Raises InvalidRequest
     (no such model or device, no room) or ModelNotSupported (naming the reason).
     """
 
@@ -76,14 +76,14 @@ class ModelRunner:
         self,
         model_path: str,
         config: EngineConfig,
-        ranks: Ranks | None = None,
+        ranks: TPGroup | None = None,
         *,
         on_device: bool = False,
     ) -> None:
         device = choose_device(config.device, config.attention_backend)
         check_dtype(config.dtype, device)
         source = find_model(model_path, config.seed)
-        self.folder = source.folder
+        self.model_path = source.path
         self._device = device
         if device.type == "cpu":
             keep_freed_memory()

@@ -27,7 +27,7 @@ def open_store(size: int, port: int = 0) -> dist.TCPStore:
 
 
 class ProcessRanks:
-    """See `Ranks`. Every rank makes one, at the same time, on a device of its own or the CPU."""
+    """See `TPGroup`. Every rank makes one, at the same time, on a device of its own or the CPU."""
 
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size

@@ -51,7 +51,7 @@ class ParallelRunner:
         size = config.tensor_parallel_size
         check_decoder(source.config)
         check_split(decoder_shape(source.config), size)
-        path = model_path if source.folder is None else str(source.folder)
+        path = model_path if source.path is None else str(source.path)
         configs = _configs(config, size)
         store = open_store(size)
         threads = max(1, torch.get_num_threads() // size)
@@ -67,7 +67,7 @@ class ParallelRunner:
         with self._together():
             ranks = _connect(self._crew, self._made, store, size, configs[0])
             self._runner = ModelRunner(path, configs[0], ranks, on_device=on_device)
-        self.folder = source.folder
+        self.model_path = source.path
         self.num_pages = self._runner.num_pages
         self.backend_name = self._runner.backend_name
         self.choices = self._runner.choices

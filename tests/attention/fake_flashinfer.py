@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixserve.attention.flashinfer_calls import Library
-from radixserve.attention.plan_upload import PlanUpload
+from radixserve.attention.cuda.flashinfer_calls import Library
+from radixserve.attention.cuda.plan_upload import PlanUpload
 from tests.attention.signatures import recorded
 
 NO_KEYS = -5e4  # FlashInfer's logarithm of nothing

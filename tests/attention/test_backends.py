@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixserve.attention.base import kv_view
-from radixserve.attention.cascade import find_shared
+from radixserve.attention.cuda.cascade import find_shared
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.forward_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest

@@ -16,16 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.attention import flashinfer as flashinfer_backend
-from radixserve.attention.flashinfer import (
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda.flashinfer import (
     FlashInferBackend,
     can_merge,
-    fixed_workspace_bytes,
+    graph_workspace_bytes,
     wants_tensor_cores,
     workspace_bytes,
 )
-from radixserve.attention.flashinfer_calls import HeadShape, compile_modules, not_installed, unfit
-from radixserve.attention.plan_upload import PlanUpload, layout
+from radixserve.attention.cuda.flashinfer_calls import (
+    HeadShape,
+    compile_modules,
+    import_error,
+    unsupported_reason,
+)
+from radixserve.attention.cuda.plan_upload import PlanUpload, layout
 from radixserve.errors import ModelNotSupported
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import MakePaged
@@ -44,7 +49,7 @@ def test_the_record_is_what_is_installed() -> None:
         pytest.skip("FlashInfer is not installed")
     if found != recorded_version():
         pytest.skip(f"FlashInfer {found} is installed, {recorded_version()} was recorded")
-    if reason := not_installed():
+    if reason := import_error():
         pytest.skip(reason)
     assert installed() == json.loads(RECORD.read_text())["calls"]
 
@@ -93,7 +98,7 @@ def test_decodes_in_the_kernel_for_tensor_cores(
     assert calls_of(fake, backend, case) == ["prefill", "prefill.plan", "prefill.run"]
     assert fake.arguments[-2]["causal"] is False
     fake.calls.clear()
-    backend.for_graph(4, 99).plan(case.batch)
+    backend.capture_backend(4, 99).plan(case.batch)
     planned = ["decode.plan", "decode.plan keywords", "fast_decode_plan"]
     assert fake.calls == ["decode", "decode.reset_workspace_buffer", *planned]
 
@@ -150,7 +155,7 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
     decodes = Case(LENGTHS["decodes"], 2, **SHAPE)
     backend = make_flashinfer(torch.zeros(2, 2, 400, 2, 2, 64, dtype=BF16), 8)
     backend._staging = WatchedUpload(fake)
-    graph = backend.for_graph(8, 400, 1)
+    graph = backend.capture_backend(8, 400, 1)
     backend.plan(case.batch)
     graph.plan(decodes.batch)
     backend.plan(decodes.batch)
@@ -200,9 +205,14 @@ def heads(num: int, kv: int, dim: int = 128, page_size: int = 16) -> HeadShape:
 
 
 def test_heads_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unfit(BF16, 128) == unfit(torch.float16, 64) == unfit(BF16) == ""
-    assert "float16 and bfloat16, not float32" in unfit(torch.float32)
-    assert "heads of 64, 128, 256, not of 80" in unfit(BF16, 80)
+    assert (
+        unsupported_reason(BF16, 128)
+        == unsupported_reason(torch.float16, 64)
+        == unsupported_reason(BF16)
+        == ""
+    )
+    assert "float16 and bfloat16, not float32" in unsupported_reason(torch.float32)
+    assert "heads of 64, 128, 256, not of 80" in unsupported_reason(BF16, 80)
     library = Fake().library
     for kv, num_heads, message in (
         (torch.zeros(1, 2, 1, 1, 2, 64), 2, "float16 and bfloat16, not float32"),
@@ -211,7 +221,7 @@ def test_heads_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ModelNotSupported, match=message):
             FlashInferBackend(kv, num_heads, library=library)
-    monkeypatch.setattr(flashinfer_backend, "not_installed", lambda: "it is not there")
+    monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "it is not there")
     with pytest.raises(ModelNotSupported, match="cannot be used: it is not there"):
         FlashInferBackend(torch.zeros(1, 2, 1, 1, 2, 64, dtype=BF16), 2)
 
@@ -251,9 +261,9 @@ def test_workspaces_hold_what_the_planner_takes() -> None:
     assert 33 * 128 * 32 * 129 * 4 <= workspace_bytes(llama, 132) <= 80e6
     for num_rows in (1, 64, 256, 1024):  # 4 query heads of each row are one tile of 16
         needed = (num_rows + num_rows // 4) * 16 * 32 * 129 * 4
-        assert fixed_workspace_bytes(llama, 132, num_rows, num_rows) >= needed
+        assert graph_workspace_bytes(llama, 132, num_rows, num_rows) >= needed
     tiles = -(-256 * 4 // 128) + 67 - 1
-    assert fixed_workspace_bytes(llama, 132, 67, 256) >= tiles * 128 * 32 * 129 * 4
+    assert graph_workspace_bytes(llama, 132, 67, 256) >= tiles * 128 * 32 * 129 * 4
 
 
 # -- compiling ahead ------------------------------------------------------------------------------
@@ -319,7 +329,7 @@ def test_the_fake_finds_what_it_is_there_to_find(fake: Fake, make_flashinfer: Ma
         fake.library.decode_wrapper(torch.zeros(1, dtype=torch.uint8), use_tensor_core=True)
     with pytest.raises(TypeError, match="max_tokens"):
         fake.bind("prefill.plan", None, *[None] * 4, 8, 2, 64, 2, max_tokens=3)
-    graph, other = backend.for_graph(4, 99), backend.for_graph(4, 99)
+    graph, other = backend.capture_backend(4, 99), backend.capture_backend(4, 99)
     graph.plan(case.batch)
     graph.attend(case.q, 0)
     other.plan(case.batch)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from radixserve.attention import reference
 from radixserve.attention import segments as cutting
-from radixserve.attention import torch as torch_backend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.attention.segments import cut_segments, pack_segments
-from radixserve.attention.torch import TorchBackend
 from radixserve.runner.forward_batch import build_forward_batch
 from tests.attention.cases import CPU, LENGTHS, RUNS, SHARED, Case, SharedCase, run
 from tests.attention.test_backends import case_of_runs, check, random_case
@@ -18,8 +18,8 @@ from tests.attention.test_backends import case_of_runs, check, random_case
 @pytest.fixture
 def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes are never gathered, however many runs their pages form."""
-    monkeypatch.setattr(torch_backend, "RUN_BYTES", 0)
-    monkeypatch.setattr(torch_backend, "LONG_BYTES", 0)
+    monkeypatch.setattr(reference, "RUN_BYTES", 0)
+    monkeypatch.setattr(reference, "LONG_BYTES", 0)
 
 
 @pytest.mark.usefixtures("read_in_place", "always_share")
@@ -28,7 +28,7 @@ def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_pages_and_decodes_in_place(name: str, dtype: torch.dtype) -> None:
     lengths, groups = SHARED[name]
     case = SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=32, dtype=dtype)
-    check(TorchBackend, case)
+    check(ReferenceBackend, case)
 
 
 def test_sharing_that_saves_little_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +36,8 @@ def test_sharing_that_saves_little_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     case = SharedCase(lengths, 2, groups, heads=4, kv_heads=2, dim=8)
     saved = 2 * 64 * 2 * 2 * 8 * 4  # all but one row's reading of 64 tokens' K and V
     for least, num_nodes in ((saved, 1), (saved + 1, 0)):
-        monkeypatch.setattr(torch_backend, "SHARE_BYTES", least)
-        backend = TorchBackend(case.kv, 4)
+        monkeypatch.setattr(reference, "SHARE_BYTES", least)
+        backend = ReferenceBackend(case.kv, 4)
         backend.plan(case.batch)
         assert backend._plan is not None
         assert len(backend._plan.shared) == num_nodes
@@ -46,13 +46,13 @@ def test_sharing_that_saves_little_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("read_in_place")
 @pytest.mark.parametrize("seed", range(25))
 def test_random_batches_in_place(seed: int) -> None:
-    check(TorchBackend, random_case(seed), layer=0)
+    check(ReferenceBackend, random_case(seed), layer=0)
 
 
 def test_many_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_backend, "GATHER_BYTES", 1)
+    monkeypatch.setattr(reference, "GATHER_BYTES", 1)
     monkeypatch.setattr(cutting, "MASK_ELEMENTS", 1)
-    check(TorchBackend, Case(LENGTHS["everything"], 2, 4, 2, 16))
+    check(ReferenceBackend, Case(LENGTHS["everything"], 2, 4, 2, 16))
 
 
 @pytest.mark.usefixtures("read_in_place")
@@ -63,7 +63,7 @@ def test_many_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_decode_in_runs_of_pages_in_place(
     name: str, page_size: int, dtype: torch.dtype, has_company: bool
 ) -> None:
-    check(TorchBackend, case_of_runs(name, page_size, dtype, has_company=has_company))
+    check(ReferenceBackend, case_of_runs(name, page_size, dtype, has_company=has_company))
 
 
 def test_long_decodes_are_read_in_place() -> None:
@@ -73,7 +73,7 @@ def test_long_decodes_are_read_in_place() -> None:
     case.rows[1].page_ids[:] = [1351, 1353, 1352, 1354]
     case.kv = torch.randn(2, 2, 1400, 1, 2, 64)
     case.batch = build_forward_batch(case.rows, 1, CPU)
-    backend = TorchBackend(case.kv.clone(), 4)
+    backend = ReferenceBackend(case.kv.clone(), 4)
     out = run(backend, case)
     assert backend._plan is not None
     assert [type(part).__name__ for part in backend._plan.parts] == ["Single", "Single", "Group"]

@@ -254,7 +254,7 @@ def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16, 17, 100, 4_099])
-def test_best_tokens_are_argmax(columns: int) -> None:
+def test_argmax_is_that_of_numpy(columns: int) -> None:
     if reason := cpu_ops.unsupported_reason(torch.float32):
         pytest.skip(reason)
     generator = torch.Generator().manual_seed(columns)

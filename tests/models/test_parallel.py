@@ -31,7 +31,7 @@ class Room:
 
 
 class ThreadRanks:
-    """See `Ranks`."""
+    """See `TPGroup`."""
 
     def __init__(self, rank: int, size: int, room: Room) -> None:
         self.rank, self.size, self._room = rank, size, room

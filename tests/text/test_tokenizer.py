@@ -116,14 +116,14 @@ class TestChat:
 
     def test_a_template_error_is_a_bad_request(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
-        found = Tokenizer(tmp_path)
+        found = Tokenizer.load(tmp_path)
         found._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
         with pytest.raises(InvalidRequest, match="roles must alternate"):
             found.encode_chat([{"role": "user", "content": "hi"}])
 
     def test_no_template(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
-        found = Tokenizer(tmp_path)
+        found = Tokenizer.load(tmp_path)
         found._tokenizer.chat_template = None
         with pytest.raises(InvalidRequest, match="no chat template"):
             found.encode_chat([{"role": "user", "content": "hi"}])

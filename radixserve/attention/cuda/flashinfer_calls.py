@@ -1,0 +1,232 @@
+"""Every call into FlashInfer: the names that are used, and two wrappers around its wrappers.
+
+What is passed here is held against the signatures of the installed package in the tests. Importing
+this module needs no FlashInfer.
+
+`plan` of either wrapper gets int32 arrays that lie on the host (indptr, last_page_len, lengths),
+pinned, and page ids that lie on the device: nothing waits for the device. FlashInfer copies what it
+plans from pinned memory of its own; who plans again must know that this copy is done.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from radixserve.attention.cuda.launches import PartBuffers, StagedPart
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Library(NamedTuple):
+    """What is used of FlashInfer."""
+
+    decode_wrapper: Callable[..., Any]
+    prefill_wrapper: Callable[..., Any]
+    fast_decode_plan: Callable[..., Any]
+    merge_state_in_place: Callable[..., Any]
+
+
+def load_library() -> Library:
+    """Raises whatever importing FlashInfer raises where it is not installed or broken."""
+    from flashinfer.cascade import merge_state_in_place
+    from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+    return Library(
+        BatchDecodeWithPagedKVCacheWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
+        fast_decode_plan,
+        merge_state_in_place,
+    )
+
+
+def unsupported_reason(dtype: torch.dtype, head_dim: int | None = None) -> str:
+    """Why FlashInfer does not serve heads like these; "" if it does."""
+    if dtype not in DTYPES:
+        return f"FlashInfer takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim is not None and head_dim not in HEAD_DIMS:
+        return f"FlashInfer takes heads of {', '.join(map(str, HEAD_DIMS))}, not of {head_dim}"
+    return ""
+
+
+def import_error() -> str:
+    """Why FlashInfer cannot be imported; "" if it can. Imports it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (pip install radixserve[cuda])"
+    try:
+        load_library()
+    except Exception as error:
+        return f"importing FlashInfer failed: {type(error).__name__}: {error}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What all plans of a pool have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # as the kernels read the pool
+    dtype: torch.dtype
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Of both wrappers' plans. The scale of the scores is given to `run`."""
+        return {
+            "num_qo_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "page_size": self.page_size,
+            "pos_encoding_mode": "NONE",
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+            "sm_scale": 1.0,
+        }
+
+
+class GraphBuffers(NamedTuple):
+    """What the wrapper of a graph is made with."""
+
+    buffers: PartBuffers  # of the sizes that all its plans have
+    int_workspace: Tensor  # uint8: where a plan is left on the device until the next one
+
+
+class DecodeCalls:
+    """Rows of one token. With `fixed` for a CUDA graph, of always as many rows.
+
+    Without them CUDA cores only: the fast plan of the kernel for tensor cores copies last_page_len
+    back from the device; PrefillCalls run that kernel, too.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        workspace: Tensor,
+        heads: HeadShape,
+        *,
+        fixed: GraphBuffers | None = None,
+        use_tensor_cores: bool = False,
+    ) -> None:
+        assert fixed is not None or not use_tensor_cores
+        self._library, self._heads, self._is_fixed = library, heads, fixed is not None
+        more: dict[str, Any] = {}
+        if fixed is not None:
+            more = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": fixed.buffers.kv_indptr,
+                "paged_kv_indices_buffer": fixed.buffers.kv_indices,
+                "paged_kv_last_page_len_buffer": fixed.buffers.last_page_len,
+            }
+        self._wrapper = library.decode_wrapper(
+            workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2", **more
+        )
+        if fixed is not None:
+            self._wrapper.reset_workspace_buffer(workspace, fixed.int_workspace)
+        self._is_planned = False
+
+    def plan(self, staged: StagedPart) -> None:
+        """The first one compiles or loads the kernels."""
+        arguments = self._heads.as_arguments() | {"head_dim": self._heads.head_dim}
+        if not self._is_planned:
+            self._wrapper.plan(
+                staged.kv_indptr.host,
+                staged.kv_indices,
+                staged.last_page_len.host,
+                non_blocking=True,
+                **arguments,
+            )
+            self._is_planned = True
+            return
+        # In a graph the arrays lie in the wrapper's buffers already, and those given here are only
+        # measured; without one they become its arrays.
+        self._library.fast_decode_plan(
+            self._wrapper,
+            staged.kv_indptr.host if self._is_fixed else staged.kv_indptr.device,
+            staged.kv_indices,
+            staged.last_page_len.host if self._is_fixed else staged.last_page_len.device,
+            non_blocking=True,
+            global_override_indptr_cpu=staged.kv_indptr.host,
+            **arguments,
+        )
+
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], scale: float, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """pages: K and V [num_pages, page_size, Hkv, D]; out [n, Hq, D], lse [n, Hq]: no gaps."""
+        self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
+
+
+class PrefillCalls:
+    """Rows of any number of tokens, or groups of them over shared pages. See `DecodeCalls`.
+
+    With `fixed` the first plan must be of as many tokens as any later one.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        workspace: Tensor,
+        heads: HeadShape,
+        *,
+        fixed: GraphBuffers | None = None,
+    ) -> None:
+        self._heads = heads
+        more: dict[str, Any] = {}
+        if fixed is not None:
+            more = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": fixed.buffers.qo_indptr,
+                "paged_kv_indptr_buf": fixed.buffers.kv_indptr,
+                "paged_kv_indices_buf": fixed.buffers.kv_indices,
+                "paged_kv_last_page_len_buf": fixed.buffers.last_page_len,
+            }
+        self._wrapper = library.prefill_wrapper(workspace, "NHD", backend="fa2", **more)
+        if fixed is not None:
+            self._wrapper.reset_workspace_buffer(workspace, fixed.int_workspace)
+
+    def plan(self, staged: StagedPart) -> None:
+        part = staged.part
+        self._wrapper.plan(
+            staged.qo_indptr.host,
+            staged.kv_indptr.host,
+            staged.kv_indices,
+            staged.last_page_len.host,
+            head_dim_qk=self._heads.head_dim,
+            head_dim_vo=self._heads.head_dim,
+            causal=part.is_causal and part.max_q > 1,
+            non_blocking=True,
+            seq_lens=staged.kv_lens.host,
+            max_token_per_sequence=part.max_q,
+            **self._heads.as_arguments(),
+        )
+
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], scale: float, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """See `DecodeCalls.run`."""
+        self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
+
+
+def compile_modules(heads: HeadShape) -> None:
+    """Compile all kernels that these heads need, side by side: about a minute on 16 cores where
+    they are not in FlashInfer's cache. Without this the first plans and runs do it one by one."""
+    from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.cascade import gen_cascade_module
+    from flashinfer.jit.core import build_jit_specs
+
+    dtype, dim = heads.dtype, heads.head_dim
+    no_position_encoding = 0
+    common = (dtype, dtype, dtype, torch.int32, dim, dim, no_position_encoding, False, False)
+    build_jit_specs(
+        [
+            gen_batch_decode_module(*common),
+            gen_batch_prefill_module("fa2", *common, False),
+            gen_cascade_module(),
+        ]
+    )
