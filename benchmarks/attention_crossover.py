@@ -18,7 +18,7 @@ import torch
 from cache_report import describe_machine
 
 from radixserve.attention import cpu
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
 HEADS = {"tiny": (8, 2, 64), "small": (12, 4, 128)}  # query heads, K/V heads, features

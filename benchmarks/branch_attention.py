@@ -1,7 +1,7 @@
 """Decoding over a shared prefix: attention that reads it once, and attention that reads it for
 every sequence, in one process and over the same K and V.
 
-Knows of the engine: `ModelRunner._backend`, the attention of a step, and `ModelRunner._pool`.
+Knows of the engine: `CpuModelRunner.backend`, the attention of a step, and `CpuModelRunner.pool`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from radixserve.attention.choice import choose_backend, make_backend
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request, SamplingParams
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 
 
 class _Watch:
@@ -55,21 +55,21 @@ def measure_attention(
     """
     num_pages = num_shared + num_rows * (4 * repeats + 16) + 64
     config = EngineConfig(dtype=DTYPE, num_pages=num_pages)
-    runner = ModelRunner(str(folder), config)
+    runner = CpuModelRunner(str(folder), config)
     engine = Engine(runner, config)
     _start(engine, runner.info.vocab_size, num_rows, num_shared, 3 * repeats + 12)
-    tree = runner._backend
-    flat = make_backend(tree.name, runner._pool.kv, runner.info.num_heads, shares=False)
+    tree = runner.backend
+    flat = make_backend(tree.name, runner.pool.kv, runner.info.num_heads, shares=False)
     backends = {"tree": tree, "flat": flat}
     steps: dict[str, list[float]] = {"tree": [], "flat": []}
     for at in range(repeats + 1):  # the first ones warm up
         for name, backend in backends.items():
-            runner._backend = backend
+            runner.backend = backend
             took = _ms(engine.step)
             if at:
                 steps[name].append(took)
     watch = _Watch(tree)
-    runner._backend = watch
+    runner.backend = watch
     engine.step()
     assert watch.batch is not None
     assert len(watch.batch.host.start) == num_rows, "all sequences decode"
@@ -106,14 +106,14 @@ def _start(engine: Engine, vocab: int, num_rows: int, num_shared: int, num_new: 
 
 
 def _attention_only(
-    backends: dict[str, AttentionBackend], batch: ForwardBatch, runner: ModelRunner, repeats: int
+    backends: dict[str, AttentionBackend], batch: ForwardBatch, runner: CpuModelRunner, repeats: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, np.ndarray]]:
     """(plan and attention of a step in ms, the last layer's results). Overwrites the K and V of the
     batch's new tokens."""
     import torch
 
     info = runner.info
-    num_layers, _, _, _, num_kv_heads, dim = runner._pool.kv.shape
+    num_layers, _, _, _, num_kv_heads, dim = runner.pool.kv.shape
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(len(batch.input_ids), info.num_heads, dim, generator=draw)
     k, v = torch.randn(2, len(batch.input_ids), num_kv_heads, dim, generator=draw)

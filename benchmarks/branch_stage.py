@@ -16,7 +16,7 @@ from engine_lanes import Lanes, _receive, _set_threads, read_status, reset_peak
 # What the players import, as far as that computes nothing.
 _PRELOADED = ("torch", "transformers.models.llama.modeling_llama", "transformers.generation",
               "radixserve.api.runtime",
-              "radixserve.runner.model_runner", "radixserve.models.decoder",
+              "radixserve.runner.cpu_runner", "radixserve.models.decoder",
               "branch_attention", "branch_forks", "branch_players", "engine_peers")  # fmt: skip
 
 

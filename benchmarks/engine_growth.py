@@ -32,7 +32,7 @@ from engine_models import SHAPES, save_checkpoint
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request, SamplingParams
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 
 RUNNING, PROMPT = 8, 64  # requests that decode in every timed step, and tokens of their prompts
 OWN = 2  # tokens of a node made beside them
@@ -46,7 +46,7 @@ class World:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         config = EngineConfig(dtype="float32", **settings)
-        self.engine = Engine(ModelRunner(str(folder), config), config)
+        self.engine = Engine(CpuModelRunner(str(folder), config), config)
         self._vocab = SHAPES["tiny"].vocab
         self._rng = np.random.default_rng(0)
         self._num_requests = 0

@@ -62,7 +62,7 @@ def measure(
     for _ in range(args.running):
         world.add(args.prompt - shared, num_new, prefix)
     kept = KeptLogits(SHAPES["tiny"].vocab, args.running)
-    with nullcontext() if computes else patch.object(world.engine._runner, "_model", kept):
+    with nullcontext() if computes else patch.object(world.engine._runner, "model", kept):
         steps = time_steps(world.engine, args)
     figures = {f"{part}_ms": median(spent) for part, spent in steps.items()}
     totals = [sum(parts) for parts in zip(*steps.values(), strict=True)]

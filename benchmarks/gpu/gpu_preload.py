@@ -6,6 +6,6 @@ import transformers.models.llama.modeling_llama
 import radixserve.api.runtime
 import radixserve.models.gpu_decoder
 import radixserve.models.sizes
-import radixserve.runner.model_runner
+import radixserve.runner.cuda_runner
 
 LOADED = (torch, transformers, radixserve)

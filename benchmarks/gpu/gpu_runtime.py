@@ -7,14 +7,14 @@ from typing import Any
 from gpu_bench import Bench
 
 from radixserve import Runtime
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cuda_runner import CudaModelRunner
 
 
 class DryRuntime(Runtime):
     """Computes what a CUDA device would, in the torch references of the kernels."""
 
-    def _make_runner(self, model_path: str) -> ModelRunner:
-        return ModelRunner(model_path, self.config, on_device=True)
+    def _make_runner(self, model_path: str) -> CudaModelRunner:
+        return CudaModelRunner(model_path, self.config)
 
 
 def open_runtime(bench: Bench, model: str, *, engines: int = 1, **settings: Any) -> Runtime:

@@ -1,7 +1,7 @@
 """An engine on the device whose every step is timed there: what the figures are measured on.
 
-Nothing is simulated: requests go through `Engine`, scheduler and cache, and `ModelRunner`. Contexts
-are computed, chunk by chunk, from random tokens.
+Nothing is simulated: requests go through `Engine`, scheduler and cache, and `CudaModelRunner`.
+Contexts are computed, chunk by chunk, from random tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.output import RequestOutput
 from radixserve.request import Request, SamplingParams
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cuda_runner import CudaModelRunner
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 
 MOST_STEPS = 100_000  # without progress something is broken
@@ -48,9 +48,9 @@ class Step:
 
 
 class TimedRunner:
-    """A ModelRunner that remembers when its steps ran."""
+    """A CudaModelRunner that remembers when its steps ran."""
 
-    def __init__(self, runner: ModelRunner, clock: Clock) -> None:
+    def __init__(self, runner: CudaModelRunner, clock: Clock) -> None:
         self._runner, self._clock = runner, clock
         self.num_pages = runner.num_pages
         self.steps: list[Step] = []
@@ -105,8 +105,8 @@ class Stage:
         self._bench = bench
         self.config = EngineConfig(**{**bench.engine_settings, **settings})
         bench.check_engine(model, self.config.num_pages or 0)
-        runner = ModelRunner(bench.model(model), self.config, on_device=bench.is_dry)
-        self.info, self.choices = runner.info, runner.choices
+        runner = CudaModelRunner(bench.model(model), self.config)
+        self.info, self.resolved_config = runner.info, runner.resolved_config
         self.capacity = runner.num_pages * self.config.page_size  # tokens
         self.timed = TimedRunner(runner, bench.clock)
         self.engine = Engine(self.timed, self.config)

@@ -13,7 +13,7 @@ from kernel_attention import LAYER, Heads, Lengths, Paged, make_rows, queries, s
 from kernel_tally import NAMES, Tally
 
 from radixserve.attention.choice import make_backend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 
 SHARED = 64  # tokens that rows of the cases have in common: whole pages of every size
 STEPS: dict[str, tuple[Lengths, Sequence[tuple[Sequence[int], int]]]] = {

@@ -33,7 +33,7 @@ def run(bench: Bench, group: str) -> None:
         answers = rt.beam_search(prompts[2:], **options)
         spent = time.perf_counter() - began
         stats = rt.cache_stats()
-        bench.note(f"{rt.choices}")
+        bench.note(f"{rt.resolved_config}")
     lengths = {len(one.token_ids) for found in answers for one in found}
     widths = {len(found) for found in answers}
     scores = [[one.score for one in found] for found in answers]

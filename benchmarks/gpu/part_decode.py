@@ -40,9 +40,9 @@ def run(bench: Bench, group: str) -> None:
         num_pages=bench.pick(None, None, 2_048),
         **settings,
     ) as stage:
-        bench.note(f"{stage.choices}; pool of {stage.capacity:,} tokens")
+        bench.note(f"{stage.resolved_config}; pool of {stage.capacity:,} tokens")
         for context, size in product(contexts, sizes):
-            name = f"{stage.choices.attention_backend}, batch {size}, context {context:,}"
+            name = f"{stage.resolved_config.attention_backend}, batch {size}, context {context:,}"
             try:
                 stage.check_room(size * (context + ROOM // 4), "rows and keys")
             except Skip as reason:

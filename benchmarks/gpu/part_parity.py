@@ -136,7 +136,7 @@ def _compare(
             rt.generate(prompts, _params(bench, logprobs), progress=False)
             for logprobs in (NUM_TOP, NUM_TOP, None)
         ]
-        stats, choices = rt.cache_stats(), rt.choices
+        stats, choices = rt.cache_stats(), rt.resolved_config
     found = [agree(prompts, one, expected, tie) for one in runs]
     wrong = next((one.wrong for one in found if one.wrong), "")
     wrong = wrong or _unused(settings, choices, stats, seen, runs)

@@ -41,7 +41,9 @@ def run(bench: Bench, group: str) -> None:
         num_pages=bench.pick(None, None, 2_048),
         **settings,
     ) as stage:
-        bench.note(f"{stage.choices}; chunks of {stage.config.chunked_prefill_size:,} tokens")
+        bench.note(
+            f"{stage.resolved_config}; chunks of {stage.config.chunked_prefill_size:,} tokens"
+        )
         stage.first_token(stage.tokens(new))
         for length in cold:
             _measure_cold(bench, stage, length)
@@ -50,7 +52,7 @@ def run(bench: Bench, group: str) -> None:
 
 
 def _measure_cold(bench: Bench, stage: Stage, length: int) -> None:
-    name = f"{stage.choices.attention_backend}, {length:,} cold"
+    name = f"{stage.resolved_config.attention_backend}, {length:,} cold"
     times = _cold(bench, stage, length)
     limit = prefill_s(bench.shape(LLAMA), bench.ceilings, length)
     check = bench.at_least("of the limit", limit / times.median, TARGET)
@@ -67,7 +69,7 @@ def _cold(bench: Bench, stage: Stage, length: int) -> Times:
 
 
 def _measure_cached(bench: Bench, stage: Stage, length: int, new: int) -> None:
-    name = f"{stage.choices.attention_backend}, {new:,} behind {length:,} cached"
+    name = f"{stage.resolved_config.attention_backend}, {new:,} behind {length:,} cached"
     stage.check_room(2 * (length + new), "a prompt and its answers")
     prefix = stage.tokens(length)
     stage.first_token(prefix)

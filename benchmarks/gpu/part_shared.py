@@ -23,7 +23,7 @@ from gpu_stage import DecodeFigures, Stage
 
 from radixserve.attention.choice import make_backend
 from radixserve.attention.cuda import sharing
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
 ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0
@@ -213,5 +213,5 @@ def _steps(
         for size in sizes:
             prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
             found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
-        bench.note(f"cascade_attention={is_on}: {stage.choices}")
+        bench.note(f"cascade_attention={is_on}: {stage.resolved_config}")
     return found

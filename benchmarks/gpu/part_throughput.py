@@ -62,7 +62,7 @@ def measure_lengths(bench: Bench) -> None:
             assert [len(out.token_ids) for out in outs] == [new for _, new in lengths]
             if turn or bench.is_dry:  # the first one warms up
                 samples.append(spent)
-        stats, choices = rt.cache_stats(), rt.choices
+        stats, choices = rt.cache_stats(), rt.resolved_config
     times = Times.of(samples)
     limit = serving_s(bench.shape(QWEN), bench.ceilings, lengths)
     num_out = sum(new for _, new in lengths)

@@ -59,7 +59,7 @@ class Runtime:
 
     def _make_runner(self, model_path: str) -> Any:
         """The object that computes the steps; a subclass may have another one."""
-        from radixserve.runner.ranks import make_runner
+        from radixserve.runner.factory import make_runner
 
         return make_runner(model_path, self.config)
 
@@ -67,7 +67,7 @@ class Runtime:
         self.model = runner.info
         self.memory = runner.memory_plan()
         self.attention_backend = runner.backend_name
-        self.choices = runner.choices
+        self.resolved_config = runner.resolved_config
         self.tokenizer = Tokenizer.load(runner.model_path)
         capacity = runner.num_pages * self.config.page_size
         self.max_seq_len, limit_name = _sequence_limit(self.config, self.model, capacity)

@@ -327,8 +327,8 @@ def _one_row(tokens: Tensor, start: int, pages: np.ndarray, device: torch.device
         start=np.array([start]),
         qo_indptr=np.array([0, num_new]),
         kv_indptr=np.array([0, end]),
-        kv_indices=pages,
         seq_lens=np.array([end]),
+        page_tables=[pages],
     )
     return ForwardBatch(
         input_ids=tokens.to(device),

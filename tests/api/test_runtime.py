@@ -22,7 +22,7 @@ from radixserve import (
     Runtime,
     SamplingParams,
 )
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.base import ModelRunner
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.pacing import held, until, wait_until
 
@@ -544,7 +544,7 @@ class TestNothingHangs:
     ) -> None:
         with Runtime(str(folder), num_pages=500) as rt:
             expected = rt.generate("hello", GREEDY).token_ids
-            model = rt._worker._engine._runner._model  # type: ignore[attr-defined]
+            model = rt._worker._engine._runner.model  # type: ignore[attr-defined]
             forward = model.forward
             submitted = threading.Event()
 

@@ -17,7 +17,7 @@ from radixserve.attention.cpu import plan_step
 from radixserve.attention.cuda.cascade import covered_pages, find_shared
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.request import BeamParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import CAUSAL, Jobs
 from radixserve_kernels.cpu_ops import unsupported_reason

@@ -18,7 +18,7 @@ from torch import Tensor
 from radixserve.attention.cuda import sharing
 from radixserve.attention.cuda import triton as triton_backend
 from radixserve.attention.cuda.paged import GraphBackend, PagedBackend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops
 from tests.attention.cases import CPU, Case, SharedCase, run

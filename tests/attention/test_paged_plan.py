@@ -23,7 +23,7 @@ from radixserve.attention.cuda.paged_plan import (
 from radixserve.attention.cuda.parts import MAX_KERNEL_PAGE_SIZE, choose_kernel_page_size
 from radixserve.attention.cuda.sharing import SharingCost, find_nodes, pays_in_place
 from radixserve.request import BeamParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU
 from tests.attention.cells import cells_of_paged, expected_cells

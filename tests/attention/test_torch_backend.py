@@ -10,7 +10,7 @@ from radixserve.attention import reference
 from radixserve.attention import segments as cutting
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.attention.segments import cut_segments, pack_segments
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import CPU, LENGTHS, RUNS, SHARED, Case, SharedCase, run
 from tests.attention.test_backends import case_of_runs, check, random_case
 

@@ -10,7 +10,7 @@ import torch
 from radixserve.attention.cuda import triton as triton_backend
 from radixserve.attention.cuda.paged_plan import plan_rows
 from radixserve.attention.cuda.triton import TritonBackend, count_tiles
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.test_backends import check
 from tests.attention.test_paged_graph import store

@@ -19,7 +19,7 @@ from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import FIRST_POSITIONS, load_decoder
 from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, make_checkpoint

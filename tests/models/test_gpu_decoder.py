@@ -18,7 +18,7 @@ from radixserve.models.decoder import load_decoder
 from radixserve.models.gpu_decoder import load_gpu_decoder
 from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
 from tests.checkpoints import NATIVE, make_checkpoint
 from tests.models.test_decoder import ROPE

@@ -30,7 +30,7 @@ class Room:
         self.parts: list[Tensor] = [torch.empty(0)] * size
 
 
-class ThreadRanks:
+class ThreadTPGroup:
     """See `TPGroup`."""
 
     def __init__(self, rank: int, size: int, room: Room) -> None:
@@ -60,7 +60,8 @@ class ThreadRanks:
 def split(source: Any, size: int, dtype: torch.dtype = torch.float32) -> list[GpuDecoder]:
     room = Room(size)
     return [
-        load_gpu_decoder(source, dtype, CPU, ThreadRanks(rank, size, room)) for rank in range(size)
+        load_gpu_decoder(source, dtype, CPU, ThreadTPGroup(rank, size, room))
+        for rank in range(size)
     ]
 
 

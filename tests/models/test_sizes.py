@@ -145,7 +145,7 @@ def meta_batch(num_tokens: int, num_sampled: int) -> ForwardBatch:
         positions=tokens,
         slot_mapping=tokens,
         logits_indices=tokens[:num_sampled],
-        host=HostIndex(empty, empty, empty, empty.astype(np.int32), empty),
+        host=HostIndex(empty, empty, empty, empty, [empty.astype(np.int32)]),
         page_size=16,
     )
 

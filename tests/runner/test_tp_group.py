@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixserve.runner.process_ranks import TIMEOUT, ProcessRanks, open_store
+from radixserve.runner.tensor_parallel.group import TIMEOUT, ProcessTPGroup, open_store
 
 SIZE = 3
 CPU = torch.device("cpu")
 
 
 def talk(rank: int, store: object) -> dict[str, Tensor]:
-    ranks = ProcessRanks(store, rank, SIZE, CPU)  # type: ignore[arg-type]
+    ranks = ProcessTPGroup(store, rank, SIZE, CPU)  # type: ignore[arg-type]
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.full((4, 5), 1 + rank / 128, dtype=dtype)
@@ -87,8 +87,8 @@ def test_a_lost_rank_does_not_end_the_program(
         monkeypatch.setenv(HANDLING, own)
     FakeNccl.made = []
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
-    monkeypatch.setattr(ProcessRanks, "_connect", lambda *_: None)
-    ranks = ProcessRanks(open_store(1), 0, 1, torch.device("cuda", 0))
+    monkeypatch.setattr(ProcessTPGroup, "_connect", lambda *_: None)
+    ranks = ProcessTPGroup(open_store(1), 0, 1, torch.device("cuda", 0))
     (group,) = FakeNccl.made
     assert group.seen == (0, 1, TIMEOUT, seen)
     assert os.environ.get(HANDLING) == own

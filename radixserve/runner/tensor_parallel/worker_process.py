@@ -1,6 +1,6 @@
-"""What the process of rank 1, 2 ... does: load its part of the model, then step as it is told.
+"""The process of rank 1, 2 ...: loads its part of the model, then runs every step of rank 0.
 
-It hears from rank 0 over a pipe, answers over it only when it is ready and when it fails, and ends
+It reads from rank 0 over a pipe, answers over it only when it is ready and when it fails, and ends
 with it. Ctrl-C on the terminal reaches it too, and is left to rank 0.
 """
 
@@ -18,28 +18,28 @@ from typing import TYPE_CHECKING
 
 from radixserve.config import EngineConfig
 
-if TYPE_CHECKING:
-    from radixserve.runner.model_runner import ModelRunner
+if TYPE_CHECKING:  # torch is imported after SIGINT is ignored
+    from radixserve.runner.base import ModelRunner, RunnerKind
 
 PARENT_CHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankJob:
-    """What a rank is told first."""
+class WorkerArgs:
+    """The first message to a worker."""
 
     rank: int
     size: int
     port: int  # of the store
     model_path: str
     config: EngineConfig  # of this rank: of one device
-    on_device: bool  # see `ModelRunner`
+    kind: RunnerKind
     num_threads: int  # of torch
 
 
 @dataclass(frozen=True, slots=True)
-class RankFailure:
-    """What a rank says last when it failed."""
+class WorkerFailure:
+    """The last message of a worker that failed."""
 
     error: str  # a line
     details: str  # the traceback
@@ -55,7 +55,7 @@ def main(link_fd: int) -> None:
     except BaseException as error:
         code = 1
         with contextlib.suppress(OSError):
-            link.send(RankFailure(repr(error), traceback.format_exc()))
+            link.send(WorkerFailure(repr(error), traceback.format_exc()))
     finally:
         os._exit(code)  # what lies on the device or waits for other ranks ends with the process
 
@@ -63,39 +63,40 @@ def main(link_fd: int) -> None:
 def _work(link: Connection) -> None:
     import torch
 
-    from radixserve.runner.model_runner import ModelRunner
-    from radixserve.runner.process_ranks import ProcessRanks, open_store
+    from radixserve.runner.tensor_parallel.group import ProcessTPGroup, open_store
 
-    job: RankJob = link.recv()
-    torch.set_num_threads(job.num_threads)
-    device = torch.device(job.config.device)
+    args: WorkerArgs = link.recv()
+    torch.set_num_threads(args.num_threads)
+    device = torch.device(args.config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = open_store(job.size, job.port)
+    store = open_store(args.size, args.port)
     link.send("ready")
-    ranks = ProcessRanks(store, job.rank, job.size, device)
-    _serve(link, ModelRunner(job.model_path, job.config, ranks, on_device=job.on_device))
+    group = ProcessTPGroup(store, args.rank, args.size, device)
+    serve(link, args.kind(args.model_path, args.config, group))
 
 
-def _serve(link: Connection, runner: ModelRunner) -> None:
-    """Take every step that rank 0 takes, until there is no rank 0. Like rank 0 it may launch a
-    step before it collects the one before."""
-    from radixserve.runner.rank_wire import WireReader
+def serve(link: Connection, runner: ModelRunner) -> None:
+    """Run every step that rank 0 runs, until its end of the pipe is closed.
 
-    reader, pending = WireReader(), None
+    Like rank 0 it launches a step before it collects the one before.
+    """
+    from radixserve.runner.tensor_parallel.schedule_wire import ScheduleUnpacker
+
+    unpacker, pending = ScheduleUnpacker(), None
     while True:
         try:
             message = link.recv_bytes()
         except EOFError:
             return
-        launched = runner.launch(reader.unpack(message))
+        launched = runner.launch(unpacker.unpack(message))
         if pending is not None:
             runner.collect(pending)
         pending = launched
 
 
 def _end_with_parent(parent: int) -> None:
-    """However rank 0 ends, and whatever this process waits for then."""
+    """End however rank 0 ends, and whatever this process waits for then."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
     os._exit(1)

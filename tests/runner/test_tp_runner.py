@@ -18,14 +18,16 @@ from radixserve.api.runtime import Runtime
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead, InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
-from radixserve.runner import rank_process
-from radixserve.runner.model_runner import ModelRunner
-from radixserve.runner.rank_wire import WireWriter
-from radixserve.runner.ranks import ParallelRunner, make_runner
+from radixserve.runner.cpu_runner import CpuModelRunner
+from radixserve.runner.cuda_runner import CudaModelRunner
+from radixserve.runner.factory import make_runner
+from radixserve.runner.tensor_parallel.runner import TPModelRunner
+from radixserve.runner.tensor_parallel.schedule_wire import pack_schedule
+from radixserve.runner.tensor_parallel.worker_process import serve
 from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import make_checkpoint
-from tests.models.test_parallel import Room, ThreadRanks
-from tests.runner.test_rank_crew import is_alive, wait_for
+from tests.models.test_parallel import Room, ThreadTPGroup
+from tests.runner.test_worker_group import is_alive, wait_for
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -79,7 +81,7 @@ class Watched(Runtime):
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[Watched]:
     with Watched(MODEL, tensor_parallel_size=2, **SETTINGS) as rt:
-        assert isinstance(rt.runner, ParallelRunner)
+        assert isinstance(rt.runner, TPModelRunner)
         yield rt
     assert not any(map(is_alive, rt.runner.process_ids))
 
@@ -141,7 +143,7 @@ def test_refused(
 
 def test_one_rank_needs_no_ranks() -> None:
     runner = make_runner(MODEL, EngineConfig(**SETTINGS))
-    assert isinstance(runner, ModelRunner)
+    assert isinstance(runner, CpuModelRunner)
 
 
 # -- steps that overlap, in threads ---------------------------------------------------------------
@@ -152,20 +154,20 @@ class ThreadedRunner:
 
     def __init__(self, config: EngineConfig) -> None:
         room, (ours, theirs) = Room(2), Pipe()
-        self._link, self._writer, self.num_launched = ours, WireWriter(), 0
+        self._link = ours
         self._thread = threading.Thread(target=self._follow, args=(theirs, room, config))
         self._thread.start()
-        self._runner = ModelRunner(MODEL, config, ThreadRanks(0, 2, room), on_device=True)
+        self._runner = CudaModelRunner(MODEL, config, ThreadTPGroup(0, 2, room))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def _follow(self, link: Any, room: Room, config: EngineConfig) -> None:
-        runner = ModelRunner(MODEL, config, ThreadRanks(1, 2, room), on_device=True)
-        rank_process._serve(link, runner)
+        runner = CudaModelRunner(MODEL, config, ThreadTPGroup(1, 2, room))
+        serve(link, runner)
 
     def launch(self, schedule: SchedulerOutput) -> Any:
-        self._link.send_bytes(self._writer.pack(schedule))
+        self._link.send_bytes(pack_schedule(schedule))
         return self._runner.launch(schedule)
 
     def close(self) -> None:
@@ -195,7 +197,7 @@ def test_ranks_on_a_device_give_the_tokens_of_one(overlap: bool) -> None:
 def test_processes_on_a_device_give_the_tokens_of_one() -> None:
     class OnDevice(Runtime):
         def _make_runner(self, model_path: str) -> Any:
-            return ParallelRunner(model_path, self.config, on_device=True)
+            return TPModelRunner(model_path, self.config, CudaModelRunner)
 
     with (
         Runtime(MODEL, **SETTINGS) as one,
@@ -206,8 +208,8 @@ def test_processes_on_a_device_give_the_tokens_of_one() -> None:
 
 @pytest.mark.long
 def test_forgotten_ranks_end() -> None:
-    runner: ParallelRunner | None = ParallelRunner(
-        MODEL, EngineConfig(**SETTINGS, tensor_parallel_size=2)
+    runner: TPModelRunner | None = TPModelRunner(
+        MODEL, EngineConfig(**SETTINGS, tensor_parallel_size=2), CpuModelRunner
     )
     assert runner is not None
     (pid,) = runner.process_ids

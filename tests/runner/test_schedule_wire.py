@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from radixserve.request import SamplingParams
-from radixserve.runner.rank_wire import WireReader, WireWriter
+from radixserve.runner.tensor_parallel.schedule_wire import ScheduleUnpacker, pack_schedule
 from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput
 
 
@@ -16,10 +16,16 @@ def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def row(name: str, pages: list[int], first_new: int = 0, **fields: object) -> ScheduledRequest:
+def row(slot: int, pages: list[int], first_new: int = 0, **fields: object) -> ScheduledRequest:
     spec = SampleSpec(SamplingParams(), 1, 2, np.arange(5_000, dtype=np.int32), (3,))
     made = ScheduledRequest(
-        name, ids(len(pages)), 10 * len(pages), ids(*pages), spec, None, 0, -1, first_new
+        request_id=f"r{slot}",
+        token_ids=ids(len(pages)),
+        start=10 * len(pages),
+        page_ids=ids(*pages),
+        sample=spec,
+        first_new_page=first_new,
+        req_pool_idx=slot,
     )
     return made._replace(**fields)
 
@@ -34,11 +40,8 @@ def check(sent: SchedulerOutput, arrived: SchedulerOutput) -> None:
     assert np.array_equal(sent.cow_copies, arrived.cow_copies)
     assert len(sent.rows) == len(arrived.rows)
     for mine, other in zip(sent.rows, arrived.rows, strict=True):
-        assert (mine.request_id, mine.start) == (other.request_id, other.start)
-        assert (mine.future_index, mine.first_new_page) == (
-            other.future_index,
-            other.first_new_page,
-        )
+        for name in ("request_id", "start", "future_index", "first_new_page", "req_pool_idx"):
+            assert getattr(mine, name) == getattr(other, name)
         assert np.array_equal(mine.token_ids, other.token_ids)
         assert np.array_equal(mine.page_ids, other.page_ids)
         assert mine.page_ids.dtype == other.page_ids.dtype == np.int32
@@ -49,52 +52,49 @@ def check(sent: SchedulerOutput, arrived: SchedulerOutput) -> None:
 
 
 def test_everything_arrives() -> None:
-    writer, reader = WireWriter(), WireReader()
+    reader = ScheduleUnpacker()
     rows = (
-        row("a", [1, 2, 3]),
-        row("b", [4], sample=None),
-        row("c", [5, 6], token_ids=ids(9, 8, 7), logprob_targets=ids(1, 2)),
-        row("d", [9], future_index=2),
+        row(0, [1, 2, 3]),
+        row(1, [4], sample=None),
+        row(2, [5, 6], token_ids=ids(9, 8, 7), logprob_targets=ids(1, 2)),
+        row(3, [9], future_index=2),
     )
     sent = SchedulerOutput(3, rows, ids().reshape(0, 3), 4, 5)
-    check(sent, reader.unpack(writer.pack(sent)))
+    check(sent, reader.unpack(pack_schedule(sent)))
     empty = schedule()
-    check(empty, reader.unpack(writer.pack(empty)))
+    check(empty, reader.unpack(pack_schedule(empty)))
 
 
 def test_known_pages_and_histories_stay_behind() -> None:
-    writer, reader = WireWriter(), WireReader()
+    reader = ScheduleUnpacker()
     pages = list(range(4_000))
-    first = writer.pack(schedule(row("a", pages)))
-    again = writer.pack(schedule(row("a", [*pages, 4_001], 4_000)))
+    first = pack_schedule(schedule(row(0, pages)))
+    again = pack_schedule(schedule(row(0, [*pages, 4_001], 4_000)))
     assert len(first) > 16_000 > 1_500 > len(again)
-    check(schedule(row("a", pages)), reader.unpack(first))
-    check(schedule(row("a", [*pages, 4_001], 4_000)), reader.unpack(again))
+    check(schedule(row(0, pages)), reader.unpack(first))
+    check(schedule(row(0, [*pages, 4_001], 4_000)), reader.unpack(again))
 
 
 def test_random_schedules() -> None:
-    """Rows come and go, grow and shrink, and sometimes a request has two of them."""
+    """Slots get more, fewer and other pages, and other requests."""
     rng = random.Random(0)
-    writer, readers = WireWriter(), [WireReader(), WireReader()]
-    pages: dict[str, list[int]] = {}
+    readers = [ScheduleUnpacker(), ScheduleUnpacker()]
+    pages: dict[int, list[int]] = {}
     for step in range(300):
         rows = []
-        for name in rng.sample("abcdefgh", rng.randint(0, 6)):
-            old = pages.get(name, [])
+        for slot in rng.sample(range(8), rng.randint(0, 6)):
+            old = pages.get(slot, [])
             kept = rng.randint(0, len(old)) if rng.random() < 0.3 else len(old)
-            pages[name] = old[:kept] + [rng.randrange(1000) for _ in range(rng.randint(0, 3))]
+            pages[slot] = old[:kept] + [rng.randrange(1000) for _ in range(rng.randint(0, 3))]
             kept = kept if rng.random() < 0.9 else rng.randint(0, kept)
-            rows.append(row(name, pages[name], kept))
-            if rng.random() < 0.1:  # another row of it, on pages of its own
-                rows.append(row(name, [rng.randrange(1000)], 0))
-                pages.pop(name)
+            rows.append(row(slot, pages[slot], kept))
         sent = schedule(*rows, step=step)
-        message = writer.pack(sent)
+        message = pack_schedule(sent)
         for reader in readers:
             check(sent, reader.unpack(message))
 
 
 def test_a_message_holds_plain_things_only() -> None:
-    message = WireWriter().pack(schedule(row("a", [1])))
+    message = pack_schedule(schedule(row(0, [1])))
     assert b"radixserve" not in message
     assert len(pickle.loads(message)) == 9

@@ -1,4 +1,4 @@
-"""`ProcessRanks`: ranks that are processes of one machine, by NCCL on CUDA and by gloo elsewhere.
+"""`ProcessTPGroup`: ranks that are processes of one machine, by NCCL on CUDA and by gloo elsewhere.
 
 The groups are objects of their own: torch.distributed's default group is not touched, it belongs to
 the program that uses this library.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 HOST = "127.0.0.1"
-TIMEOUT = timedelta(minutes=30)  # for the slowest rank to load; who dies is noticed at once
+TIMEOUT = timedelta(minutes=30)  # for the slowest rank to load; a death is noticed at once
 
 
 def open_store(size: int, port: int = 0) -> dist.TCPStore:
@@ -26,14 +26,14 @@ def open_store(size: int, port: int = 0) -> dist.TCPStore:
     return dist.TCPStore(HOST, port, size, port == 0, TIMEOUT, wait_for_workers=False)
 
 
-class ProcessRanks:
+class ProcessTPGroup:
     """See `TPGroup`. Every rank makes one, at the same time, on a device of its own or the CPU."""
 
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._host: Any = _gloo(dist.PrefixStore("host", store), rank, size)
         self._device: Any = self._host
-        self.agree(0)  # all of them are there
+        self.agree(0)  # wait for all of them
         if device.type == "cuda":
             self._device = _nccl(dist.PrefixStore("device", store), rank, size)
             self._connect(device)
@@ -61,26 +61,26 @@ class ProcessRanks:
         return int(value)
 
     def abort(self) -> None:
-        """Let go of calls that wait for a rank that has died. From any thread; no call follows."""
+        """Break calls that wait for a rank that has died. From any thread; no call follows."""
         if self._device is not self._host:  # gloo notices by itself
             with contextlib.suppress(Exception):
                 self._device.abort()
 
     def close(self) -> None:
-        """Let go of the connections: their threads must not outlive the interpreter."""
+        """Drop the connections: their threads must not outlive the interpreter."""
         self.abort()
         self._device = self._host = None
 
     def _run(self, name: str, *arguments: Any) -> None:
         options = arguments[-1]
         if hasattr(options, "asyncOp"):
-            options.asyncOp = False  # on the current stream, which a graph may be recording
+            options.asyncOp = False  # on the current stream, which a graph may be capturing
         work = getattr(self._device, name)(*arguments)
         if work is not None:
             work.wait()
 
     def _connect(self, device: torch.device) -> None:
-        """The first call makes the connections, which no graph could record."""
+        """The first call makes the connections, which no graph could capture."""
         with torch.cuda.device(device):
             self.all_reduce(torch.zeros(1, device=device))
             torch.cuda.synchronize(device)

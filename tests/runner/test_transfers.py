@@ -9,9 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.readback import Readback
-from radixserve.runner.staging import Staging
+from radixserve.runner.transfers import D2HBuffer, DeviceQueue, Event, H2DBuffer
 from tests.runner.late_queue import POISON, LateQueue
 
 DTYPES = (np.int32, np.int64, np.float32, np.float64)
@@ -26,32 +24,41 @@ def arrays_of(generator: np.random.Generator, sizes: list[int]) -> dict[str, NDA
 
 def test_everything_arrives_in_one_copy() -> None:
     queue = LateQueue()
-    staging = Staging(queue, 4096)
+    staging = H2DBuffer(queue, 4096)
     generator = np.random.default_rng(0)
     for step in range(40):
         sizes = generator.integers(0, 30, 5).tolist() if step % 3 else [7, 0, 3, 1]
         arrays = arrays_of(generator, sizes)
-        there = staging.send(arrays)
-        assert list(there) == list(arrays)
+        device_tensors = staging.send(arrays)
+        assert list(device_tensors) == list(arrays)
         for name, array in arrays.items():
-            assert there[name].numpy().dtype == array.dtype
-            assert there[name].tolist() == array.tolist()
-            assert there[name].data_ptr() % 16 == 0
+            assert device_tensors[name].numpy().dtype == array.dtype
+            assert device_tensors[name].tolist() == array.tolist()
+            assert device_tensors[name].data_ptr() % 16 == 0
             array.fill(0)  # it was copied
-            assert there[name].shape == array.shape
+            assert device_tensors[name].shape == array.shape
     assert queue.num_uploads == 40
     queue.wait()  # no host buffer was changed too early
 
 
 def test_a_buffer_waits_for_its_own_copy_alone() -> None:
     queue = LateQueue()
-    staging = Staging(queue, 1024)
+    staging = H2DBuffer(queue, 1024)
     for step in range(6):
         staging.send({"x": np.full(4, step)})
         assert queue.num_waits == max(0, step - 1)  # for the copy before the last one
-    staging = Staging(queue, 1024)
+
+
+def test_without_waits_a_buffer_changes_too_early() -> None:
+    """What the late queue is for."""
+
+    class Hasty(LateQueue):
+        def record_event(self) -> Event:
+            return DeviceQueue.record_event(self)  # passed at once
+
+    queue = Hasty()
+    staging = H2DBuffer(queue, 1024)
     staging.send({"x": np.zeros(4, np.int64)})
-    staging._marks = [None, None]  # nobody waits: the late queue finds out
     staging.send({"x": np.ones(4, np.int64)})
     staging.send({"x": np.ones(4, np.int64)})
     with pytest.raises(AssertionError, match="changed before its copy"):
@@ -60,7 +67,7 @@ def test_a_buffer_waits_for_its_own_copy_alone() -> None:
 
 def test_growing_waits_and_keeps_what_was_sent() -> None:
     queue = LateQueue()
-    staging = Staging(queue, 128)
+    staging = H2DBuffer(queue, 128)
     first = staging.send({"x": np.arange(8)})["x"]
     assert not staging.fits({"x": np.arange(17)})
     second = staging.send({"x": np.arange(100)})["x"]
@@ -72,7 +79,7 @@ def test_growing_waits_and_keeps_what_was_sent() -> None:
 
 
 def test_a_fixed_buffer_keeps_its_places() -> None:
-    staging = Staging(LateQueue(), 1024, can_grow=False)
+    staging = H2DBuffer(LateQueue(), 1024, can_grow=False)
     one = staging.send({"a": np.arange(5), "b": np.ones(3, np.int32)})
     other = staging.send({"a": np.arange(5, 10), "b": np.zeros(3, np.int32), "c": np.ones(9)})
     for name in one:
@@ -83,40 +90,40 @@ def test_a_fixed_buffer_keeps_its_places() -> None:
 
 
 def test_forms_do_not_pile_up() -> None:
-    staging = Staging(DeviceQueue(torch.device("cpu")), 1 << 14)
+    staging = H2DBuffer(DeviceQueue(torch.device("cpu")), 1 << 14)
     for size in range(1200):
         assert len(staging.send({"x": np.zeros(size, np.int32)})["x"]) == size
-    assert len(staging._forms) <= 512
+    assert staging.num_layouts <= 512
 
 
 def test_results_are_there_behind_their_mark() -> None:
     queue = LateQueue()
-    readback = Readback(queue)
+    d2h = D2HBuffer(queue)
     sent = [torch.arange(3), torch.tensor([0.5]), torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)]
-    one = readback.fetch(sent)
-    other = readback.fetch([torch.arange(10, 13)])
+    one = d2h.fetch(sent)
+    other = d2h.fetch([torch.arange(10, 13)])
     poison = int.from_bytes(bytes([POISON] * 8), "little", signed=True)
     assert one.arrays[0].tolist() == [poison] * 3
-    one.mark.wait()
+    one.event.wait()
     assert [array.tolist() for array in one.arrays] == [x.tolist() for x in sent]
     assert other.arrays[0].tolist() == [poison] * 3
-    other.mark.wait()
+    other.event.wait()
     assert other.arrays[0].tolist() == [10, 11, 12]
     assert one.arrays[0].tolist() == [0, 1, 2]
 
 
 def test_buffers_are_used_again_once_they_are_released() -> None:
     queue = LateQueue()
-    readback = Readback(queue)
+    d2h = D2HBuffer(queue)
     where = set()
     for step in range(20):  # two in flight
-        parcels = [readback.fetch([torch.full((4,), step + at)]) for at in range(2)]
-        for at, parcel in enumerate(parcels):
-            parcel.mark.wait()
-            assert parcel.arrays[0].tolist() == [step + at] * 4
-            where.add(parcel.buffer.data_ptr())
-            readback.release(parcel)
+        transfers = [d2h.fetch([torch.full((4,), step + at)]) for at in range(2)]
+        for at, transfer in enumerate(transfers):
+            transfer.event.wait()
+            assert transfer.arrays[0].tolist() == [step + at] * 4
+            where.add(transfer.buffer.data_ptr())
+            d2h.release(transfer)
     assert len(where) == 2
-    large = readback.fetch([torch.arange(10_000)])
-    large.mark.wait()
+    large = d2h.fetch([torch.arange(10_000)])
+    large.event.wait()
     assert large.arrays[0].tolist() == list(range(10_000))

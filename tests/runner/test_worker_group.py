@@ -16,20 +16,21 @@ import pytest
 
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
-from radixserve.runner import rank_crew
-from radixserve.runner.rank_crew import RankCrew
-from radixserve.runner.rank_process import RankJob
+from radixserve.runner.cpu_runner import CpuModelRunner
+from radixserve.runner.tensor_parallel import worker_group
+from radixserve.runner.tensor_parallel.worker_group import WorkerGroup
+from radixserve.runner.tensor_parallel.worker_process import WorkerArgs
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
 import json, os, signal, sys, time
 sys.path[:] = json.loads(sys.argv[1])
-import radixserve.runner.rank_process as rank_process
+import radixserve.runner.tensor_parallel.worker_process as worker_process
 def work(link):
     job = link.recv()
     {body}
-rank_process._work = work
-rank_process.main(int(sys.argv[2]))
+worker_process._work = work
+worker_process.main(int(sys.argv[2]))
 """
 SERVE = """link.send("ready")
     while True:
@@ -43,22 +44,22 @@ SERVE = """link.send("ready")
             os._exit(7)"""
 
 
-def job(rank: int) -> RankJob:
-    return RankJob(rank, 3, 1, "model", EngineConfig(), False, 1)
+def job(rank: int) -> WorkerArgs:
+    return WorkerArgs(rank, 3, 1, "model", EngineConfig(), CpuModelRunner, 1)
 
 
 @contextlib.contextmanager
-def crew_of(body: str, count: int = 2) -> Iterator[RankCrew]:
-    crew = RankCrew([job(rank + 1) for rank in range(count)], HEAD.format(body=body))
+def workers_of(body: str, count: int = 2) -> Iterator[WorkerGroup]:
+    workers = WorkerGroup([job(rank + 1) for rank in range(count)], HEAD.format(body=body))
     try:
-        yield crew
+        yield workers
     finally:
-        crew.end()
-    assert not any(map(is_alive, crew.process_ids))
+        workers.shut_down()
+    assert not any(map(is_alive, workers.process_ids))
 
 
-def exit_codes(crew: RankCrew) -> list[int | None]:
-    return [member.process.returncode for member in crew._members]
+def exit_codes(workers: WorkerGroup) -> list[int | None]:
+    return [member.process.returncode for member in workers._members]
 
 
 def is_alive(pid: int) -> bool:
@@ -77,19 +78,19 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_crew_is_fed_and_ended() -> None:
+def test_workers_are_sent_to_and_shut_down() -> None:
     deaths: list[None] = []
-    with crew_of(SERVE) as crew:
-        crew.wait_until_ready()
-        crew.watch(lambda: deaths.append(None))
+    with workers_of(SERVE) as workers:
+        workers.wait_until_ready()
+        workers.watch(lambda: deaths.append(None))
         for _ in range(3):
-            crew.feed(b"step")
-            crew.check_alive()
-    crew.end()
+            workers.send(b"step")
+            workers.check_alive()
+    workers.shut_down()
     assert not deaths
-    assert exit_codes(crew) == [0, 0]
+    assert exit_codes(workers) == [0, 0]
     with pytest.raises(EngineDead, match="ended"):
-        crew.feed(b"step")
+        workers.send(b"step")
 
 
 @pytest.mark.parametrize(
@@ -101,63 +102,63 @@ def test_a_crew_is_fed_and_ended() -> None:
 )
 def test_a_death_is_noticed(message: bytes, words: str) -> None:
     died = threading.Event()
-    with crew_of(SERVE) as crew:
-        crew.wait_until_ready()
-        crew.watch(died.set)
-        crew.feed(message)
+    with workers_of(SERVE) as workers:
+        workers.wait_until_ready()
+        workers.watch(died.set)
+        workers.send(message)
         assert died.wait(20)
         with pytest.raises(EngineDead, match=words) as caught:
-            crew.check_alive()
+            workers.check_alive()
         with pytest.raises(EngineDead, match=words):
-            crew.feed(b"step")
-        assert str(crew.explain(RuntimeError("broken pipe"))) == str(caught.value)
+            workers.send(b"step")
+        assert str(workers.explain(RuntimeError("broken pipe"))) == str(caught.value)
         if message == b"fail":
             assert "in work\n" in str(caught.value.__cause__)  # of a traceback
 
 
 def test_killed_and_stuck_ones_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_crew, "STOP_S", 0.3)
+    monkeypatch.setattr(worker_group, "STOP_S", 0.3)
     stuck = 'signal.signal(signal.SIGTERM, signal.SIG_IGN); link.send("ready"); time.sleep(600)'
-    with crew_of(stuck) as crew:
-        crew.wait_until_ready()
+    with workers_of(stuck) as workers:
+        workers.wait_until_ready()
         died = threading.Event()
-        crew.watch(died.set)
-        os.kill(crew.process_ids[0], signal.SIGKILL)
+        workers.watch(died.set)
+        os.kill(workers.process_ids[0], signal.SIGKILL)
         assert died.wait(20)
         with pytest.raises(EngineDead, match="rank 1 was ended by signal 9"):
-            crew.check_alive()
+            workers.check_alive()
 
 
 def test_an_end_does_not_wait_for_unread_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_crew, "STOP_S", 0.3)
-    with crew_of('link.send("ready"); time.sleep(600)', 1) as crew:
-        crew.wait_until_ready()
-        crew.watch(lambda: None)
-        feeder = threading.Thread(target=feed_until_dead, args=(crew,))
+    monkeypatch.setattr(worker_group, "STOP_S", 0.3)
+    with workers_of('link.send("ready"); time.sleep(600)', 1) as workers:
+        workers.wait_until_ready()
+        workers.watch(lambda: None)
+        feeder = threading.Thread(target=feed_until_dead, args=(workers,))
         feeder.start()
         feeder.join(0.5)
         assert feeder.is_alive()  # nobody reads
-        crew.end(by_force=True)
+        workers.shut_down(by_force=True)
         feeder.join(20)
         assert not feeder.is_alive()
 
 
-def feed_until_dead(crew: RankCrew) -> None:
+def feed_until_dead(workers: WorkerGroup) -> None:
     with contextlib.suppress(EngineDead):
         while True:
-            crew.feed(bytes(100_000))
+            workers.send(bytes(100_000))
 
 
 def test_our_own_failure_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_crew, "NOTICE_S", 0.1)
-    with crew_of(SERVE, 1) as crew:
-        crew.wait_until_ready()
-        crew.watch(lambda: None)
-        death = crew.explain(MemoryError("full"))
+    monkeypatch.setattr(worker_group, "NOTICE_S", 0.1)
+    with workers_of(SERVE, 1) as workers:
+        workers.wait_until_ready()
+        workers.watch(lambda: None)
+        death = workers.explain(MemoryError("full"))
         assert "rank 0 failed, and the others with it: MemoryError('full')" in str(death)
         assert isinstance(death.__cause__, MemoryError)
         with pytest.raises(EngineDead, match="rank 0 failed"):
-            crew.feed(b"step")
+            workers.send(b"step")
 
 
 @pytest.mark.parametrize(
@@ -170,10 +171,10 @@ def test_our_own_failure_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_one_that_does_not_start(monkeypatch: pytest.MonkeyPatch, body: str, words: str) -> None:
     if "sleep" in body:
-        monkeypatch.setattr(rank_crew, "START_S", 0.2)
-        monkeypatch.setattr(rank_crew, "STOP_S", 0.2)
-    with crew_of(body) as crew, pytest.raises(EngineDead, match=words):
-        crew.wait_until_ready()
+        monkeypatch.setattr(worker_group, "START_S", 0.2)
+        monkeypatch.setattr(worker_group, "STOP_S", 0.2)
+    with workers_of(body) as workers, pytest.raises(EngineDead, match=words):
+        workers.wait_until_ready()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
@@ -184,11 +185,11 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
     child.write_text(HEAD.format(body=body))
     parent = (
         "import sys, time\n"
-        "from tests.runner.test_rank_crew import job\n"
-        "from radixserve.runner.rank_crew import RankCrew\n"
-        f"crew = RankCrew([job(1)], open({str(child)!r}).read())\n"
-        "crew.wait_until_ready()\n"
-        "print(crew.process_ids[0], flush=True)\n"
+        "from tests.runner.test_worker_group import job\n"
+        "from radixserve.runner.tensor_parallel.worker_group import WorkerGroup\n"
+        f"workers = WorkerGroup([job(1)], open({str(child)!r}).read())\n"
+        "workers.wait_until_ready()\n"
+        "print(workers.process_ids[0], flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen(

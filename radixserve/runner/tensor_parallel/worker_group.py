@@ -1,4 +1,4 @@
-"""`RankCrew`: the processes of ranks 1, 2 ..., started, fed, watched and ended by rank 0.
+"""`WorkerGroup`: the processes of ranks 1, 2 ..., started, sent to, watched and ended by rank 0.
 
 They are plain child processes, not multiprocessing's: a program that uses this library needs no
 `if __name__ == "__main__"`, and may be a notebook.
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 
 from radixserve.errors import EngineDead
-from radixserve.runner.rank_process import RankFailure, RankJob
+from radixserve.runner.tensor_parallel.worker_process import WorkerArgs, WorkerFailure
 
 logger = logging.getLogger("radixserve")
 
 START_S = 300.0  # for a process to import what it needs
-STOP_S = 5.0  # to end by itself
-NOTICE_S = 5.0  # until a death shows that has broken a call already
+STOP_S = 5.0  # for a process to end by itself
+NOTICE_S = 5.0  # until a death that has broken a call is noticed
 _CODE = """\
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from radixserve.runner.rank_process import main
+from radixserve.runner.tensor_parallel.worker_process import main
 main(int(sys.argv[2]))
 """
 
@@ -41,20 +41,20 @@ class _Member:
     link: Connection
 
 
-class RankCrew:
-    """Processes that have been started; `end` it. One thread feeds, another one may end."""
+class WorkerGroup:
+    """Started processes; end them by `shut_down`, from any thread. One thread sends."""
 
-    def __init__(self, jobs: Sequence[RankJob], code: str = _CODE) -> None:
+    def __init__(self, args: Sequence[WorkerArgs], code: str = _CODE) -> None:
         self._members: list[_Member] = []
         self._death: EngineDead | None = None
         self._is_ending = False
         self._has_died = threading.Event()
         self._watcher: threading.Thread | None = None
         try:
-            for job in jobs:
-                self._members.append(_start(job, code))
+            for one in args:
+                self._members.append(_start(one, code))
         except BaseException:
-            self.end()
+            self.shut_down()
             raise
 
     @property
@@ -62,7 +62,7 @@ class RankCrew:
         return [member.process.pid for member in self._members]
 
     def wait_until_ready(self) -> None:
-        """Until each of them is about to connect. Raises EngineDead if one does not get there."""
+        """Return when each of them is about to connect. Raises EngineDead if one cannot."""
         for member in self._members:
             try:
                 if not member.link.poll(START_S):
@@ -71,7 +71,7 @@ class RankCrew:
             except (EOFError, OSError):
                 answer = None
             if not isinstance(answer, str):
-                raise _end_of(member, answer)
+                raise _death_of(member, answer)
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """From now on call `on_death` once, in another thread, when one of them ends unasked."""
@@ -80,8 +80,8 @@ class RankCrew:
         )
         self._watcher.start()
 
-    def feed(self, message: bytes) -> None:
-        """A message for each of them. Raises EngineDead when one has ended."""
+    def send(self, message: bytes) -> None:
+        """Send a message to each of them. Raises EngineDead when one has ended."""
         if self._death is not None:
             raise _fresh(self._death)
         try:
@@ -91,9 +91,9 @@ class RankCrew:
             raise self.explain(error) from None
 
     def explain(self, error: Exception) -> EngineDead:
-        """Why a call that all ranks take part in failed here; none of them can go on.
+        """The error of a call of all ranks that failed here; none of them can go on.
 
-        Waits a moment for the news that one has ended.
+        Waits a moment for the notice that one has ended.
         """
         if isinstance(error, EngineDead):
             self._death = self._death or error
@@ -105,14 +105,14 @@ class RankCrew:
         return _fresh(self._death)
 
     def check_alive(self) -> None:
-        """Raise EngineDead when one has ended: what was computed since is worth nothing."""
+        """Raise EngineDead when one has ended: results since then are void."""
         if self._death is not None:
             raise _fresh(self._death)
 
-    def end(self, *, by_force: bool = False) -> None:
-        """Tell them that no message comes any more and wait; those that stay are made to go.
+    def shut_down(self, *, by_force: bool = False) -> None:
+        """Close the pipes and wait; a process that does not end is terminated, then killed.
 
-        `by_force`: at once, as they may wait for what never comes. Can be called again.
+        by_force: terminate at once, as it may wait for what never comes. Can be called again.
         """
         self._is_ending = True
         self._death = self._death or EngineDead("the ranks were ended")
@@ -127,7 +127,7 @@ class RankCrew:
             self._watcher.join()
 
     def _watch(self, on_death: Callable[[], None]) -> None:
-        failures: dict[int, RankFailure] = {}
+        failures: dict[int, WorkerFailure] = {}
         open_members = {member.link: member for member in self._members}
         while open_members:
             for link in wait(list(open_members)):
@@ -135,12 +135,12 @@ class RankCrew:
                 member = open_members[link]
                 try:
                     answer = link.recv()
-                    if isinstance(answer, RankFailure):
+                    if isinstance(answer, WorkerFailure):
                         failures[member.rank] = answer
                 except (EOFError, OSError):
                     del open_members[link]
                     if not self._is_ending and not self._has_died.is_set():
-                        self._death = _end_of(member, failures.get(member.rank))
+                        self._death = _death_of(member, failures.get(member.rank))
                         logger.error("%s", self._death)
                         self._has_died.set()
                         on_death()
@@ -153,7 +153,7 @@ def _fresh(death: EngineDead) -> EngineDead:
     return copy
 
 
-def _start(job: RankJob, code: str) -> _Member:
+def _start(args: WorkerArgs, code: str) -> _Member:
     ours, theirs = Pipe()
     assert isinstance(ours, Connection)
     with theirs:
@@ -163,9 +163,9 @@ def _start(job: RankJob, code: str) -> _Member:
             stdout=subprocess.DEVNULL,  # ours is the program's own
             pass_fds=(theirs.fileno(),),
         )
-    member = _Member(job.rank, process, ours)
+    member = _Member(args.rank, process, ours)
     with contextlib.suppress(OSError):  # it has ended; that shows soon
-        ours.send(job)
+        ours.send(args)
     return member
 
 
@@ -175,9 +175,9 @@ def _close_sending(link: Connection) -> None:
         ours.shutdown(socket.SHUT_WR)
 
 
-def _end_of(member: _Member, failure: object) -> EngineDead:
-    """Why a rank has ended, from what it said last and how its process ended."""
-    if isinstance(failure, RankFailure):
+def _death_of(member: _Member, failure: object) -> EngineDead:
+    """Why a rank has ended, from its last message and the exit code of its process."""
+    if isinstance(failure, WorkerFailure):
         death = EngineDead(f"rank {member.rank} failed: {failure.error}")
         death.__cause__ = RuntimeError(f"in rank {member.rank}:\n{failure.details}")
         return death
@@ -187,7 +187,7 @@ def _end_of(member: _Member, failure: object) -> EngineDead:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code, once it has ended or been made to."""
+    """The exit code; terminates, then kills a process that does not end by itself."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(STOP_S)
     process.terminate()
