@@ -115,7 +115,7 @@ def _greedy_plan(
 
 
 def _with_parameters(plan: SamplePlan, draws: Sequence[Draw], vocab_size: int) -> SamplePlan:
-    """What the device draws ask for besides the best token."""
+    """`plan` with everything that draws ask for besides the best token."""
     specs, arrays = [draw.spec for draw in draws], dict(plan.arrays)
     params = [spec.params for spec in specs]
     if not all(one.is_greedy for one in params):
