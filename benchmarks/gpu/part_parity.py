@@ -139,7 +139,7 @@ def _compare(
         "ties": sum(one.num_ties for one in found),
         "replays": seen["replays"],
         "shared steps": seen["shared"],
-        "hidden ms": stats["hidden_s"] * 1e3,
+        "hidden ms": stats["overlapped_s"] * 1e3,
     }
     bench.row(name, cells, failed=wrong)
 
@@ -163,7 +163,7 @@ def _unused(
         f"the backend is {choices.attention_backend}": choices.attention_backend == backend,
         f"{seen['replays']} graphs replayed": bool(seen["replays"]) == has_graphs,
         f"{seen['shared']} steps read shared pages together": bool(seen["shared"]) == shares,
-        "overlap": (stats["hidden_s"] > 0) == settings.get("overlap", True),
+        "overlap": (stats["overlapped_s"] > 0) == settings.get("overlap", True),
         "a warm prompt was computed again": all(cached),
     }
     return "; ".join(claim for claim, is_so in claims.items() if not is_so)

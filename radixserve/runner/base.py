@@ -85,15 +85,6 @@ class ModelRunner(ABC):
     @abstractmethod
     def memory_plan(self) -> MemoryPlan: ...
 
-    @property
-    def can_overlap(self) -> bool:
-        """Whether a step can be launched before the one before it is collected."""
-        return self.overlap_depth > 0
-
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        """`launch`, then `collect`."""
-        return self.collect(self.launch(schedule))
-
     def close(self) -> None:
         """End the processes that the runner started. Can be called again."""
         return

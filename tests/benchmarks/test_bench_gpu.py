@@ -407,7 +407,7 @@ def test_parity_notices_what_was_not_tried() -> None:
     """Without shared pages a setting that is to have them fails."""
     parity = load("part_parity")
     settings = {**parity.BASE, "attention_backend": "triton"}
-    stats = {"hidden_s": 0.0}
+    stats = {"overlapped_s": 0.0}
     seen = {"replays": 0, "shared": 0}
     choices = type("Choices", (), {"attention_backend": "triton"})
     usage = type("Usage", (), {"cached_tokens": 3, "prompt_tokens": 9})
