@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from radixserve.arrays import IntArray
-from radixserve.cache.interface import CacheSession, Lookup, PrefixCache
+from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.page_pool import PageAllocator, PagePool
 from radixserve.cache.radix.audit import check_tree, dump_tree
 from radixserve.cache.radix.match import Match, find_match
@@ -33,6 +33,7 @@ from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import OutOfPages
+from radixserve.output import Lookup
 
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
