@@ -61,12 +61,12 @@ class StrictFields:
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """`value` as an int in [low, high]; InvalidRequest for anything else, bools included."""
-    limit = f">= {low}" if high is None else f"between {low} and {high}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequest(f"{name} must be an integer {limit}, got {shown(value)}")
-    number = operator.index(value)
-    if number < low or (high is not None and number > high):
-        raise InvalidRequest(f"{name} must be {limit}, got {shown(value)}")
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    number = operator.index(value) if is_int else low  # type: ignore[arg-type]
+    if not is_int or number < low or (high is not None and number > high):
+        limit = f">= {low}" if high is None else f"between {low} and {high}"
+        kind = "" if is_int else "an integer "
+        raise InvalidRequest(f"{name} must be {kind}{limit}, got {shown(value)}")
     return number
 
 
@@ -74,13 +74,13 @@ def check_float(
     name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> float:
     """`value` as a finite float in [low, high], or in (low, high]; else InvalidRequest."""
-    left = f"above {low:g}" if open_low else f">= {low:g}"
-    limit = left if math.isinf(high) else f"{left} and <= {high:g}"
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
             number = float(value)
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
+        left = f"above {low:g}" if open_low else f">= {low:g}"
+        limit = left if math.isinf(high) else f"{left} and <= {high:g}"
         raise InvalidRequest(f"{name} must be a number {limit}, got {shown(value)}")
     return number
 
