@@ -13,12 +13,13 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. A module may import from its own floor and from those below.
 FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
-    ["radixserve.checks"],
+    ["radixserve.checks", "radixserve.gguf_file"],
     ["radixserve.config"],
     ["radixserve.request"],
     ["radixserve.schedule"],
+    ["radixserve.output"],
     ["radixserve.cache", "radixserve_kernels"],
-    ["radixserve.output", "radixserve.attention"],
+    ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models"],
     ["radixserve.runner", "radixserve.text"],
     ["radixserve.engine"],

@@ -7,33 +7,13 @@ from `copies`, which the owner of the K/V memory performs before the sequence is
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
 from radixserve.cache.tokens import TokenIds
+from radixserve.output import Lookup
 
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens of its head)
-
-
-class Lookup(NamedTuple):
-    """The answer of `RadixCache.lookup`.
-
-    reason is one of
-      full        all that may be reused is cached
-      diverged    cached sequences go on with another token at `position`
-      evicted     what follows was cached and has been dropped
-      namespace   another namespace holds more of these tokens
-      never_seen  nothing cached goes on from here, and nothing that is remembered did
-
-    cached_len is less than position, by a part of a page, where no page can be had for the copy of
-    that page's head. A reset forgets; what was evicted is remembered up to a bound.
-    """
-
-    cached_len: int  # tokens that acquire() would reuse now
-    reason: str
-    position: int  # where the prompt and the cached tokens stop agreeing
-    expected: int | None = None  # for diverged: a token cached at that position
-    found: int | None = None  # for diverged: the prompt's token there
 
 
 class CacheSession(Protocol):

@@ -17,10 +17,11 @@ from radixserve.cache.hash.block_hash import BlockChain, make_digest
 from radixserve.cache.hash.block_pool import BlockPool
 from radixserve.cache.hash.prefix_watch import HashPrefixWatch
 from radixserve.cache.hash.sequence import HashSequence
-from radixserve.cache.interface import CacheSession, Lookup, PrefixWatch
+from radixserve.cache.interface import CacheSession, PrefixWatch
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.checks import check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
+from radixserve.output import Lookup
 
 _MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from radixserve.cache.interface import Lookup
 from radixserve.cache.radix.child_index import common_head
 from radixserve.cache.radix.node import NamespaceTree, Node
 from radixserve.cache.radix.radix_tree import Match, RadixTree
 from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.output import Lookup
 
 _MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from radixserve.arrays import IntArray
-from radixserve.cache.interface import CacheSession, Lookup, PageCopy, PrefixWatch
+from radixserve.cache.interface import CacheSession, PageCopy, PrefixWatch
 from radixserve.cache.radix.allocator import PageAllocator
 from radixserve.cache.radix.audit import check_cache, dump_trees
 from radixserve.cache.radix.miss_reason import NOTHING, explain
@@ -32,6 +32,7 @@ from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import OutOfPages
+from radixserve.output import Lookup
 
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
