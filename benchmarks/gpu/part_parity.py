@@ -19,7 +19,8 @@ from gpu.bench import Bench
 from gpu.jobs import Skip
 
 from radixserve import Runtime, SamplingParams
-from radixserve.attention.cuda import sharing
+from radixserve.attention.cuda import cascade
+from radixserve.attention.cuda.cascade import NodeFinder
 from radixserve.output import Completion
 from radixserve.runner.cuda_graph import DecodeGraph
 
@@ -138,7 +139,7 @@ def _compare(
         "ties": sum(one.num_ties for one in found),
         "replays": seen["replays"],
         "shared steps": seen["shared"],
-        "hidden ms": stats["hidden_s"] * 1e3,
+        "hidden ms": stats["overlapped_s"] * 1e3,
     }
     bench.row(name, cells, failed=wrong)
 
@@ -162,7 +163,7 @@ def _unused(
         f"the backend is {choices.attention_backend}": choices.attention_backend == backend,
         f"{seen['replays']} graphs replayed": bool(seen["replays"]) == has_graphs,
         f"{seen['shared']} steps read shared pages together": bool(seen["shared"]) == shares,
-        "overlap": (stats["hidden_s"] > 0) == settings.get("overlap", True),
+        "overlap": (stats["overlapped_s"] > 0) == settings.get("overlap", True),
         "a warm prompt was computed again": all(cached),
     }
     return "; ".join(claim for claim, is_so in claims.items() if not is_so)
@@ -173,8 +174,8 @@ def watched(*, shares: bool) -> Iterator[dict[str, int]]:
     """Counts replayed graphs and steps with shared pages, which are read together if `shares`
     however little that saves."""
     seen = {"replays": 0, "shared": 0}
-    plan, find = DecodeGraph.plan, sharing.find_nodes
-    costs = sharing.SHARE_BYTES, sharing.MERGE_TOKENS
+    plan, find = DecodeGraph.plan, NodeFinder.find
+    costs = cascade.SHARE_BYTES, cascade.MERGE_TOKENS
 
     def counted_plan(self: DecodeGraph, batch: Any) -> Any:
         seen["replays"] += 1
@@ -185,14 +186,14 @@ def watched(*, shares: bool) -> Iterator[dict[str, int]]:
         seen["shared"] += bool(nodes)
         return nodes
 
-    DecodeGraph.plan, sharing.find_nodes = counted_plan, counted_find  # type: ignore[method-assign]
+    DecodeGraph.plan, NodeFinder.find = counted_plan, counted_find  # type: ignore[method-assign]
     if shares:
-        sharing.SHARE_BYTES, sharing.MERGE_TOKENS = 1, 0
+        cascade.SHARE_BYTES, cascade.MERGE_TOKENS = 1, 0
     try:
         yield seen
     finally:
-        DecodeGraph.plan, sharing.find_nodes = plan, find  # type: ignore[method-assign]
-        sharing.SHARE_BYTES, sharing.MERGE_TOKENS = costs
+        DecodeGraph.plan, NodeFinder.find = plan, find  # type: ignore[method-assign]
+        cascade.SHARE_BYTES, cascade.MERGE_TOKENS = costs
 
 
 def agree(

@@ -3,7 +3,7 @@
 attention   that of all layers alone, as a graph, over a pool of random K and V
 step        decode steps of the engine; the prefix is computed once and found in the cache
 crossover   from how many tokens on together is faster, (rows - 1) x prefix: SHARE_BYTES of
-            radixserve/attention/cuda/sharing.py over the bytes of a token in a layer
+            radixserve/attention/cuda/cascade.py over the bytes of a token in a layer
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpu.stage import DecodeFigures, Stage
 from harness.shared_prefix import SharedPrefix
 
 from radixserve.attention.choice import make_backend
-from radixserve.attention.cuda import sharing
+from radixserve.attention.cuda import cascade
 
 ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0
 STEP_ROWS = 64  # that the target of the step is for
@@ -72,7 +72,7 @@ def _attend(graph: Any, case: SharedPrefix) -> torch.Tensor:
 
 def always_share() -> None:
     """In this process whatever rows have in common is read together."""
-    sharing.SHARE_BYTES, sharing.MERGE_TOKENS = 1, 0
+    cascade.SHARE_BYTES, cascade.MERGE_TOKENS = 1, 0
 
 
 def measure_attention(bench: Bench) -> None:

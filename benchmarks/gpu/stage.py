@@ -51,13 +51,6 @@ class TimedRunner:
         self.steps: list[Step] = []
         self.hold_s = 0.0  # the device waits so long before each step
 
-    @property
-    def can_overlap(self) -> bool:
-        return self.overlap_depth > 0
-
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        return self.collect(self.launch(schedule))
-
     def launch(self, schedule: SchedulerOutput) -> Any:
         if self.hold_s:
             self._clock.hold(self.hold_s)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from radixserve.attention.cuda import triton as triton_backend
-from radixserve.attention.cuda.paged_plan import plan_rows
+from radixserve.attention.cuda.plan import plan_rows
 from radixserve.attention.cuda.triton import TritonBackend, count_tiles
 from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
@@ -57,16 +57,16 @@ def test_what_is_split() -> None:
     """Few rows and tiles over many keys; the splits of a graph are those of its largest rows."""
     backend = TritonBackend(torch.zeros(1, 2, 9_000, 1, 2, 16), 8)
     backend.plan(build_forward_batch(same_prefix(1, 4_000), 1, CPU))
-    one_row = backend._unique[0].launch
+    one_row = backend.unique[0].launch
     assert isinstance(one_row, triton_backend.TritonLaunch)
     assert one_row.num_splits >= one_row.fixed_splits == 4_001 // 128
     backend.plan(build_forward_batch(same_prefix(64, 4_000), 1, CPU))
-    (level, _), (own, _) = backend._shared[0], backend._unique[0]
+    (level, _), (own, _) = backend.shared[0], backend.unique[0]
     assert isinstance(level, triton_backend.TritonLaunch)
     assert isinstance(own, triton_backend.TritonLaunch)
     assert level.num_splits > 8 > own.fixed_splits == 1
     graph = backend.capture_backend(64, 64 * 5_000, 1)
-    (fixed, _) = graph._shared[0]
+    (fixed, _) = graph.shared[0]
     assert isinstance(fixed, triton_backend.TritonLaunch)
     assert 33 == fixed.num_splits >= level.num_splits
 

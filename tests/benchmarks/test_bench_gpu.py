@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from radixserve.attention.cuda import cascade
 from radixserve.attention.cuda import flashinfer as flashinfer_backend
-from radixserve.attention.cuda import sharing
 from radixserve.models.sizes import SIZES
 from radixserve.output import Completion
 from tests.attention.fake_flashinfer import Fake, mark_sides
@@ -37,7 +37,7 @@ def benchmarks_on_path() -> Iterator[None]:
         patch.syspath_prepend(folders[0])
         patch.setenv("PYTHONPATH", os.pathsep.join(folders))
         for name in ("SHARE_BYTES", "MERGE_TOKENS"):
-            patch.setattr(sharing, name, getattr(sharing, name))
+            patch.setattr(cascade, name, getattr(cascade, name))
         yield
     SIZES.pop("bench-tiny", None)
 
@@ -407,7 +407,7 @@ def test_parity_notices_what_was_not_tried() -> None:
     """Without shared pages a setting that is to have them fails."""
     parity = load("part_parity")
     settings = {**parity.BASE, "attention_backend": "triton"}
-    stats = {"hidden_s": 0.0}
+    stats = {"overlapped_s": 0.0}
     seen = {"replays": 0, "shared": 0}
     choices = type("Choices", (), {"attention_backend": "triton"})
     usage = type("Usage", (), {"cached_tokens": 3, "prompt_tokens": 9})

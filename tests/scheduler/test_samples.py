@@ -1,4 +1,5 @@
-"""Requests with one prompt: it is computed once, whatever happens to the first of them."""
+"""Samples of one prompt (n > 1): in-batch prefix sharing computes it once, whatever happens to the
+first of them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ PROMPT = list(range(2, 35))  # 33 tokens
 def add_group(driver: Driver, name: str, prompt: list[int], count: int, **params: int) -> list[str]:
     names = [f"{name}.{number}" for number in range(count)]
     for seed, one in enumerate(names):
-        first = "" if seed == 0 else names[0]
-        driver.add(one, prompt, twin_of=first, seed=seed, **params)
+        driver.add(one, prompt, seed=seed, **params)
     return names
 
 
@@ -39,10 +39,10 @@ class TestOnce:
         driver.run()
         check_outputs(driver, names)
         usages = [driver.finished[name].usage for name in names]
-        assert [u.computed_tokens for u in usages] == [len(PROMPT), 0, 0, 0, 0, 0]
-        assert [u.cached_tokens for u in usages[1:]] == [len(PROMPT)] * 5
+        assert [u.computed_tokens for u in usages] == [len(PROMPT), 1, 1, 1, 1, 1]
+        assert [u.cached_tokens for u in usages[1:]] == [len(PROMPT) - 1] * 5
         stats = driver.scheduler.stats()
-        assert stats["prefilled_tokens"] == len(PROMPT)
+        assert stats["prefilled_tokens"] == len(PROMPT) + 5
         assert stats["decoded_tokens"] == 6 * 8
         assert stats["prompted_tokens"] == stats["reused_tokens"] + stats["computed_tokens"]
         driver.drain()
@@ -62,7 +62,7 @@ class TestOnce:
         check_outputs(driver, names)
         usages = [driver.finished[name].usage for name in names]
         if page_size == 1:
-            assert [u.computed_tokens for u in usages] == [len(PROMPT)] + [0] * 7
+            assert [u.computed_tokens for u in usages] == [len(PROMPT)] + [1] * 7
         driver.drain()
 
     def test_one_token_each(self, kind: str, page_size: int, chunked_prefill_size: int) -> None:
@@ -76,7 +76,7 @@ class TestOnce:
         names = add_group(driver, "a", PROMPT, 5, max_tokens=1, ignore_eos=True)
         driver.run()
         check_outputs(driver, names)
-        assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT)
+        assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT) + 4
         driver.drain()
 
 
@@ -91,10 +91,10 @@ class TestEnds:
         driver.run()
         check_outputs(driver, names)
         assert [driver.finished[name].reason for name in names] == ["abort"] + ["length"] * 3
-        assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT)
+        assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT) + 2
         driver.drain()
 
-    def test_an_aborted_twin_is_gone(self) -> None:
+    def test_an_aborted_sample_is_gone(self) -> None:
         driver = Driver(200, 1, chunked_prefill_size=5)
         names = add_group(driver, "a", PROMPT, 3, max_tokens=5, ignore_eos=True)
         driver.step()
@@ -105,19 +105,18 @@ class TestEnds:
         assert usage.cached_tokens == usage.computed_tokens == usage.prompt_tokens == 0
         driver.drain()
 
-    def test_a_late_twin_is_a_request_like_others(self) -> None:
+    def test_a_late_sample_is_a_request_like_others(self) -> None:
         driver = Driver(200, 1)
         driver.add("first", PROMPT, max_tokens=20, ignore_eos=True)
         for _ in range(5):
             driver.step()
-        driver.add("late", PROMPT, twin_of="first", max_tokens=5, ignore_eos=True)
-        driver.add("alone", PROMPT, twin_of="unknown", max_tokens=5, ignore_eos=True)
+        driver.add("late", PROMPT, max_tokens=5, ignore_eos=True)
         driver.run()
-        check_outputs(driver, ["first", "late", "alone"])
+        check_outputs(driver, ["first", "late"])
         assert driver.finished["late"].usage.cached_tokens == len(PROMPT) - 1
         driver.drain()
 
-    def test_heirs_do_not_hide_who_was_overtaken(self) -> None:
+    def test_aborted_producers_do_not_hide_who_was_overtaken(self) -> None:
         bound = 2
         driver = Driver(
             100,
@@ -161,19 +160,21 @@ class TestEnds:
         names += add_group(driver, "b", PROMPT[::-1], 3, max_tokens=5, ignore_eos=True)
         driver.run()
         check_outputs(driver, names)
-        twins = [name for name in driver.admitted if not name.endswith(".0")]
-        assert twins == ["a.1", "a.2", "b.1", "b.2"]
+        others = [name for name in driver.admitted if not name.endswith(".0")]
+        assert others == ["a.1", "a.2", "b.1", "b.2"]
         driver.drain()
 
     def test_a_failed_step_ends_all_that_were_in_it(self) -> None:
         driver = Driver(200, 1, chunked_prefill_size=64)
-        add_group(driver, "a", PROMPT, 3)
+        names = add_group(driver, "a", PROMPT, 3, max_tokens=5, ignore_eos=True)
         schedule = driver.scheduler.schedule()
         assert schedule is not None
-        assert [twin.request_id for twin in schedule.twins] == ["a.1", "a.2"]
+        assert [row.request_id for row in schedule.rows] == ["a.0"]
         ended = driver.scheduler.fail(schedule, EngineDead("no luck"))
-        assert sorted(output.request_id for output in ended) == ["a.0", "a.1", "a.2"]
-        assert not driver.scheduler.has_work
+        assert [output.request_id for output in ended] == ["a.0"]
+        driver.run()  # the others compute the prompt themselves, once
+        check_outputs(driver, names[1:])
+        assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT) + 1
         driver.drain()
 
     def test_everything_may_be_failed_at_any_time(self) -> None:
