@@ -183,19 +183,16 @@ class Request:
     seed: int  # of its random stream; params.seed or one drawn by the owner
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
-    session: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody
-    logprob_targets: IntArray | None = (
-        None  # [k] to be scored behind the last k tokens; none is drawn then
-    )
-    also_generate: bool = (
-        False  # `logprob_targets` are to be scored one token earlier, and then tokens are drawn
-    )
-    twin_of: str = ""  # the request, added before, whose prompt is the same; "": none
-    beams: BeamParams | None = None  # it is a beam search; neither a twin nor with targets then
+    session: str = ""  # the cache session that claims what it leaves cached; "": none
+    logprob_targets: IntArray | None = None
+    # [k] token ids to score, one after each of the last k tokens; no token is drawn then
+    also_generate: bool = False
+    # `logprob_targets` are scored after each of the k tokens before the last, then tokens are drawn
+    beams: BeamParams | None = None  # it is a beam search, without targets
 
     @property
     def score_start(self) -> int:
-        """The first position behind which something is scored; where nothing is, the length."""
+        """The first position after which a token is scored; the length where none is."""
         if self.logprob_targets is None:
             return len(self.token_ids)
         return len(self.token_ids) - len(self.logprob_targets) - self.also_generate

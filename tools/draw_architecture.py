@@ -1,6 +1,6 @@
 """Draws docs/img/architecture.svg: the packages of radixserve and the imports between them.
 
-    python tools/draw_architecture.py [--output FILE]
+    python tools/draw_architecture.py [--output FILE]      # - is standard output
 
 Packages and arrows come from the sources, type-only imports included. A package is drawn above all
 that it imports; the control plane is on the left, the workers are on the right. Imports of the
@@ -141,7 +141,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    args.output.write_text(svg())
+    if str(args.output) == "-":
+        print(svg(), end="")
+    else:
+        args.output.write_text(svg())
 
 
 if __name__ == "__main__":

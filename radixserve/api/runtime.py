@@ -101,9 +101,9 @@ class Runtime:
 
         A prompt is text, a list of token ids, or a list of chat messages. All prompts are checked
         before any is started. With n > 1 in its params a prompt has a list of n Completions, and is
-        computed once: the first one's usage counts it, the others' count it as cached. `progress`
-        shows a bar: by default for batches on a terminal. `request_id` names a single request for
-        `abort`.
+        computed once: the first one's usage counts it, the others count all but its last token as
+        cached. `progress` shows a bar: by default for batches on a terminal. `request_id` names a
+        single request for `abort`.
         """
         if progress is not None and not isinstance(progress, bool):
             raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")

@@ -189,7 +189,7 @@ def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The facts of a known size, without making its weights."""
     import torch
 
-    from radixserve.models.describe import describe
+    from radixserve.models.decoder_tensors import describe
     from radixserve.models.source import RANDOM, find_model
     from radixserve.models.weights import choose_dtype
 

@@ -1,4 +1,4 @@
-"""`ModelRunner`: what the engine asks of a runner, on one device or on several.
+"""`ModelRunner`: the engine's interface to a runner, on one device or on several.
 
 A runner owns the model, the KV pool and the attention backend. Rows are read during `launch` only;
 on a device a request's slot (`req_pool_idx`) keeps its pages and, with penalties, token counts.
@@ -41,7 +41,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """What "auto" in the settings was resolved to."""
+    """The settings with every "auto" resolved."""
 
     device: str  # "cpu", or "cuda:0 (NVIDIA H200)"
     dtype: str  # "bfloat16"
@@ -85,17 +85,8 @@ class ModelRunner(ABC):
     @abstractmethod
     def memory_plan(self) -> MemoryPlan: ...
 
-    @property
-    def can_overlap(self) -> bool:
-        """Whether a step can be launched before the one before it is collected."""
-        return self.overlap_depth > 0
-
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        """`launch`, then `collect`."""
-        return self.collect(self.launch(schedule))
-
     def close(self) -> None:
-        """End what the runner started. Can be called again."""
+        """End the processes that the runner started. Can be called again."""
         return
 
 

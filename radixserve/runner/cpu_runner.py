@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
-from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput, Twin
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 
 
 class CpuModelRunner(SingleDeviceRunner):
@@ -59,11 +58,7 @@ class CpuModelRunner(SingleDeviceRunner):
         prepared = time.perf_counter()
         logits = self.model.forward(batch, self.backend)  # [S, V]
         computed = time.perf_counter()
-        outputs = (
-            _sample_rows(logits, inputs, schedule.twins)
-            if self._draws
-            else (None,) * len(schedule.rows)
-        )
+        outputs = _sample_rows(logits, inputs) if self._draws else (None,) * len(schedule.rows)
         seconds = {
             "prepare": prepared - began,
             "forward": computed - prepared,
@@ -75,13 +70,11 @@ class CpuModelRunner(SingleDeviceRunner):
         return pending
 
 
-def _sample_rows(
-    logits: Tensor, inputs: InputBatch, twins: Sequence[Twin]
-) -> tuple[SampleOutput | None, ...]:
-    """A token or scores for each row that asks for them, and a token for each twin."""
+def _sample_rows(logits: Tensor, inputs: InputBatch) -> tuple[SampleOutput | None, ...]:
+    """A token or scores for each row that asks for them."""
     rows = inputs.requests
     specs = [row.sample for row in rows if row.sample is not None]
-    if not twins and len(specs) == len(logits):
+    if len(specs) == len(logits):
         outputs = sample(logits, specs)
         if len(outputs) == len(rows):
             return tuple(outputs)
@@ -90,8 +83,6 @@ def _sample_rows(
     first, counts = inputs.logit_ranges()
     last = (first + counts - 1).tolist()
     sources = [at for at, row in zip(last, rows, strict=True) if row.sample is not None]
-    sources += [last[twin.row] for twin in twins]
-    specs += [twin.sample for twin in twins]
     drawn = iter(sample(logits[sources], specs))
     answers: list[SampleOutput | None] = []
     for row, begin in zip(rows, first.tolist(), strict=True):
@@ -101,4 +92,4 @@ def _sample_rows(
             scored = score(logits[begin : begin + len(targets)], targets, row.num_top_logprobs)
             output = with_scores(output, scored)
         answers.append(output)
-    return (*answers, *drawn)
+    return tuple(answers)

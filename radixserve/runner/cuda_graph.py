@@ -143,7 +143,7 @@ class GraphCapturer:
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            for _ in range(_NUM_WARM_UP):  # compiles and allocates what may not happen below
+            for _ in range(_NUM_WARM_UP):  # compiles and allocates: no graph may do that
                 run()
         main.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()

@@ -133,7 +133,7 @@ class CudaModelRunner(SingleDeviceRunner):
         assert self._is_known[inputs.future_tokens()[1]].all(), "a token was drawn on the host"
         plan = None
         if self._draws:
-            plan = plan_samples(inputs, self.info.vocab_size, schedule.twins)
+            plan = plan_samples(inputs, self.info.vocab_size)
         extra = {} if plan is None else self._sampler.plan(plan, schedule.rows)
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)

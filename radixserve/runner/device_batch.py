@@ -45,7 +45,7 @@ class PageTable:
         self.pages = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
 
     def update(self, batch: InputBatch) -> TableUpdate:
-        """What has to be written before the step, as `ScheduledRequest.first_new_page` has it.
+        """The entries to write before the step, as `ScheduledRequest.first_new_page` has it.
 
         O(rows + pages that changed). Raises ValueError if a row has more pages than fit.
         """

@@ -28,7 +28,7 @@ _Top = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class PendingSample:
-    """What was queued for one step."""
+    """One step's queued draws and scores."""
 
     plan: SamplePlan
     tokens: Tensor  # [num_outputs] int64 on the device, 0 where the host draws or none can be drawn

@@ -1,6 +1,6 @@
 """Profile run: the largest steps before the first real one, to compile kernels and measure memory.
 
-What such a step needs beside weights and pool decides how many pages fit on a card.
+The memory that such a step needs beside weights and pool decides how many pages fit on a card.
 """
 
 from __future__ import annotations

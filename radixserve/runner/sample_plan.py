@@ -18,7 +18,7 @@ from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray
 from radixserve.runner.input_batch import InputBatch
 from radixserve.runner.sampler import is_greedy_only, uniform_numbers
-from radixserve.schedule import SampleSpec, ScheduledRequest, Twin
+from radixserve.schedule import SampleSpec, ScheduledRequest
 
 
 class Draw(NamedTuple):
@@ -56,8 +56,8 @@ class SamplePlan:
     arrays: dict[str, NDArray[Any]]  # to upload; the names are DeviceSampler's
 
 
-def plan_samples(inputs: InputBatch, vocab_size: int, twins: Sequence[Twin] = ()) -> SamplePlan:
-    """Sort the rows of a step, and twins. O(rows) of Python."""
+def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
+    """Sort the rows of a step. O(rows) of Python."""
     rows = inputs.requests
     first, counts = inputs.logit_ranges()
     draws = [
@@ -65,17 +65,10 @@ def plan_samples(inputs: InputBatch, vocab_size: int, twins: Sequence[Twin] = ()
         for at, (logit, row) in enumerate(zip((first + counts - 1).tolist(), rows, strict=True))
         if row.sample is not None
     ]
-    for at, twin in enumerate(twins, len(rows)):
-        logit = int(first[twin.row] + counts[twin.row] - 1)
-        draws.append(Draw(at, logit, rows[twin.row], twin.sample))
     is_simple = all(is_greedy_only(draw.spec) for draw in draws)
     host_sampled: tuple[Draw, ...] = ()
     if not is_simple:
-        on_host = [
-            draw.spec.num_candidates > 0
-            or (draw.output >= len(rows) and draw.spec.params.has_penalty)
-            for draw in draws
-        ]
+        on_host = [draw.spec.num_candidates > 0 for draw in draws]
         host_sampled = tuple(itertools.compress(draws, on_host))
         draws = [draw for draw, is_there in zip(draws, on_host, strict=True) if not is_there]
     scored = tuple(
@@ -83,7 +76,7 @@ def plan_samples(inputs: InputBatch, vocab_size: int, twins: Sequence[Twin] = ()
         for at, row in enumerate(rows)
         if row.logprob_targets is not None
     )
-    plan = _greedy_plan(len(rows) + len(twins), draws, host_sampled, scored)
+    plan = _greedy_plan(len(rows), draws, host_sampled, scored)
     return plan if is_simple else _with_parameters(plan, draws, vocab_size)
 
 
@@ -122,7 +115,7 @@ def _greedy_plan(
 
 
 def _with_parameters(plan: SamplePlan, draws: Sequence[Draw], vocab_size: int) -> SamplePlan:
-    """What the device draws ask for besides the best token."""
+    """`plan` with everything that draws ask for besides the best token."""
     specs, arrays = [draw.spec for draw in draws], dict(plan.arrays)
     params = [spec.params for spec in specs]
     if not all(one.is_greedy for one in params):

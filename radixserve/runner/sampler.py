@@ -82,7 +82,7 @@ def scored_output(
     values: Sequence[Sequence[float]] = (),
     ids: Sequence[Sequence[int]] = (),
 ) -> SampleOutput:
-    """What `score_tensors` found, on the host."""
+    """The result of `score_tensors` as an output."""
     if any(math.isnan(one) for one in scores):
         return SampleOutput(
             -1, None, (), "no token can be scored: there are logits that are no numbers"
@@ -92,7 +92,7 @@ def scored_output(
 
 
 def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutput:
-    """What is told of a row that was drawn from (or not, None) and scored."""
+    """The output of a row that was drawn from (or not, None) and scored."""
     if output is None or scored.error is not None:
         return scored
     return output._replace(scores=scored.scores, top_scores=scored.top_scores)
@@ -104,7 +104,7 @@ def is_greedy_only(spec: SampleSpec) -> bool:
 
 
 def _best_tokens(logits: Tensor) -> list[SampleOutput]:
-    """`sample` for plain rows, in one pass: what it calls lies cold after a forward pass."""
+    """`sample` for plain rows, in one pass: after a forward pass code is not in the caches."""
     if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
         token_ids, num_broken = cpu_ops.argmax(logits)
     else:

@@ -34,7 +34,7 @@ class TokenCounts:
     def plan(
         self, requests: Sequence[ScheduledRequest], penalized: Sequence[Draw]
     ) -> dict[str, NDArray[Any]]:
-        """What `apply` needs to fill the slots that do not hold their request; for every step.
+        """Arrays for `apply`, to fill the slots that do not hold their request; for every step.
 
         A slot is filled again after `first_new_page` was 0: it may be another request's by then.
         """

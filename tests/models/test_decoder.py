@@ -11,7 +11,7 @@ import torch
 
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
-from radixserve.models.decoder import ARCHITECTURES, FIRST_POSITIONS, RotaryTable
+from radixserve.models.decoder_tensors import ARCHITECTURES, FIRST_POSITIONS, RotaryTable
 from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve_kernels.torch_ops import rotations
 from tests.checkpoints import (
@@ -28,8 +28,14 @@ PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(150)]
 
 
 def check(folder: Path) -> CpuModelRunner:
-    """Greedy tokens and log-probabilities of one prompt, in chunks, equal transformers'."""
-    runner = CpuModelRunner(str(folder), EngineConfig(num_pages=400))
+    """Greedy tokens and log-probabilities of one prompt, in chunks, equal transformers', in the
+    decoder over the reference backend and in the machine's own; returns the runner of this one."""
+    check_on(folder, "torch")
+    return check_on(folder, "auto")
+
+
+def check_on(folder: Path, backend: str) -> CpuModelRunner:
+    runner = CpuModelRunner(str(folder), EngineConfig(num_pages=400, attention_backend=backend))
     assert runner.info.is_native
     driver = Driver(runner, 1)
     stream = driver.add(PROMPT)
@@ -181,4 +187,4 @@ def test_rotary_table_grows_with_the_positions() -> None:
     table = RotaryTable(inv_freq, 0.7)
     for end in (5, FIRST_POSITIONS, FIRST_POSITIONS + 1, 3 * FIRST_POSITIONS):
         positions = torch.tensor([0, end // 2, end - 1])
-        assert torch.equal(table.at(positions, end), rotations(positions, inv_freq, 0.7))
+        assert torch.equal(table.up_to(end)[positions], rotations(positions, inv_freq, 0.7))

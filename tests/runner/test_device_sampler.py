@@ -13,7 +13,7 @@ from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.input_batch import prepare_inputs
 from radixserve.runner.sample_plan import plan_samples
 from radixserve.runner.sampler import sample, score
-from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
+from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput
 from tests.runner.late_queue import LateQueue
 
 VOCAB = 300
@@ -37,8 +37,8 @@ def row(at: int, asked: SampleSpec | None, **fields: object) -> ScheduledRequest
     return made._replace(**fields)
 
 
-def schedule_of(rows: list[ScheduledRequest], twins: tuple[Twin, ...] = ()) -> SchedulerOutput:
-    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows), twins)
+def schedule_of(rows: list[ScheduledRequest]) -> SchedulerOutput:
+    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows))
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -62,7 +62,7 @@ def launch(
     inputs = prepare_inputs(schedule.rows, 1)
     if padding:
         inputs = inputs.padded(len(schedule.rows) + padding)
-    plan = plan_samples(inputs, VOCAB, schedule.twins)
+    plan = plan_samples(inputs, VOCAB)
     arrays = sampler.plan(plan, schedule.rows)
     tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
     return sampler.launch(logits, plan, tensors, previous, in_graph_buffer=bool(padding))
@@ -122,7 +122,7 @@ def test_one_kind_of_row(number: int) -> None:
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_all_kinds_in_any_mix(padding: int) -> None:
-    """Rows that draw nothing, twins, bans, penalties and beams among the others."""
+    """Rows that draw nothing, bans, penalties and beams among the others."""
     generator = np.random.default_rng(padding)
     kinds = [*PARAMS, *PENALIZED]
     queue = LateQueue()
@@ -141,22 +141,20 @@ def test_all_kinds_in_any_mix(padding: int) -> None:
                 specs.append(spec(seed=step * 50 + at, output=output, banned=banned, **kinds[kind]))
         rows = [row(at, one) for at, one in enumerate(specs)]
         drawn = [at for at, one in enumerate(specs) if one is not None]
-        twins = tuple(Twin(f"t{at}", at, spec(seed=900 + at, top_k=9)) for at in drawn[: step % 3])
         logits = logits_of(len(rows) + padding if padding else len(drawn), step)
-        pending = launch(sampler, logits, schedule_of(rows, twins), padding)
+        pending = launch(sampler, logits, schedule_of(rows), padding)
         if padding:
             source, logits = logits, logits.clone()
             source.fill_(math.nan)  # the next graph overwrites them
         outputs = sampler.collect(pending)
-        assert len(outputs) == len(rows) + len(twins) == len(pending.tokens)
+        assert len(outputs) == len(rows) == len(pending.tokens)
         logit_of = dict(zip(drawn, drawn if padding else range(len(drawn)), strict=True))
         for at, output in enumerate(outputs):
-            twin = twins[at - len(rows)] if at >= len(rows) else None
-            asked = twin.sample if twin is not None else specs[at]
+            asked = specs[at]
             if asked is None:
                 assert output is None
                 continue
-            place = logit_of[at if twin is None else twin.row]
+            place = logit_of[at]
             theirs = sample(logits[place : place + 1], [asked])[0]
             assert_same(output, theirs)
             if at in pending.plan.outputs:

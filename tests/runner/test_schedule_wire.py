@@ -9,7 +9,7 @@ import numpy as np
 
 from radixserve.request import SamplingParams
 from radixserve.runner.tensor_parallel.schedule_wire import ScheduleUnpacker, pack_schedule
-from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput, Twin
+from radixserve.schedule import SampleSpec, ScheduledRequest, SchedulerOutput
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -38,7 +38,6 @@ def check(sent: SchedulerOutput, arrived: SchedulerOutput) -> None:
     for name in ("step", "num_prefill_tokens", "num_decode_tokens"):
         assert getattr(sent, name) == getattr(arrived, name)
     assert np.array_equal(sent.cow_copies, arrived.cow_copies)
-    assert arrived.twins == ()
     assert len(sent.rows) == len(arrived.rows)
     for mine, other in zip(sent.rows, arrived.rows, strict=True):
         for name in ("request_id", "start", "future_index", "first_new_page", "req_pool_idx"):
@@ -60,8 +59,7 @@ def test_everything_arrives() -> None:
         row(2, [5, 6], token_ids=ids(9, 8, 7), logprob_targets=ids(1, 2)),
         row(3, [9], future_index=2),
     )
-    twin = Twin("e", 0, rows[0].sample)  # type: ignore[arg-type]
-    sent = SchedulerOutput(3, rows, ids().reshape(0, 3), 4, 5, (twin,))
+    sent = SchedulerOutput(3, rows, ids().reshape(0, 3), 4, 5)
     check(sent, reader.unpack(pack_schedule(sent)))
     empty = schedule()
     check(empty, reader.unpack(pack_schedule(empty)))

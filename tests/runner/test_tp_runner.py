@@ -166,9 +166,6 @@ class ThreadedRunner:
         runner = CudaModelRunner(MODEL, config, ThreadTPGroup(1, 2, room))
         serve(link, runner)
 
-    def execute(self, schedule: SchedulerOutput) -> Any:
-        return self.collect(self.launch(schedule))
-
     def launch(self, schedule: SchedulerOutput) -> Any:
         self._link.send_bytes(pack_schedule(schedule))
         return self._runner.launch(schedule)

@@ -29,8 +29,7 @@ import radixserve.runner.tensor_parallel.worker_process as worker_process
 def work(link):
     job = link.recv()
     {body}
-worker_process._work = work
-worker_process.main(int(sys.argv[2]))
+worker_process.main(int(sys.argv[2]), work)
 """
 SERVE = """link.send("ready")
     while True:
@@ -56,10 +55,6 @@ def workers_of(body: str, count: int = 2) -> Iterator[WorkerGroup]:
     finally:
         workers.shut_down()
     assert not any(map(is_alive, workers.process_ids))
-
-
-def exit_codes(workers: WorkerGroup) -> list[int | None]:
-    return [member.process.returncode for member in workers._members]
 
 
 def is_alive(pid: int) -> bool:
@@ -88,7 +83,7 @@ def test_workers_are_sent_to_and_shut_down() -> None:
             workers.check_alive()
     workers.shut_down()
     assert not deaths
-    assert exit_codes(workers) == [0, 0]
+    assert workers.exit_codes == [0, 0]
     with pytest.raises(EngineDead, match="ended"):
         workers.send(b"step")
 

@@ -18,8 +18,7 @@ from torch.distributed import TCPStore
 
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
-from radixserve.models.decoder import check_decoder, decoder_shape
-from radixserve.models.describe import describe
+from radixserve.models.decoder_tensors import check_decoder, decoder_shape, describe
 from radixserve.models.parallel import check_split
 from radixserve.models.source import find_model
 from radixserve.runner.base import MemoryPlan, ModelRunner, RunnerKind

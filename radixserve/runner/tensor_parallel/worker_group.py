@@ -23,7 +23,7 @@ from radixserve.runner.tensor_parallel.worker_process import WorkerArgs, WorkerF
 
 logger = logging.getLogger("radixserve")
 
-START_S = 300.0  # for a process to import what it needs
+START_S = 300.0  # for a process to import its modules
 STOP_S = 5.0  # for a process to end by itself
 NOTICE_S = 5.0  # until a death that has broken a call is noticed
 _CODE = """\
@@ -60,6 +60,11 @@ class WorkerGroup:
     @property
     def process_ids(self) -> list[int]:
         return [member.process.pid for member in self._members]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """None of those that run."""
+        return [member.process.poll() for member in self._members]
 
     def wait_until_ready(self) -> None:
         """Return when each of them is about to connect. Raises EngineDead if one cannot."""

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -45,19 +46,19 @@ class WorkerFailure:
     details: str  # the traceback
 
 
-def main(link_fd: int) -> None:
-    """Never returns."""
+def main(link_fd: int, work: Callable[[Connection], None] | None = None) -> None:
+    """Never returns. `work` takes the place of a worker's own, for tests."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     link, code = Connection(link_fd), 0
     try:
-        _work(link)
+        (work or _work)(link)
     except BaseException as error:
         code = 1
         with contextlib.suppress(OSError):
             link.send(WorkerFailure(repr(error), traceback.format_exc()))
     finally:
-        os._exit(code)  # what lies on the device or waits for other ranks ends with the process
+        os._exit(code)  # device memory and calls that wait for other ranks end with the process
 
 
 def _work(link: Connection) -> None:
