@@ -1,4 +1,4 @@
-"""What comes out: a step's news of one request, and the finished `Completion`."""
+"""Results: per-step output of a request, and the finished `Completion`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Lookup(NamedTuple):
       never_seen  no cached or remembered sequence goes on from here
 
     cached_len is less than position, by a part of a page, where no page is free for the copy of
-    that page's head. A reset forgets; evicted tokens are remembered up to a bound.
+    that page's prefix. A reset forgets; evicted tokens are remembered up to a bound.
     """
 
     cached_len: int  # tokens that acquire() would reuse now
@@ -55,7 +55,7 @@ def add_usages(usages: Sequence[Usage]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Seconds since the request was queued; None for what it did not reach."""
+    """Seconds since the request was queued; None for stages that it did not reach."""
 
     queue_s: float | None  # until it was admitted
     ttft_s: float | None  # until its first token
@@ -86,13 +86,13 @@ class Beam(NamedTuple):
 
     token_ids: list[int]
     reason: str  # "stop", "length" or "abort"
-    score: float  # what the answers are ranked by
+    score: float  # by which the answers are ranked
     logprobs: tuple[float, ...]  # of each token, of the model's own distribution
     top_logprobs: tuple[dict[int, float], ...]
 
 
 class RequestOutput(NamedTuple):
-    """A schedule's news of one request: at most one token a step, and its end when it ended."""
+    """One step's output for a request: at most one token, and `finish` at the end."""
 
     request_id: str
     token_ids: tuple[int, ...]

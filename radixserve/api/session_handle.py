@@ -9,15 +9,15 @@ from radixserve.arrays import IntArray
 from radixserve.engine.engine import Engine
 from radixserve.engine.worker import EngineThread
 
-_LEAST_PRUNED = 16  # forks of a branch that are remembered before those gone are forgotten
+_LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
 
 
 class SessionHandle:
     """A session in the engine, opened by the first request that names it.
 
-    A session claims what its own requests reached. So that an open branch keeps also what others
-    computed for it, who lets go hands on: to the nearest open lease above, and to the open ones
-    below. Called from any thread, `close` from the garbage collector, too; none of it waits.
+    A session claims what its own requests reached. On close, the nearest open ancestor and the
+    nearest open descendants claim the cached part of their own tokens. Every method returns at once
+    and may be called from any thread, `close` also from the garbage collector.
     """
 
     __slots__ = ("__weakref__", "_below", "_held_len", "_is_known", "_namespace", "_parent",
@@ -33,7 +33,7 @@ class SessionHandle:
     ) -> None:
         """`parent`: that of the branch forked from, which is open."""
         self.name = f"branch {number}"
-        self.tokens = tokens  # where the branch stands
+        self.tokens = tokens  # of the branch, prompt and output
         self.is_open = True
         self._worker = worker
         self._namespace = namespace
@@ -51,7 +51,7 @@ class SessionHandle:
         return self.name
 
     def move(self, tokens: IntArray, *, is_reached: bool) -> None:
-        """The branch stands at `tokens` now; `is_reached`: a request of the session did."""
+        """Set the branch's tokens; `is_reached`: a request of the session computed them."""
         self.tokens = tokens
         if is_reached:
             self._held_len = len(tokens)
@@ -60,37 +60,37 @@ class SessionHandle:
             self._worker.post(self._cut)
 
     def claim(self) -> None:
-        """Hold what is cached of the branch's tokens, also where another's request computed it."""
+        """Claim the cached part of the branch's tokens, also where another request computed it."""
         self._held_len = 0
         self._worker.post(self._hold)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Idempotent."""
         if not self.is_open:
             return
         self.is_open = False
         above = self._nearest_above()
-        for lease in self._forks():
-            lease._parent = above
+        for handle in self._forks():
+            handle._parent = above
             if above is not None:
-                above._adopt(lease)
+                above._adopt(handle)
         if self._is_known:
-            self._worker.post(self._let_go)
+            self._worker.post(self._close_in_engine)
 
-    # -- the others ---------------------------------------------------------------------------
+    # -- related sessions ---------------------------------------------------------------------
 
-    def _adopt(self, lease: SessionHandle) -> None:
+    def _adopt(self, handle: SessionHandle) -> None:
         if len(self._below) >= self._prune_at:
             self._below = [weakref.ref(fork) for fork in self._forks()]
             self._prune_at = max(_LEAST_PRUNED, 2 * len(self._below))
-        self._below.append(weakref.ref(lease))
+        self._below.append(weakref.ref(handle))
 
     def _forks(self) -> Iterator[SessionHandle]:
-        """The open ones below, up to the next open one on each path."""
+        """The nearest open descendants, one per path."""
         for reference in list(self._below):
-            lease = reference()
-            if lease is not None and lease.is_open:
-                yield lease
+            handle = reference()
+            if handle is not None and handle.is_open:
+                yield handle
 
     def _nearest_above(self) -> SessionHandle | None:
         above = self._parent
@@ -101,22 +101,22 @@ class SessionHandle:
 
     # -- in the engine's thread ---------------------------------------------------------------
 
-    def _let_go(self, engine: Engine) -> None:
+    def _close_in_engine(self, engine: Engine) -> None:
         above = self._nearest_above()
-        for lease in (*self._forks(), *([] if above is None else [above])):
-            lease._hold(engine)
+        for handle in (*self._forks(), *([] if above is None else [above])):
+            handle._hold(engine)
         engine.close_session(self.name)
 
     def _cut(self, engine: Engine) -> None:
-        """The branch was rolled back: let go of what is behind."""
-        for lease in self._forks():
-            lease._hold(engine)
+        """The branch was rolled back: end the claim of the tokens after its end."""
+        for handle in self._forks():
+            handle._hold(engine)
         engine.close_session(self.name)
         self._held_len = 0
         self._hold(engine)
 
     def _hold(self, engine: Engine) -> None:
-        """Claim what is cached of the branch's tokens, unless that is claimed already."""
+        """Claim the cached part of the branch's tokens, unless already claimed."""
         tokens = self.tokens
         if self._held_len >= len(tokens):
             return

@@ -192,7 +192,7 @@ def make_cache(num_pages: int, config: EngineConfig) -> PrefixCache:
 
 def _step_failed(cause: BaseException) -> EngineDead:
     """The error that a request's caller sees when its step failed."""
-    if isinstance(cause, EngineDead):  # of a runner that knows better
+    if isinstance(cause, EngineDead):  # the runner already raised the specific error
         return cause
     error = EngineDead(f"the step that computed this request failed: {cause!r}")
     error.__cause__ = cause

@@ -1,4 +1,4 @@
-"""`EngineThread`: the one thread that owns the engine; others leave it messages."""
+"""`EngineThread`: the thread that owns the engine; other threads send it messages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _log = logging.getLogger("radixserve")
 class EngineThread:
     """Steps the engine while there is work and answers calls between two steps.
 
-    Nothing waits for ever: when the thread ends, by `close` or by a failure, every open ticket and
-    every unanswered call gets EngineDead.
+    When the thread ends, by `close` or by a failure, every open ticket and every pending call gets
+    EngineDead.
     """
 
     def __init__(self, engine: Engine, recorder: TraceRecorder | None = None) -> None:
-        """`recorder`: told of every request that ends; it is closed with the thread."""
+        """`recorder`: records every finished request; closed with the thread."""
         self._engine = engine
         self._recorder = recorder
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
-        # Of `_death` and of putting into the inbox. Reentrant: the garbage collector may close a
+        # Guards `_death` and puts into the inbox. Reentrant: the garbage collector may close a
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
         self._death: EngineDead | None = None
@@ -61,13 +61,13 @@ class EngineThread:
         return self.call(lambda engine: self._abort(engine, request_ids))
 
     def abandon(self, tickets: Sequence[Ticket]) -> None:
-        """End the requests of a caller that waits for nothing: returns at once, never raises."""
+        """Abort the requests of a caller that has left: asynchronous, never raises."""
         with self._lock:
             if self._death is None:
                 self._inbox.put(lambda: self._forget(tickets))
 
     def post(self, function: Callable[[Engine], object]) -> None:
-        """Run `function` in the engine's thread some time soon, or never once that has ended.
+        """Run `function` in the engine's thread later, or never if that has ended.
 
         Returns at once and never raises; may be called from the garbage collector.
         """
@@ -108,7 +108,7 @@ class EngineThread:
         return future.result()
 
     def close(self) -> None:
-        """End everything that is open with EngineDead and stop the thread. Can be called again."""
+        """Fail all open requests with EngineDead and stop the thread. Idempotent."""
         self._is_closing = True
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
@@ -129,7 +129,7 @@ class EngineThread:
         self._die(death)
 
     def _read_inbox(self) -> bool:
-        """Answer what waits, block while there is no work; False when it is time to stop."""
+        """Process queued messages, block while there is no work; False: stop."""
         while not self._is_closing:
             is_idle = not self._engine.has_work()
             if is_idle and self._recorder is not None:
@@ -151,7 +151,7 @@ class EngineThread:
         try:
             self._engine.fail_all(death)
         except Exception:
-            _log.exception("the engine could not let go of its requests")
+            _log.exception("the engine could not release its requests")
         if self._recorder is not None:
             self._recorder.close()
         while True:
@@ -183,7 +183,7 @@ class EngineThread:
         return sum(output is not None for output in outputs)
 
     def _forget(self, tickets: Sequence[Ticket]) -> None:
-        """Not by id alone: another caller may use the same one by now."""
+        """Abort these tickets' requests; compared by ticket, since an id may be in use again."""
         if self._death is None:
             ids = [ticket.request.request_id for ticket in tickets]
             pairs = zip(ids, tickets, strict=True)
@@ -193,7 +193,7 @@ class EngineThread:
         ticket = self._tickets[output.request_id]
         try:
             must_stop = ticket.push(output)
-        except Exception as error:  # its text cannot be made: only this request suffers
+        except Exception as error:  # detokenisation failed: only this request ends
             _log.exception("request %s failed", output.request_id)
             ticket.fail(_broken(error))
             self._engine.abort(output.request_id)
@@ -202,8 +202,9 @@ class EngineThread:
         if output.finish is not None:
             del self._tickets[output.request_id]
             if self._recorder is not None:
-                news = ticket.request, ticket.token_ids, output.finish
-                self._recorder.record(*news, arrived_at=ticket.made_at)
+                self._recorder.record(
+                    ticket.request, ticket.token_ids, output.finish, arrived_at=ticket.made_at
+                )
         elif must_stop:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:

@@ -1,6 +1,6 @@
-"""The K and V of every page: one tensor for all layers, so that a page head is copied in one go.
+"""The K and V of every page: one tensor for all layers, so that a page prefix is copied at once.
 
-Owns the memory; which page belongs to whom is the cache's business.
+Owns the memory; the cache owns the assignment of pages.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from radixserve.models.base import ModelInfo
 from radixserve.runner.host_memory import MEMORY_PAGE, free_memory, provide_meanwhile
 from radixserve_kernels.torch_ops import copy_slots
 
-FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
-READY_BYTES = 256 << 20  # of a pool on the CPU that the system provides at the start
-SOON_BYTES = 1 << 30  # that it has provided a little later
+FREE_MEMORY_DIVISOR = 4  # the default pool takes at most this fraction of the free memory: 1 / 4
+PREFAULT_SYNC_BYTES = 256 << 20  # of a pool on the CPU that are mapped before it is used
+PREFAULT_ASYNC_BYTES = 1 << 30  # of it that are mapped by a thread soon after
 
 
 class KVPool:
@@ -37,7 +37,7 @@ class KVPool:
         return self.kv.numel() * self.kv.element_size()
 
     def copy_heads(self, copies: IntArray) -> None:
-        """Copy page heads in every layer, as if all at once.
+        """Copy page prefixes in every layer, as if all at once.
 
         copies [n, 3]: source page, destination page, tokens; no page is written twice or both
         written and read.
@@ -81,9 +81,8 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the CPU the system provides memory when it is first touched, and a step that meets
-    fresh memory waits for it: the pages that are taken first are touched here, those that follow in
-    a thread."""
+    """Zeros. On the CPU the system maps memory when it is first touched, which would delay a step:
+    the pages that are allocated first are touched here, those after them in a thread."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
         if device.type != "cpu":

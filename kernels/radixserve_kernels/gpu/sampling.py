@@ -74,13 +74,13 @@ def kept_weights(
     floor,
     limit,
     norm,
-    min_prob,
+    prob_threshold,
     block: tl.constexpr,
 ):
     """exp(scaled) of the tokens of a block that pass all filters, float64; zero for the others."""
     scaled, is_kept = scaled_logits(values_ptr, start, end, row_max, temperature, floor, block)
     weights = tl.exp(scaled)
-    is_kept = is_kept & (key_of(scaled) <= limit) & (tl.div_rn(weights, norm) >= min_prob)
+    is_kept = is_kept & (key_of(scaled) <= limit) & (tl.div_rn(weights, norm) >= prob_threshold)
     return tl.where(is_kept, weights, 0.0).to(tl.float64)
 
 
@@ -131,7 +131,7 @@ def draw_kernel(
         is_gathered = False
         limit = tl.full([], 0x7F800000, tl.int32)  # the key of -inf: all tokens
         norm = tl.sum(masses, 0).to(tl.float32)
-        min_prob = tl.full([], 0.0, tl.float32)  # probability
+        prob_threshold = tl.full([], 0.0, tl.float32)  # least probability to keep
         if is_filtered(top_k, top_p, floor, vocab_size):
             counts_ptr += row * steps * num_blocks
             step, num_tokens = choose_step(
@@ -150,7 +150,7 @@ def draw_kernel(
                     high = tl.where(is_top_k, key_of(step_floor(step, steps)), limit)
                     while (
                         high - low > 1
-                    ):  # the min_prob key up to which the weights reach the target
+                    ):  # the smallest key up to which the weights reach the target
                         middle = low + (high - low) // 2
                         found = count_or_mass(
                             values_ptr,
@@ -172,7 +172,7 @@ def draw_kernel(
                         ).to(tl.float32)
                     else:
                         last = -high.to(tl.float32, bitcast=True)
-                        min_prob = tl.div_rn(tl.exp(last), norm)
+                        prob_threshold = tl.div_rn(tl.exp(last), norm)
             point = tl.full([], float("inf"), tl.float64)
             first = tl.full([], 0, tl.int32)
             before = tl.full([], 0.0, tl.float64)
@@ -190,7 +190,7 @@ def draw_kernel(
                         floor,
                         limit,
                         norm,
-                        min_prob,
+                        prob_threshold,
                         block,
                     )
                     mass += tl.sum(weights, 0)
@@ -206,7 +206,7 @@ def draw_kernel(
             first = tl.sum(is_past.to(tl.int32), 0) * block
             before = tl.max(tl.where(is_past, mass_up_to, 0.0), 0)
         weights = kept_weights(
-            values_ptr, first, end, row_max, temperature, floor, limit, norm, min_prob, block
+            values_ptr, first, end, row_max, temperature, floor, limit, norm, prob_threshold, block
         )
         within = tl.arange(0, block)
         is_here = (before + tl.cumsum(weights, 0) > point) & (weights > 0.0)

@@ -25,7 +25,7 @@ def step_floor(step, steps: tl.constexpr):
 
 @kernel()
 def scaled_logits(values_ptr, start, end, row_max, temperature, floor, block: tl.constexpr):
-    """Of a block of values; those below min_p's floor, and beyond the end, count for nothing."""
+    """Scaled logits of a block and the mask of those inside the row and above min_p's floor."""
     position = start + tl.arange(0, block)
     values = tl.load(values_ptr + position, position < end, float("-inf"))
     scaled = tl.div_rn(values - row_max, temperature)

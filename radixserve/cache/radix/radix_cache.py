@@ -1,6 +1,6 @@
-"""`RadixCache`, the front of the tree: look up, acquire, evict, reset, explain, audit.
+"""`RadixCache`, the interface of the tree: look up, acquire, evict, reset, explain, audit.
 
-Single-threaded by contract: one owner. Knows nothing of tensors; whoever owns the K/V memory
+Single-threaded: one owner makes every call. Independent of tensors: the owner of the K/V memory
 performs the page copies that sequences ask for.
 """
 
@@ -48,7 +48,7 @@ class RadixCache(PrefixCache):
         seq.commit(seq.length)                       # publish it
         seq.release()
 
-    `eviction` is one of config.EVICTION_POLICIES; what is known of sessions comes before it: see
+    `eviction` is one of config.EVICTION_POLICIES; sessions take precedence over it: see
     `open_session`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
     With `reuse=False` nothing is ever shared or kept between sequences (but forks still share).
     A reset is O(1) for each namespace.
@@ -81,7 +81,7 @@ class RadixCache(PrefixCache):
     def sharing_enabled(self) -> bool:
         return self._reuse
 
-    # -- finding ------------------------------------------------------------------------------
+    # -- look-up ------------------------------------------------------------------------------
 
     def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
         """What `acquire` would reuse now, and why not more. Changes nothing.
@@ -121,9 +121,9 @@ class RadixCache(PrefixCache):
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
         `cached_len`; `extend` takes room for the rest. A prefix that ends inside a page takes one
-        page for the copy of its head; when there is none, the prefix ends at the page boundary.
-        `session`: from `open_session`. `priority`: its worth to the "priority" eviction, high ones
-        are kept longer.
+        page for the copy of its prefix; when there is none, the prefix ends at the page boundary.
+        `session`: session of the sequence, from `open_session`. `priority`: for the "priority"
+        eviction policy; pages of high priority are kept longer.
         """
         data, tree, stats = token_view(tokens), self._tree, self._allocator.stats
         owner = None if session is None else check_session(session, tree.session_eviction)
@@ -168,7 +168,7 @@ class RadixCache(PrefixCache):
         return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
 
     def _can_copy_head(self, match: Match) -> bool:
-        """Whether a page can be had for the copy, once the matched path is locked."""
+        """Whether a page for the copy is available once the matched path is locked."""
         if self._allocator.pool.num_free:
             return True
         kept, node = 0, match.node
@@ -180,7 +180,7 @@ class RadixCache(PrefixCache):
     # -- sessions ------------------------------------------------------------------------------
 
     def open_session(self, name: str, *, lease_s: float | None = None) -> RadixSession:
-        """A session that will be continued until it is closed: a chat, a branch, a tenant.
+        """Open a session; close it when it will not be continued: a chat, a branch, a tenant.
 
         Pages that only closed sessions reached are dropped first. Those where sequences of an open
         one ended are dropped last for `lease_s` seconds (default: 300; 0: no lease) from the last
@@ -197,7 +197,7 @@ class RadixCache(PrefixCache):
         assert tree.session_eviction is not None
         return tree.session_eviction.open(name, lease)
 
-    # -- knowing ------------------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """See `PrefixCache.stats`. Pages of a namespace that was reset count as free at once."""
