@@ -10,7 +10,7 @@ from radixserve.api.request_builder import RequestBuilder
 from radixserve.api.request_handle import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
-from radixserve.engine.worker import EngineThread
+from radixserve.engine.engine_thread import EngineThread
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk
 from radixserve.request import Request

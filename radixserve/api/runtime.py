@@ -22,8 +22,8 @@ from radixserve.cache import Lookup
 from radixserve.checks import check_int, check_str, shown
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
+from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.trace_recorder import TraceRecorder
-from radixserve.engine.worker import EngineThread
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion, Score
 from radixserve.request import BeamParams, Request, SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from radixserve.arrays import IntArray
 from radixserve.engine.engine import Engine
-from radixserve.engine.worker import EngineThread
+from radixserve.engine.engine_thread import EngineThread
 
 _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from radixserve.output import Chunk, Completion, Finish, RequestOutput
 from radixserve.request import Request
-from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
+from radixserve.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
 
 Event = Chunk | Completion | tuple[Completion, ...] | BaseException
 
@@ -35,8 +35,8 @@ class Ticket:
         self.streams = streams
         self._text = None
         if tokenizer is not None:
-            self._text = TextStream(tokenizer, request.token_ids.tolist())
-        self._stop = StopText(tuple(request.params.stop))
+            self._text = IncrementalDetokenizer(tokenizer, request.token_ids.tolist())
+        self._stop = StopStringMatcher(tuple(request.params.stop))
         self._is_eager = streams or bool(request.params.stop)  # text is needed at once
         self._pieces: list[str] = []  # of the text so far
         self._pending_text: list[str] = []  # of these, not yet sent in a chunk
@@ -93,7 +93,7 @@ class Ticket:
             self._pending_text.append(piece)
 
     def _complete(self, finish: Finish) -> None:
-        """Build the completion, then notify; an error before that can still be reported by `fail`."""
+        """Build the completion, then notify; errors before that can still be reported by `fail`."""
         if self._text is not None:
             if not self._is_eager:
                 ids = self._token_ids[: -1 if self._ends_by_token(finish) else None]

@@ -113,7 +113,7 @@ class Tokenizer:
             return list(encoded["input_ids"])
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Incremental detokenisation: pieces of whole characters, which joined are the text.
 
     Decodes a short window a step, so a token costs the same however long the text is.
@@ -168,7 +168,7 @@ class TextStream:
         return piece
 
 
-class StopText:
+class StopStringMatcher:
     """Cuts a stream of text at the first stop string, also where it spans several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:

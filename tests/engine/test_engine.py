@@ -14,8 +14,8 @@ import pytest
 from radixserve.commands.terminal import format_profile
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
+from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.ticket import Event, Ticket
-from radixserve.engine.worker import EngineThread
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import Request, SamplingParams

@@ -102,7 +102,7 @@ class HashSequence(CacheSequence):
         return self._partial
 
     def _cut(self, length: int, whole: int, extra: int) -> None:
-        """Unlock blocks after the cut, the deepest first; a cut inside one copies its first tokens."""
+        """Unlock blocks after the cut, the deepest first; a cut inside one copies its start."""
         pool = self._pool
         source = self._cut_source(whole, length) if extra else None
         if source is None:

@@ -267,9 +267,7 @@ class _EvictedPoints:
         self._max_pages = max_pages
         self._max_points = max_points
         self._pages: OrderedDict[EvictionPoint, int] = OrderedDict()
-        self._tails: dict[
-            int | str, EvictionPoint
-        ] = {}  # node_id -> where its tail was cut off
+        self._tails: dict[int | str, EvictionPoint] = {}  # node_id -> where its tail was cut off
         self.num_pages = 0
 
     def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:

@@ -100,7 +100,7 @@ class RadixCache(PrefixCache):
         match = find_match(found, data, limit, size)
         answer = explain(tree, found, match, data, limit)
         extra = match[0] % size
-        if not extra or self._can_copy_head(match):
+        if not extra or self._can_copy_page_prefix(match):
             return answer
         return answer._replace(cached_len=match.length - extra)
 
@@ -144,7 +144,7 @@ class RadixCache(PrefixCache):
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
         if length % size:
-            node, length, copy = self._copy_head(match)
+            node, length, copy = self._copy_page_prefix(match)
         stats.num_acquired += 1
         stats.acquired_tokens += count
         stats.matched_tokens += length
@@ -155,7 +155,7 @@ class RadixCache(PrefixCache):
             self._allocator, tree, node, known, shared, copy, length, owner, priority
         )
 
-    def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
+    def _copy_page_prefix(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
         length, node, _ = match
         whole, extra = divmod(length, self.page_size)
@@ -167,7 +167,7 @@ class RadixCache(PrefixCache):
             return self._tree.move_lock(node, upper), length - extra, None
         return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
 
-    def _can_copy_head(self, match: Match) -> bool:
+    def _can_copy_page_prefix(self, match: Match) -> bool:
         """Whether a page for the copy is available once the matched path is locked."""
         if self._allocator.pool.num_free:
             return True

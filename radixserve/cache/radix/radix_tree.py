@@ -253,7 +253,7 @@ class RadixTree:
         return parent, self.remove(leaf)
 
     def remove(self, node: Node) -> array[int]:
-        """Remove a node that is not in the order of eviction; the caller owns its pages from now on.
+        """Remove a node that is not in the order of eviction; the caller now owns its pages.
 
         Children that are left, in a dead namespace, are the caller's concern. Leaves nothing that
         a stale reference could mistake for a living node.

@@ -264,8 +264,8 @@ class CachedSequence(CacheSequence):
         tree.unlock(node)
 
     def _split_at_end(self) -> None:
-        """Split `_last_node` at this sequence's end if it extends further, so that only the used part
-        gets the refs of this sequence's session (or becomes public)."""
+        """Split `_last_node` at this sequence's end if it extends further, so that only the used
+        part gets the refs of this sequence's session (or becomes public)."""
         size, node, refs = self._tree.page_size, self._last_node, self._last_node.session_refs
         end = -(-self._published // size) * size
         if node.end <= end or end <= node.start or node.namespace.is_dead:

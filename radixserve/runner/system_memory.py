@@ -41,9 +41,7 @@ def keep_freed_memory() -> bool:
     return taken
 
 
-def provide_meanwhile(
-    memory: NDArray[np.uint8], num_runs: int, start: int, end: int
-) -> Thread | None:
+def prefault_async(memory: NDArray[np.uint8], num_runs: int, start: int, end: int) -> Thread | None:
     """Prefault bytes [start, end) of each of `num_runs` equal parts of `memory`, in a thread.
 
     They may be read and written meanwhile. Otherwise the first step to touch them would wait until
@@ -80,7 +78,7 @@ def provide_meanwhile(
 def free_memory() -> int:
     """Bytes that can be allocated without swapping, as reported by the system; in a container no
     more than its limit leaves."""
-    return min(_free_of_system(), *free_of_groups())
+    return min(_free_of_system(), *cgroup_free_bytes())
 
 
 def _free_of_system() -> int:
@@ -97,7 +95,7 @@ def _free_of_system() -> int:
         return FREE_FALLBACK
 
 
-def free_of_groups(folder: Path = CONTROL_GROUPS) -> list[int]:
+def cgroup_free_bytes(folder: Path = CONTROL_GROUPS) -> list[int]:
     """Bytes left by Linux's control groups, version 2 and 1; cached files count as free."""
     found = []
     for limit, used, kept in (
