@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,16 +38,20 @@ def test_same_as_torch(
 
 
 def test_without_onednn_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_pack", lambda _: None)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     x, weight, plus = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
     assert torch.equal(Linear(weight)(x), F.linear(x, weight))
     assert torch.equal(Linear(weight)(x, plus), F.linear(x, weight) + plus)
 
 
 def test_without_a_build_that_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_product_and_sum", linear._find("no_such_operation", "default"))
-    x, weight = torch.randn(3, 8), torch.randn(5, 8)
-    assert torch.equal(Linear(weight)(x), F.linear(x, weight))
+    operations = SimpleNamespace(_reorder_linear_weight=lambda weight, _: weight)
+    with monkeypatch.context() as patches:
+        patches.setattr(torch.ops, "mkldnn", operations)
+        module = runpy.run_path(linear.__file__)
+        x, weight = torch.randn(3, 8), torch.randn(5, 8)
+        assert torch.equal(module["Linear"](weight)(x), F.linear(x, weight))
+        assert torch.equal(module["product"](x, weight), F.linear(x, weight))
 
 
 def test_other_dtypes_are_not_packed() -> None:
