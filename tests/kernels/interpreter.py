@@ -24,7 +24,9 @@ from radixserve_kernels.gpu.launch import JITFunction, Launch, tl
 
 from triton.runtime import interpreter  # isort: skip  (launch decides how Triton is imported)
 from triton.runtime.interpreter import _patch_lang_tensor  # isort: skip
+from triton.runtime.jit import mangle_type  # isort: skip
 
+mangle_type(1)  # its first call imports parts of Triton that need the compiled functions
 TensorHandle, InterpreterBuilder = interpreter.TensorHandle, interpreter.InterpreterBuilder
 
 PATCHED = (tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype)
