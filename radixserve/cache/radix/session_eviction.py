@@ -71,9 +71,8 @@ class SessionAwareEviction(EvictionOrder):
         self._clock = clock
         self._closed: OrderedDict[Node, None] = OrderedDict()
         self._expired: OrderedDict[Node, None] = OrderedDict()
-        self._leased: OrderedDict[Node, None] = (
-            OrderedDict()
-        )  # leased nodes that the policy has already selected as victims
+        # leased nodes that the policy has already selected as victims
+        self._leased: OrderedDict[Node, None] = OrderedDict()
         self._leases: SortedDict = SortedDict()  # Deadline -> (session, end node), first to end
         self._begun: OrderedDict[Deadline, None] = OrderedDict()  # the same, first begun
         self._num_leases = 0  # ever given

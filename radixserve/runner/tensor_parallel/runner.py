@@ -91,7 +91,7 @@ class TPModelRunner(ModelRunner):
 
     @contextlib.contextmanager
     def _all_ranks(self) -> Iterator[None]:
-        """Run the body on all ranks; if it fails on one, none of them can continue."""
+        """Around a call of all ranks: shut the workers down if it fails on any rank."""
         try:
             yield
             self._workers.check_alive()
