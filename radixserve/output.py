@@ -1,4 +1,4 @@
-"""What comes out: a step's news of one request, and the finished `Completion`."""
+"""What comes out: the output of one request in a step, and the finished `Completion`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from radixserve.cache import Lookup
+from radixserve.schedule import SampleOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Beam(NamedTuple):
 
 
 class RequestOutput(NamedTuple):
-    """A schedule's news of one request: at most one token a step, and its end when it ended."""
+    """Per-step output of one request: at most one token, and its end when it ended."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -81,6 +82,7 @@ class RequestOutput(NamedTuple):
     top_logprobs: tuple[dict[int, float], ...]
     finish: Finish | None
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
+    draws: tuple[SampleOutput, ...] = ()  # of a beam search: what was drawn after each of its beams
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+from radixserve.engine.beam_group import StopCheck
 from radixserve.output import Chunk, Completion, Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
@@ -33,6 +34,7 @@ class Ticket:
         self.made_at = time.time()  # seconds since 1970
         self._notify = notify
         self.streams = streams
+        self.is_stopped: StopCheck | None = None  # of a beam search with stop strings
         self._text = None
         if tokenizer is not None:
             self._text = TextStream(tokenizer, request.token_ids.tolist())
@@ -52,7 +54,7 @@ class Ticket:
         return self._token_ids
 
     def push(self, output: RequestOutput) -> bool:
-        """Take in a schedule's news. True: a stop string was met, the request has to be ended."""
+        """Take in a step's output. True: a stop string was found, the request has to be ended."""
         if self._has_ended:
             return False
         self._token_ids += output.token_ids

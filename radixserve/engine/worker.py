@@ -171,7 +171,7 @@ class EngineThread:
             if error is not None:
                 ticket.fail(error)
                 continue
-            self._engine.add(ticket.request)
+            self._engine.add(ticket.request, ticket.is_stopped)
             self._tickets[ticket.request.request_id] = ticket
 
     def _abort(self, engine: Engine, request_ids: Sequence[str] | None) -> int:
@@ -202,8 +202,8 @@ class EngineThread:
         if output.finish is not None:
             del self._tickets[output.request_id]
             if self._recorder is not None:
-                news = ticket.request, ticket.token_ids, output.finish
-                self._recorder.record(*news, arrived_at=ticket.made_at)
+                done = ticket.request, ticket.token_ids, output.finish
+                self._recorder.record(*done, arrived_at=ticket.made_at)
         elif must_stop:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:

@@ -18,10 +18,9 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from radixserve import Completion, EngineDead, InvalidRequest, Runtime, SamplingParams
 from radixserve.arrays import IntArray
-from radixserve.request import BeamParams
 from tests.checkpoints import all_logprobs, load_reference, make_checkpoint
 from tests.pacing import held, until, wait_until
-from tests.scheduler.beam_reference import search
+from tests.scheduler.beam_reference import StoppedBeams, search
 
 TOLERANCE = 1e-4
 TIE = 1e-5  # candidates closer than this: float32 cannot tell, nor can transformers
@@ -100,7 +99,7 @@ class Reference:
             scores[seen] *= penalty
             return scores
 
-        beams = BeamParams(
+        beams = StoppedBeams(
             width=options["beam_width"],
             length_penalty=options.get("length_penalty", 1.0),
             early_stopping=options.get("early_stopping", False),
