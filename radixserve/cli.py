@@ -27,7 +27,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done; 1: done with errors; 2: not done; 130: interrupted."""
+    """Run one command. Returns 0: done; 1: done with errors; 2: not done; 130: interrupted."""
     args = build_parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nradixserve: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has gone, as in `radixserve ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `radixserve ... | head`
         _drop_stdout()
         return 1
     except (RadixServeError, OSError) as error:
@@ -76,6 +76,6 @@ def _as_line(error: Exception) -> str:
 
 
 def _drop_stdout() -> None:
-    """Keep the interpreter from failing once more when it flushes standard output at exit."""
+    """Keep the interpreter from failing again when it flushes standard output at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -20,7 +20,7 @@ from radixserve.checks import (
 from radixserve.errors import InvalidRequest
 
 ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "flashinfer")
-EVICTIONS = ("lru", "arc", "lfu", "fifo", "slru", "priority")
+EVICTION_POLICIES = ("lru", "arc", "lfu", "fifo", "slru", "priority")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +118,11 @@ class EngineConfig(StrictFields):
         if self.max_seq_len is not None:
             put("max_seq_len", check_int("max_seq_len", self.max_seq_len, 2))
         check_choice("cache", self.cache, ("radix", "hash", "off"))
-        check_choice("eviction", self.eviction, EVICTIONS)
+        check_choice("eviction", self.eviction, EVICTION_POLICIES)
         if self.cache == "hash" and self.eviction != "lru":
             raise InvalidRequest(
                 f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '
-                f'cache="radix" has {", ".join(EVICTIONS)}'
+                f'cache="radix" has {", ".join(EVICTION_POLICIES)}'
             )
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         put("max_overtake", check_int("max_overtake", self.max_overtake, 0))

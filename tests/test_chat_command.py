@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from radixserve.commands.chat import ChatTerminal
+from radixserve.commands import chat
+from radixserve.commands.terminal import make_console, print_escaped
 from tests.test_cli import feed, run
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--num-pages", "4096"]
@@ -20,7 +21,7 @@ USAGE = re.compile(r"^reused (\d+) \+ computed (\d+) = (\d+), first token ")
 def talk(
     monkeypatch: pytest.MonkeyPatch, *lines: str, flags: list[str] | None = None
 ) -> tuple[list[str], list[tuple[int, ...]]]:
-    """What is printed for these lines, and (reused, computed, prompt) of each answer."""
+    """The printed lines for this input, and (reused, computed, prompt) of each answer."""
     feed(monkeypatch, "".join(line + "\n" for line in lines).encode())
     code, out, err = run("chat", *GREEDY, *(flags or []))
     assert (code, err) == (0, "")
@@ -151,15 +152,15 @@ def test_a_template_that_rewrites_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_ctrl_c_stops_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    write, told = ChatTerminal._write, []
+    told: list[str] = []
 
-    def interrupted(self: ChatTerminal, text: str) -> None:
+    def interrupted(console: Any, text: str) -> None:
         told.append(text)
-        write(self, text)
+        print_escaped(console, text)
         if len(told) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ChatTerminal, "_write", interrupted)
+    monkeypatch.setattr(chat, "print_escaped", interrupted)
     shown, usage = talk(monkeypatch, "What does json.dumps do?", "/stats", "And loads?")
     said = "".join(told[:3])
     assert f"{said} ..." in shown
@@ -179,9 +180,5 @@ def test_ctrl_c_at_the_prompt_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_could_steer_the_terminal_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal: Any = object.__new__(ChatTerminal)
-    from radixserve.commands.terminal import make_console
-
-    terminal._console = make_console()
-    terminal._write("a\tb\x1b[2J[bold]c\r\nd")
+    print_escaped(make_console(), "a\tb\x1b[2J[bold]c\r\nd")
     assert capsys.readouterr().out == "a    b\\x1b[2J[bold]c\\r\nd"

@@ -18,7 +18,7 @@ import torch
 import radixserve
 from radixserve.cli import main
 from radixserve.commands import demo, info
-from radixserve.commands.demo_run import Answer, Part, Performance
+from radixserve.commands.demo_run import Answer, DemoRun, Part
 from radixserve.config import EngineConfig
 from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
@@ -218,7 +218,7 @@ def test_demo_reuses_and_answers_the_same(document: dict[str, Any]) -> None:
 def test_demo_tree_shows_what_is_held(document: dict[str, Any]) -> None:
     (top,) = document["tree"]["namespaces"][""]
     assert top["text"].startswith("<|begin|><|system|>You are a helpful assistant")
-    assert top["sessions"] == 2
+    assert top["sequences"] == 2
     assert top["children"]
 
 
@@ -234,7 +234,7 @@ def test_demo_for_people() -> None:
         assert int(reused) + int(computed) == int(right.split()[0])
     assert "same answers with and without the cache: yes (18 of 18)" in out
     assert "hit rate" in out
-    assert "sessions 2 '<|begin|><|system|>You" in out
+    assert "sequences 2 '<|begin|><|system|>You" in out
     assert "more nodes" in out
     assert max(map(len, out.splitlines())) <= 100
 
@@ -243,8 +243,8 @@ def test_demo_fails_when_counts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
     usage = Usage(prompt_tokens=10, cached_tokens=4, computed_tokens=5, completion_tokens=1)
     completion = Completion("r", "a", [5], "length", usage, Metrics(0.0, 0.1, 0.2), None)
     tree = {"page_size": 1, "truncated": False, "namespaces": {}}
-    broken = Performance((Part("part", (Answer("Why?", completion),), 1.0),), tree)
-    monkeypatch.setattr(demo, "perform", lambda *_: broken)
+    broken = DemoRun((Part("part", (Answer("Why?", completion),), 1.0),), tree)
+    monkeypatch.setattr(demo, "run_demo", lambda *_: broken)
     code, out, err = run("demo", "--json")
     assert code == 1
     assert json.loads(out)["adds_up"] is False
@@ -320,7 +320,7 @@ def test_generate_json_lines(tmp_path: Path) -> None:
     code, out, err = run("generate", "--jsonl", str(source), "--output", str(target), *GREEDY)
     assert (code, out, err) == (1, "", "")
     answers = [json.loads(line) for line in target.read_text().splitlines()]
-    assert len(answers) == len(LINES)  # one was empty, one came behind
+    assert len(answers) == len(LINES)  # one was empty, one was added
     good = [answer for answer in answers if "error" not in answer]
     assert [answer.get("id") for answer in good] == ["a", [1], None, "z"]
     assert len(good[1]["token_ids"]) == len(good[1]["logprobs"]) == 2
@@ -372,7 +372,7 @@ def test_replay_for_people(trace: str) -> None:
     for words in ("reusable at all", "next GiB", "block size loses", "which policy fits", "TTFT"):
         assert words in out
     rows = [line.split() for line in out.splitlines()]
-    for label in ("lru", "arc", "lru+holders", "arc+holders", "hash", "clairvoyant"):
+    for label in ("lru", "arc", "lru+sessions", "arc+sessions", "hash", "clairvoyant"):
         assert any(row[:1] == [label] for row in rows), label
     assert max(map(len, out.splitlines())) <= 100
 

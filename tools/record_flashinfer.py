@@ -1,4 +1,4 @@
-"""Records what FlashInfer's functions take, for tests on machines that do not have it.
+"""Records the parameters of FlashInfer's functions, for tests on machines that do not have it.
 
     python tools/record_flashinfer.py [--output FILE]
 

@@ -1,4 +1,4 @@
-"""The front of the device kernels: Triton for CUDA tensors, torch twins for CPU tensors.
+"""The device operations: Triton kernels for CUDA tensors, torch references for CPU tensors.
 
 With TRITON_INTERPRET=1 in the environment CPU tensors go through Triton's interpreter instead: it
 is slow, and for tests. On CUDA nothing here waits for the device or looks at what is in a tensor:
@@ -16,12 +16,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from radixserve_kernels.gpu import twins
+from radixserve_kernels.gpu import reference
 from radixserve_kernels.gpu.records import (
     LONG_ROW_KEYS,
     MIN_SPLIT_KEYS,
@@ -30,10 +31,7 @@ from radixserve_kernels.gpu.records import (
     Split,
 )
 
-if TYPE_CHECKING:
-    from radixserve_kernels.gpu.launch import Launch
-
-LEAST_CAPABILITY = (8, 0)  # Ampere
+MIN_CAPABILITY = (8, 0)  # Ampere
 PROGRAMS_PER_SM = 2  # that keep a multiprocessor's share of the memory busy
 MAX_SPLITS, MAX_LONG_SPLITS = 64, 8
 
@@ -45,18 +43,18 @@ def unsupported_reason() -> str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     capability = torch.cuda.get_device_capability()
-    if capability < LEAST_CAPABILITY:
-        return f"the GPU's compute capability is {capability}, the kernels need {LEAST_CAPABILITY}"
+    if capability < MIN_CAPABILITY:
+        return f"the GPU's compute capability is {capability}, the kernels need {MIN_CAPABILITY}"
     return ""
 
 
-def _is_on_kernels(x: Tensor) -> bool:
-    """CPU tensors only where Triton's own switch asks for its interpreter."""
-    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _run(x: Tensor, launches: list[Launch]) -> None:
-    """Start kernels one after another on the device of x, or interpret them."""
+def _run(x: Tensor, family: str, name: str, *arguments: Any) -> None:
+    """Run `name` of gpu/<family>.py on the device of x; for CPU tensors its function in
+    gpu/reference.py, or the interpreter where Triton's own switch asks for it."""
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        getattr(reference, name)(*arguments)
+        return
+    launches = getattr(import_module(f"radixserve_kernels.gpu.{family}"), name)(*arguments)
     if x.is_cuda:
         for launch in launches:
             launch.run()
@@ -72,12 +70,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 
     x [T, n], weight [n]; `out` may be x.
     """
-    if not _is_on_kernels(x):
-        return twins.rms_norm(x, weight, eps, out)
-    from radixserve_kernels.gpu import norm as kernels
-
     out = _like(x, out)
-    _run(x, kernels.rms_norm(x, None, weight, eps, out))
+    _run(x, "norm", "rms_norm", x, None, weight, eps, out)
     return out
 
 
@@ -88,24 +82,16 @@ def add_rms_norm(
 
     `out`, for the normed rows, may be x.
     """
-    if not _is_on_kernels(x):
-        return twins.add_rms_norm(x, residual, weight, eps, out)
-    from radixserve_kernels.gpu import norm as kernels
-
     out = _like(x, out)
-    _run(x, kernels.rms_norm(x, residual, weight, eps, out))
+    _run(x, "norm", "rms_norm", x, residual, weight, eps, out)
     return out, residual
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """silu(first half) * second half of the last axis: [T, 2M] -> [T, M]."""
-    if not _is_on_kernels(gate_up):
-        return twins.silu_and_mul(gate_up, out)
-    from radixserve_kernels.gpu import norm as kernels
-
     if out is None:
         out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-    _run(gate_up, kernels.silu_and_mul(gate_up, out))
+    _run(gate_up, "norm", "silu_and_mul", gate_up, out)
     return out
 
 
@@ -130,13 +116,10 @@ def rope_and_store(
     `rms_norm` of each head before it is rotated. What is stored is cast to the pool's dtype.
     """
     inputs = (qkv, positions, slots, cos_sin, k_slots, v_slots)
-    if not _is_on_kernels(qkv):
-        return twins.rope_and_store(*inputs, num_heads, num_kv_heads, qk_norm, eps, out)
-    from radixserve_kernels.gpu import rope as kernels
-
     if out is None:
         out = qkv.new_empty((len(qkv), num_heads, k_slots.shape[2]))
-    _run(qkv, kernels.rope_and_store(*inputs, num_heads, num_kv_heads, qk_norm, eps, out))
+    heads = (num_heads, num_kv_heads)
+    _run(qkv, "rope", "rope_and_store", *inputs, *heads, qk_norm, eps, out)
     return out
 
 
@@ -146,23 +129,7 @@ def copy_heads(kv: Tensor, copies: Tensor) -> None:
     kv [L, 2, num_pages, P, Hkv, D] contiguous; copies [n, 3] int32 on the device: source page,
     destination page, tokens (0: nothing). No page is written twice, or both written and read.
     """
-    if not _is_on_kernels(kv):
-        return twins.copy_heads(kv, copies)
-    return _copy(kv, copies)
-
-
-def copy_pages(kv: Tensor, copies: Tensor) -> None:
-    """`copy_heads` of whole pages: copies [n, 2] int32, source page and destination page."""
-    if not _is_on_kernels(kv):
-        whole = torch.full_like(copies[:, :1], kv.shape[3])
-        return twins.copy_heads(kv, torch.cat((copies, whole), 1))
-    return _copy(kv, copies)
-
-
-def _copy(kv: Tensor, copies: Tensor) -> None:
-    from radixserve_kernels.gpu import pages as kernels
-
-    _run(kv, kernels.copy_pages(kv, copies))
+    _run(kv, "pages", "copy_heads", kv, copies)
 
 
 def flat_indices(
@@ -173,25 +140,21 @@ def flat_indices(
     page_table [rows, max_pages], row_of [R] (-1: nothing of it), num_pages [R], indptr [R + 1],
     out [N]: int32 all.
     """
-    if not _is_on_kernels(page_table):
-        return twins.flat_indices(page_table, row_of, num_pages, indptr, out)
-    from radixserve_kernels.gpu import pages as kernels
-
-    _run(out, kernels.flat_indices(page_table, row_of, num_pages, indptr, out))
+    _run(out, "pages", "flat_indices", page_table, row_of, num_pages, indptr, out)
     return out
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, int]:
-    """num_splits and even_splits for `decode`, such that it fills `num_sms` multiprocessors.
+    """num_splits and fixed_splits for `decode`, such that it fills `num_sms` multiprocessors.
 
     max_keys: of the longest row; under a captured graph, of the longest that may come.
     """
-    even_splits = choose_num_splits(num_rows, num_kv_heads, max_keys, num_sms)
-    return max(even_splits, min(-(-max_keys // LONG_ROW_KEYS), MAX_LONG_SPLITS)), even_splits
+    fixed_splits = choose_num_splits(num_rows, num_kv_heads, max_keys, num_sms)
+    return max(fixed_splits, min(-(-max_keys // LONG_ROW_KEYS), MAX_LONG_SPLITS)), fixed_splits
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_keys: int, num_sms: int) -> int:
-    """Parts to cut the keys of rows of like lengths into; num_rows: of `extend`, its tiles."""
+    """Splits of the keys of rows of similar lengths; for `extend` num_rows is that of its tiles."""
     wanted = -(-num_sms * PROGRAMS_PER_SM // max(num_rows * num_kv_heads, 1))
     return max(1, min(wanted, max_keys // MIN_SPLIT_KEYS, MAX_SPLITS))
 
@@ -214,24 +177,20 @@ def decode(
     workspace: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-    even_splits: int | None = None,
+    fixed_splits: int | None = None,
 ) -> Tensor:
     """Attention of one query a row over all its keys: q [R, Hq, D] -> [R, Hq, D].
 
-    scale: of the scores, 1 / sqrt(D) by default. Rows are cut into even_splits parts (num_splits
-    by default) that run side by side and are merged after, but into none below MIN_SPLIT_KEYS keys;
-    rows with parts longer than LONG_ROW_KEYS into more, at most num_splits: see `choose_splits`.
-    `workspace` [>= workspace_size(...)] float32 holds the parts, made when it is None. lse [R, Hq]
-    is filled where given.
+    scale: of the scores, 1 / sqrt(D) by default. The keys of a row are cut into fixed_splits splits
+    (num_splits by default) that run in parallel and are merged afterwards, but none is below
+    MIN_SPLIT_KEYS keys; rows whose splits exceed LONG_ROW_KEYS have more, at most num_splits: see
+    `choose_splits`. `workspace` [>= workspace_size(...)] float32 holds the split outputs, allocated
+    if None. lse [R, Hq] is filled where given.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
-    result, scale = Result(_like(q, out), lse), _scale(q, scale)
-    if not _is_on_kernels(q):
-        return twins.attend(q, keys, torch.arange(len(q) + 1), scale, False, result)
-    from radixserve_kernels.gpu import decode as kernels
-
-    split = Split(num_splits, even_splits or num_splits, workspace)
-    _run(q, kernels.decode(q, keys, scale, split, result))
+    result = Result(_like(q, out), lse)
+    split = Split(num_splits, fixed_splits or num_splits, workspace)
+    _run(q, "decode", "decode", q, keys, _scale(q, scale), split, result)
     return result.out
 
 
@@ -261,18 +220,9 @@ def extend(
     picks the block size only. num_splits, workspace, lse [T, Hq]: as in `decode`.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
-    result, scale = Result(_like(q, out), lse), _scale(q, scale)
-    if not _is_on_kernels(q):
-        return twins.attend(q, keys, qo_indptr, scale, causal, result)
-    from radixserve_kernels.gpu import extend as kernels
-    from radixserve_kernels.gpu.launch import capability_of
-
-    split = Split(num_splits, num_splits, workspace)
+    result, split = Result(_like(q, out), lse), Split(num_splits, num_splits, workspace)
     most = len(q) if max_q is None else max_q
-    launches = kernels.extend(
-        q, keys, qo_indptr, scale, causal, most, split, result, capability_of(q)
-    )
-    _run(q, launches)
+    _run(q, "extend", "extend", q, keys, qo_indptr, _scale(q, scale), causal, most, split, result)
     return result.out
 
 
@@ -298,26 +248,19 @@ def merge_states(
     and `lse` may be those of a or b.
     """
     out, lse = _like(out_a, out), _like(lse_a, lse)
-    if not _is_on_kernels(out_a):
-        return twins.merge_states(out_a, lse_a, out_b, lse_b, out, lse)
-    from radixserve_kernels.gpu import merge as kernels
-
-    _run(out_a, kernels.merge_states(out_a, lse_a, out_b, lse_b, out, lse))
+    _run(out_a, "merge", "merge_states", out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first best token of each row and whether its logit is finite: int64 [S], bool [S].
+    """The first maximum of each row and whether it is finite: int64 [S], bool [S].
 
-    logits [S, V] float32. A row with a NaN or without a finite best logit gets token 0 and False.
+    logits [S, V] float32. A row with a NaN or without a finite maximum gets token 0 and False.
     """
-    if not _is_on_kernels(logits):
-        return twins.argmax(logits)
-    from radixserve_kernels.gpu import best as kernels
-
     token_ids = logits.new_empty(len(logits), dtype=torch.int64)
     finite = logits.new_empty(len(logits), dtype=torch.bool)
-    _run(logits, kernels.argmax(logits, logits.new_empty(len(logits)), token_ids, finite))
+    row_max = logits.new_empty(len(logits))
+    _run(logits, "argmax", "argmax", logits, row_max, token_ids, finite)
     return token_ids, finite
 
 
@@ -332,28 +275,20 @@ def sample(
 ) -> Tensor:
     """Draw a token a row: temperature, min_p, top_k, top_p, inverse of the distribution; int64 [S].
 
-    logits [S, V] float32; temperature [S] float32 (0: the first best token); top_k [S] int32 (0, or
+    logits [S, V] float32; temperature [S] float32 (0: the argmax); top_k [S] int32 (0, or
     V and more: all); top_p [S] float64 (1: all); min_p [S] float32 (0: all); uniform [S] float64 in
     (0, 1). Tokens that tie with the last one kept are kept too. `finite` [S] bool is filled as by
     `argmax`; where it is False the token is 0.
     """
     params = (temperature, top_k, top_p, min_p, uniform)
-    if not _is_on_kernels(logits):
-        return twins.sample(logits, *params, finite)
-    from radixserve_kernels.gpu import sampling as kernels
-
     token_ids = logits.new_empty(len(logits), dtype=torch.int64)
     finite = logits.new_empty(len(logits), dtype=torch.bool) if finite is None else finite
-    _run(logits, kernels.sample(logits, *params, token_ids, finite))
+    _run(logits, "sampling", "sample", logits, *params, token_ids, finite)
     return token_ids
 
 
 def token_logprob(logits: Tensor, token_ids: Tensor) -> Tensor:
     """The log-probability of a token a row: logits [S, V] float32, ids [S] int64 -> float32 [S]."""
-    if not _is_on_kernels(logits):
-        return twins.token_logprob(logits, token_ids)
-    from radixserve_kernels.gpu import best as kernels
-
     out = logits.new_empty(len(logits))
-    _run(logits, kernels.token_logprob(logits, token_ids, out))
+    _run(logits, "argmax", "token_logprob", logits, token_ids, out)
     return out

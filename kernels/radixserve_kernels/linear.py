@@ -1,4 +1,4 @@
-"""`Linear`: a weight in the layout that the processor's matrix kernel likes best.
+"""`Linear`: a weight in the layout of the fastest matrix kernel.
 
 On the CPU that is oneDNN's blocked layout, made once: on processors that MKL treats as foreign it
 is two to four times as fast as MKL's float32 product, and never much slower. Where oneDNN is

@@ -1,4 +1,4 @@
-"""The device kernels' plain torch twins: what each computes, on any device.
+"""Plain torch operations of decoders, on any device; the device kernels' references use them.
 
 Knows tensors and nothing of radixserve: no requests, no pages beyond their slots. Written for few
 operations: a step of few rows is bound by what each of them costs to start.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from radixserve.api.client import EngineClient
 from radixserve.api.request_builder import check_params, params_for
+from radixserve.api.request_handle import RequestHandle
 from radixserve.api.samples import check_single, sample_of, with_prompt_scores
 from radixserve.api.scores import ScoreQuery, score
 from radixserve.api.session_handle import SessionHandle
@@ -184,14 +185,14 @@ class Branch:
         last token is computed by the next answer. After an error the branch is where it was.
         """
         with self._moving():
-            handle = self._client.submit([self._next_request(params)])
-            return self._finish(*handle.get())
+            completion: Completion = self._submit(params).get()
+            return completion
 
     async def agenerate(self, params: SamplingParams | None = None) -> Completion:
         """`generate` for asyncio. A task that is cancelled leaves the branch where it was."""
         with self._moving():
-            handle = self._client.submit([self._next_request(params)])
-            return self._finish(*await handle.aget())
+            completion: Completion = await self._submit(params).aget()
+            return completion
 
     def stream(self, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """`generate` piece by piece; the branch grows by the tokens of each chunk handed out.
@@ -260,6 +261,10 @@ class Branch:
     def _next_request(self, params: SamplingParams | None) -> Request:
         """`_request` in the name of the branch's session."""
         return replace(self._request(params), session=self._session.take())
+
+    def _submit(self, params: SamplingParams | None) -> RequestHandle[Completion]:
+        request = self._next_request(params)
+        return self._client.submit([request], lambda outputs: self._finish(*outputs))
 
     def _stream(self, params: SamplingParams | None) -> Generator[Chunk, None, None]:
         with self._moving(), self._client.stream(self._next_request(params)) as chunks:

@@ -29,8 +29,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedChat:
-    """Everything that a file holds."""
+class ChatRecord:
+    """A conversation and its settings, as a file holds them."""
 
     model: Mapping[str, Any]  # facts that have to be equal for ids to mean the same
     system: str | None
@@ -39,7 +39,7 @@ class SavedChat:
     turns: Sequence[Turn] = ()
 
 
-def write_chat(path: str | os.PathLike[str], chat: SavedChat) -> None:
+def write_chat(path: str | os.PathLike[str], chat: ChatRecord) -> None:
     """Raises OSError, or InvalidRequest where a message holds what JSON cannot."""
     whole = chat.turns[-1].tokens.tolist() if chat.turns else []
     document = {
@@ -59,7 +59,9 @@ def write_chat(path: str | os.PathLike[str], chat: SavedChat) -> None:
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def read_chat(path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size: int) -> SavedChat:
+def read_chat(
+    path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size: int
+) -> ChatRecord:
     """Raises OSError, or InvalidRequest for the chat of another model and for other files."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -68,7 +70,7 @@ def read_chat(path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size
         _check_model(path, document["model"], model)
         whole = _ids(document["token_ids"], vocab_size)
         turns = [_turn(turn, whole, vocab_size) for turn in document["turns"]]
-        chat = SavedChat(
+        chat = ChatRecord(
             document["model"],
             _optional(document["system"], str),
             _optional(document["template"], str),

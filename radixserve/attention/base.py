@@ -1,23 +1,26 @@
-"""What an attention backend is given and what it owes: `ForwardBatch`, `AttentionBackend`.
+"""The attention interface: `ForwardBatch` in, `AttentionBackend` computes.
 
 Knows token slots and pages; nothing of requests, models or sampling.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from radixserve.errors import ModelNotSupported
 from radixserve_kernels.host_index import HostIndex as HostIndex
 from radixserve_kernels.host_index import IndexArray as IndexArray
+from radixserve_kernels.torch_ops import store_kv
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's rows, laid end to end: T new tokens of R sequences.
+    """One step's rows, concatenated: T new tokens of R sequences.
 
     The names qo_indptr, kv_indptr, kv_indices and last_page_len mean what they mean in FlashInfer.
     """
@@ -25,9 +28,10 @@ class ForwardBatch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64, page_id * page_size + offset of each new token
-    logits_indices: Tensor  # [S] int64, ascending: the token after which each sampled row draws
+    logits_indices: Tensor  # [S] int64, ascending: the tokens after which logits are computed
     host: HostIndex
     page_size: int
+    device_kv_indices: Tensor | None = None  # [total pages] int32, where the device has them
 
     @property
     def num_tokens(self) -> int:
@@ -35,42 +39,80 @@ class ForwardBatch:
 
     @property
     def kv_indices(self) -> Tensor:
-        """[total pages] int32, host.kv_indices on the device: made when it is asked for."""
+        """[total pages] int32 on the device; a copy of host.kv_indices if there are none yet."""
+        if self.device_kv_indices is not None:
+            return self.device_kv_indices
         return torch.from_numpy(self.host.kv_indices).to(self.input_ids.device)
 
 
-class AttentionBackend(Protocol):
-    """Paged causal attention over the pool's K and V.
+class AttentionBackend(ABC):
+    """Paged causal attention over the K and V of one pool, whose tensor it borrows.
 
-    A backend is made for one pool and borrows its tensors: only `run` writes to them, only to the
-    slots of the batch's new tokens, and nobody else may write between `plan` and the last `run`,
-    except a model that stores K and V itself and then calls `attend`.
+    A backend states everything that it offers here: what it does not have is a default. Only `run`
+    writes to the pool, only to the slots of the batch's new tokens. Nothing else may write between
+    `plan` and the last `run`, except a model that stores K and V itself and then calls `attend`.
     One thread; one plan at a time.
 
     Cost: `plan` is the only place for work that grows with the number of rows in Python or numpy;
     `run` may take a number of tensor operations that grows with the K and V read, not with rows.
     """
 
-    name: str
-    kv: Tensor  # [L, 2, num_pages, P, Hkv, D]
+    name: str  # as EngineConfig.attention_backend has it
+    can_capture: ClassVar[bool] = False  # whether `capture_backend` can be called
 
+    def __init__(self, kv: Tensor, num_heads: int) -> None:
+        """kv [L, 2, num_pages, P, Hkv, D]. Raises ModelNotSupported unless Hkv divides Hq."""
+        self.page_size, self.num_kv_heads, self.head_dim = kv.shape[3:]
+        if num_heads % self.num_kv_heads:
+            raise ModelNotSupported(
+                f"{num_heads} query heads cannot share {self.num_kv_heads} key heads evenly"
+            )
+        self.kv, self.num_heads = kv, num_heads
+        self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
+        self._slot_mapping: Tensor | None = None  # [T] int64, of the planned batch
+
+    def prepare(self) -> None:
+        """Compile the kernels; once, before the first step.
+
+        Raises ModelNotSupported where that fails.
+        """
+        return
+
+    @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for `batch`; once a step, before the first `attend` or `run`."""
-        ...
 
+    @abstractmethod
     def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
         """Attend causally by position; K and V of the new tokens are in their slots already.
 
         q [T, Hq, D]; returns [T, Hq, D]. `scale` multiplies the scores and is 1 / sqrt(D) when
         None. Once a layer, in any order of layers.
         """
-        ...
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
     ) -> Tensor:
         """Store k, v [T, Hkv, D] in the new tokens' slots, then `attend`."""
-        ...
+        assert self._slot_mapping is not None, "run before plan"
+        store_kv(k, v, *self._slots[layer], self._slot_mapping)
+        return self.attend(q, layer, scale)
+
+    def shared_levels(self, batch: ForwardBatch) -> int:
+        """Levels of shared pages that the graph to replay for `batch`, rows of one token, reads
+        together: the `num_levels` of `capture_backend`."""
+        del batch
+        return 0
+
+    def capture_backend(
+        self, max_rows: int, max_pages: int, num_levels: int = 0
+    ) -> AttentionBackend:
+        """A backend whose `attend` can be captured in a CUDA graph; `plan` is called before each
+        replay. It takes at most `max_rows` rows of one token and `max_pages` pages of all together.
+
+        Ask for the largest first: smaller ones use its memory, so that one is at work at a time.
+        """
+        raise NotImplementedError(f"the {self.name} backend cannot be captured")
 
 
 def kv_view(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:

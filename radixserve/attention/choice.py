@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from radixserve.attention import flashinfer_calls
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.cpu import CpuBackend
-from radixserve.attention.flashinfer import FlashInferBackend
-from radixserve.attention.torch import TorchBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda import flashinfer_calls
+from radixserve.attention.cuda.flashinfer import FlashInferBackend
+from radixserve.attention.cuda.triton import TritonBackend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels import cpu_ops, gpu_ops
 
@@ -23,7 +23,7 @@ _BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
     "cpu": CpuBackend,
     "flashinfer": FlashInferBackend,
     "triton": TritonBackend,
-    "torch": TorchBackend,
+    "torch": ReferenceBackend,
 }
 _ON_CUDA = ("flashinfer", "triton", "torch")  # the first that can be had is what "auto" stands for
 _ON_CPU = ("cpu", "torch")
@@ -35,14 +35,16 @@ def choose_backend(
     """The name of the backend that "auto" stands for, or the one that is asked for.
 
     "auto" is the fastest that can be had: on CUDA "flashinfer", "triton", "torch"; elsewhere "cpu",
-    "torch". "triton" on a CPU, which computes in its kernels' twins, has to be asked for.
+    "torch". "triton" on a CPU, where its kernels' torch references run, has to be asked for.
     head_dim: of the model, where it is known. Raises ModelNotSupported, with the reason and what
     can be used, if none can or the one asked for cannot.
     """
     candidates = _ON_CUDA if device.type == "cuda" else _ON_CPU
     if asked != "auto":
-        if reason := why_not(asked, dtype, device, head_dim):
-            others = [one for one in candidates if not why_not(one, dtype, device, head_dim)]
+        if reason := unsupported_reason(asked, dtype, device, head_dim):
+            others = [
+                one for one in candidates if not unsupported_reason(one, dtype, device, head_dim)
+            ]
             allowed = f'"auto" and "{", ".join(others)}" can'.replace(", ", '", "')
             raise ModelNotSupported(
                 f'attention_backend="{asked}" cannot be used: {reason}'
@@ -51,15 +53,15 @@ def choose_backend(
         return asked
     reasons: list[str] = []
     for name in candidates:
-        reason = why_not(name, dtype, device, head_dim)
+        reason = unsupported_reason(name, dtype, device, head_dim)
         if not reason:
-            _tell(name, device, reasons)
+            _log_choice(name, device, reasons)
             return name
         reasons.append(f"no {name}: {reason}")
     raise ModelNotSupported(f"no attention backend can be used: {'; '.join(reasons)}")
 
 
-def why_not(
+def unsupported_reason(
     name: str, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
 ) -> str:
     """Why the backend `name` cannot run there; "" if it can."""
@@ -69,7 +71,9 @@ def why_not(
     if name == "cpu":
         return cpu_ops.unsupported_reason(dtype)
     if name == "flashinfer":
-        return flashinfer_calls.unfit(dtype, head_dim) or flashinfer_calls.not_installed()
+        return (
+            flashinfer_calls.unsupported_reason(dtype, head_dim) or flashinfer_calls.import_error()
+        )
     if name == "triton":
         return gpu_ops.unsupported_reason() if device.type == "cuda" else ""
     if dtype == torch.float16:
@@ -85,8 +89,8 @@ def make_backend(name: str, kv: Tensor, num_heads: int, *, shares: bool = True) 
     return _BACKENDS[name](kv, num_heads, shares=shares)
 
 
-def _tell(name: str, device: torch.device, reasons: list[str]) -> None:
-    """What "auto" chose, and why not what comes before it."""
+def _log_choice(name: str, device: torch.device, reasons: list[str]) -> None:
+    """Log the choice of "auto", and why the backends before it cannot be used."""
     why = "; ".join(reasons)
     if name == "torch":
         logger.warning("PyTorch's operations are used, which are slower: %s", why)

@@ -11,21 +11,20 @@ import math
 
 from torch import Tensor
 
-from radixserve.attention.base import ForwardBatch, kv_view
+from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.cpu_attention import PagedAttention, Plan
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.host_index import HostIndex
-from radixserve_kernels.torch_ops import store_kv
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
 # is as fast as apart at 16 to 32 shared tokens, for 2 to 32 rows, heads of 64 and 128 and both
-# types (benchmarks/attention_crossover.py).
+# types.
 MERGE_TOKENS = 24
 
 
-class CpuBackend:
-    """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float32 or bfloat16.
+class CpuBackend(AttentionBackend):
+    """See `AttentionBackend`; float32 or bfloat16.
 
     `shares`: whether rows attend together to pages that they have in common, where that pays.
     Raises ModelNotSupported, with the reason, where the kernels cannot be had.
@@ -36,23 +35,15 @@ class CpuBackend:
     def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
         if reason := unsupported_reason(kv.dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
-        num_kv_heads, self.head_dim = kv.shape[-2:]
-        if num_heads % num_kv_heads:
-            raise ModelNotSupported(
-                f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly"
-            )
-        self.num_heads, self.num_kv_heads, self.kv = num_heads, num_kv_heads, kv
-        self._page_size = kv.shape[3]
-        self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
+        super().__init__(kv, num_heads)
         self._attention = PagedAttention(kv.dtype)
         self._shares = shares
         self._planned: Plan | None = None
-        self._slot_mapping: Tensor | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
         if self._planned is None:
             heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-            self._planned = plan_step(batch.host, self._page_size, heads, shares=self._shares)
+            self._planned = plan_step(batch.host, self.page_size, heads, shares=self._shares)
         else:
             self._planned.reset(batch.host)
         self._slot_mapping = batch.slot_mapping
@@ -62,13 +53,6 @@ class CpuBackend:
         """The current plan, for kernels that do more than attention."""
         assert self._planned is not None, "used before plan"
         return self._planned
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
-    ) -> Tensor:
-        assert self._slot_mapping is not None, "run before plan"
-        store_kv(k, v, *self._slots[layer], self._slot_mapping)
-        return self.attend(q, layer, scale)
 
     def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale

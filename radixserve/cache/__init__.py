@@ -1,13 +1,12 @@
 """The prefix cache, usable alone: numpy and sortedcontainers, no torch."""
 
-from radixserve.cache.hash_cache import HashBlockCache
-from radixserve.cache.hash_sequence import HashSequence
+from radixserve.cache.hash.hash_cache import HashBlockCache
+from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.interface import CacheSequence, CacheSession, PrefixCache, PrefixWatch
-from radixserve.cache.lookup import Lookup
-from radixserve.cache.probe import Probe
-from radixserve.cache.radix_cache import RadixCache
-from radixserve.cache.sequence import CachedSequence
+from radixserve.cache.radix.radix_cache import RadixCache
+from radixserve.cache.radix.sequence import CachedSequence
 from radixserve.errors import OutOfPages
+from radixserve.output import Lookup
 
 __all__ = [
     "CacheSequence",
@@ -19,6 +18,5 @@ __all__ = [
     "OutOfPages",
     "PrefixCache",
     "PrefixWatch",
-    "Probe",
     "RadixCache",
 ]

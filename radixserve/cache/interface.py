@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
-from radixserve.cache.lookup import Lookup
 from radixserve.cache.tokens import TokenIds
+from radixserve.output import Lookup
 
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens of its head)
 

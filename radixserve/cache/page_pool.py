@@ -15,7 +15,7 @@ import numpy as np
 from radixserve.errors import OutOfPages
 
 RUN_PAGES = 16  # kept together: 8 KiB of keys or more for a processor that reads ahead
-MOST_RUNS = 1024
+MAX_RUNS = 1024
 
 
 class PagePool:
@@ -47,7 +47,7 @@ class PagePool:
         del self._free[cut:]
         return taken
 
-    def allocate_behind(self, page: int) -> int:
+    def allocate_after(self, page: int) -> int:
         """Take one page: `page` + 1 if the one who took `page` is likely to be who asks. O(1).
 
         Raises OutOfPages where none is free.
@@ -64,18 +64,18 @@ class PagePool:
             self._runs[first + 1] = end
         return first
 
-    def allocate_some_behind(self, page: int, count: int) -> array[int]:
-        """Take `count` pages, each as `allocate_behind` the one before; OutOfPages, and none is
+    def allocate_some_after(self, page: int, count: int) -> array[int]:
+        """Take `count` pages, each as `allocate_after` the one before; OutOfPages, and none is
         taken, where not as many are free. O(count)."""
         if count > self.num_free:
             return self.allocate(count)
         taken = array("i")
         for _ in range(count):
-            page = self.allocate_behind(page)
+            page = self.allocate_after(page)
             taken.append(page)
         return taken
 
-    def leave(self, page: int) -> None:
+    def release_run(self, page: int) -> None:
         """Nobody will ask for a page behind `page` any more: what is kept for that is not. O(1)."""
         if page + 1 in self._runs:
             self._end_run(page + 1)
@@ -106,7 +106,7 @@ class PagePool:
             return None
         del self._free[-RUN_PAGES:]
         self._num_kept += RUN_PAGES
-        if len(self._runs) >= MOST_RUNS:
+        if len(self._runs) >= MAX_RUNS:
             self._end_run(next(iter(self._runs)))
         return first, first + RUN_PAGES
 

@@ -13,6 +13,8 @@ from radixserve.errors import InvalidRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
+TOKEN_BYTES = 4  # inside the cache, tokens are int32 bytes: one memcmp compares many
+
 _INT32 = np.dtype(np.int32)
 as_view: Callable[[Any], memoryview] = memoryview  # numpy arrays are buffers, says 3.12 only
 

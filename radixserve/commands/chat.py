@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixserve.api.tree_view import draw_tree, escape, shorten
 from radixserve.commands.flags import (
+    add_command,
     add_engine_flags,
+    add_flags,
     add_sampling_flags,
     given_engine,
     given_sampling,
 )
-from radixserve.commands.terminal import format_seconds, make_console
+from radixserve.commands.terminal import format_seconds, make_console, print_escaped
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
@@ -49,25 +53,21 @@ _MAX_NODES = 200
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "chat",
-        help="talk with a model in the terminal",
-        description="Talk with a model in the terminal. Every turn computes only what is new.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "talk with a model in the terminal",
+        "Talk with a model in the terminal. Every turn computes only what is new.",
+        _EPILOG,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="demo",
-        metavar="MODEL",
-        help='checkpoint folder, hub id, or "demo" (default: demo)',
-    )
-    parser.add_argument("--system", metavar="TEXT", help="system message at the beginning")
-    parser.add_argument(
-        "--template", metavar="FILE", help="chat template (Jinja) instead of the tokenizer's own"
-    )
-    parser.add_argument("--load", metavar="FILE", help="go on with a conversation that was saved")
+    model = 'checkpoint folder, hub id, or "demo" (default: demo)'
+    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=model)
+    flags = {
+        "--system TEXT": "system message at the beginning",
+        "--template FILE": "chat template (Jinja) instead of the tokenizer's own",
+        "--load FILE": "go on with a conversation that was saved",
+    }
+    add_flags(parser, flags)
     add_sampling_flags(parser, defaults={"max_tokens": 512})
     add_engine_flags(parser)
     return parser
@@ -92,26 +92,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ChatTerminal:
-    """Reads lines from standard input; each one is a command or something said."""
+    """Reads lines from standard input; each one is a command or a message."""
 
     def __init__(self, runtime: Runtime, chat: ChatSession, params: SamplingParams) -> None:
         self._runtime = runtime
         self._params = params
         self._chats = {"main": chat}
-        self._origins: dict[str, str] = {}  # what a fork was forked from
+        self._origins: dict[str, str] = {}  # {fork: the conversation it was forked from}
         self._name = "main"
         self._reused = self._computed = self._generated = 0
         self._console = make_console()
-        self._commands: dict[str, Callable[[str], None]] = {
-            "fork": self._fork,
-            "switch": self._switch,
-            "undo": self._undo,
-            "tree": self._tree,
-            "stats": self._stats,
-            "save": self._save,
-            "load": self._load,
-            "help": self._help,
-        }
 
     def close(self) -> None:
         for chat in self._chats.values():
@@ -154,10 +144,19 @@ class ChatTerminal:
             self._answer(line[1:] if line.startswith("//") else line)
             return
         name, _, rest = line[1:].partition(" ")
-        command = self._commands.get(name)
-        if command is None:
+        commands: dict[str, Callable[[str], None]] = {
+            "fork": self._fork,
+            "switch": self._switch,
+            "undo": self._undo,
+            "tree": self._tree,
+            "stats": self._stats,
+            "save": self._save,
+            "load": self._load,
+            "help": self._help,
+        }
+        if name not in commands:
             raise InvalidRequest(f"there is no command /{name}; /help lists them")
-        command(rest.strip())
+        commands[name](rest.strip())
 
     def _answer(self, text: str) -> None:
         done = None
@@ -165,18 +164,18 @@ class ChatTerminal:
             warnings.simplefilter("always")
             try:
                 for chunk in self._chat.stream(text):
-                    self._write(chunk.text)
+                    print_escaped(self._console, chunk.text)
                     done = chunk.completion
             except KeyboardInterrupt:
-                self._write(" ...")
+                print_escaped(self._console, " ...")
             finally:
                 self._console.print()
         for note in notes:
             self._note(f"{note.message}")
         if done is not None:
-            self._account(done)
+            self._count(done)
 
-    def _account(self, done: Completion) -> None:
+    def _count(self, done: Completion) -> None:
         usage = done.usage
         self._reused += usage.cached_tokens
         self._computed += usage.computed_tokens
@@ -217,12 +216,8 @@ class ChatTerminal:
         tokenizer = self._runtime.tokenizer
         assert tokenizer is not None, "chats need one"
         dump = self._runtime.cache_tree(_MAX_NODES)
-        picture = draw_tree(
-            dump,
-            lambda tokens: tokenizer.decode(tokens, keep_special=True),
-            width=self._console.width,
-        )
-        self._console.print(picture)
+        decode = partial(tokenizer.decode, keep_special=True)
+        self._console.print(draw_tree(dump, decode, width=self._console.width))
 
     def _stats(self, _: str) -> None:
         stats = self._runtime.cache_stats()
@@ -252,17 +247,15 @@ class ChatTerminal:
     def _help(self, _: str) -> None:
         self._console.print(_HELP, markup=False)
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- state and output ---------------------------------------------------------------------
 
     @property
     def _chat(self) -> ChatSession:
         return self._chats[self._name]
 
     def _free_name(self, name: str) -> str:
-        number = 2
-        while f"{name}-{number}" in self._chats:
-            number += 1
-        return f"{name}-{number}"
+        names = (f"{name}-{number}" for number in itertools.count(2))
+        return next(one for one in names if one not in self._chats)
 
     def _line_about(self, name: str) -> str:
         chat = self._chats[name]
@@ -273,11 +266,6 @@ class ChatTerminal:
 
     def _short(self, content: object) -> str:
         return shorten(escape(str(content)), max(20, self._console.width - 40))
-
-    def _write(self, text: str) -> None:
-        """A piece of an answer; what could steer the terminal is shown as an escape."""
-        lines = (escape(line) for line in text.replace("\t", "    ").split("\n"))
-        self._console.print("\n".join(lines), end="", markup=False, soft_wrap=True)
 
     def _note(self, text: str) -> None:
         self._say(text, "dim")

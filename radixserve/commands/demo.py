@@ -1,39 +1,47 @@
-"""`radixserve demo`: what the prefix cache does, shown with a small model that ships along."""
+"""`radixserve demo`: the effect of the prefix cache, shown with the model that ships along."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
-from radixserve.api.tree_view import Decode, describe_tree
+from radixserve.api.tree_view import Decode, describe_tree, draw_tree, escape
 from radixserve.commands.demo_run import (
+    CONVERSATIONS,
+    SYSTEM_PROMPT,
     Answer,
-    Listener,
+    DemoRun,
     Part,
-    Performance,
     count_same,
-    perform,
+    run_demo,
     totals,
 )
 from radixserve.commands.flags import (
+    add_command,
     add_engine_flags,
+    add_flags,
     add_model_flag,
     add_sampling_flags,
     given_engine,
     given_sampling,
 )
+from radixserve.commands.terminal import format_seconds, make_console
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
     from radixserve.api.runtime import Runtime
-    from radixserve.text.tokenizer import Tokenizer
 
 _DEFAULTS = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
+_STYLES = {"HIT": "bold green", "PARTIAL": "bold yellow", "MISS": "bold red"}
 _EXAMPLES = """\
 examples:
   radixserve demo
@@ -44,23 +52,18 @@ examples:
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "demo",
-        help="see the prefix cache at work, offline, with the model that ships with radixserve",
-        description="Ask questions that share one long system prompt, with the prefix cache on and "
-        "off.\nShow what was reused, what that saved, and the tree.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "see the prefix cache at work, offline, with the model that ships with radixserve",
+        "Ask questions that share one long system prompt, with the prefix cache on and off.\n"
+        "Show what was reused, what that saved, and the tree.",
+        _EXAMPLES,
     )
     add_model_flag(parser)
-    parser.add_argument(
-        "--max-nodes",
-        type=int,
-        default=40,
-        metavar="N",
-        help="most nodes of the tree to draw (default: 40)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    most = "most nodes of the tree to draw (default: 40)"
+    add_flags(parser, {"--max-nodes N": most}, default=40)
+    add_flags(parser, {"--json": "print one JSON document instead"})
     add_sampling_flags(parser, only=list(_DEFAULTS), defaults=_DEFAULTS)
     add_engine_flags(parser, without=("cache", "seed", "trace", "trace_hash_block"))
     return parser
@@ -71,32 +74,37 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidRequest(f"--max-nodes must be >= 1, got {args.max_nodes}")
     settings, params = given_engine(args), SamplingParams(**given_sampling(args))
     from radixserve.api.runtime import Runtime
-    from radixserve.commands.demo_report import TextReport
 
-    report = Listener() if args.json else TextReport()
+    report = None if args.json else _Report()
     with Runtime(args.model, cache="radix", **settings) as runtime:
-        if isinstance(report, TextReport):
+        if report is None:
+            cached = run_demo(runtime, params, args.max_nodes)
+        else:
             report.introduce(args.model, runtime)
-        cached = perform(runtime, params, args.max_nodes, report)
-        decode = None if runtime.tokenizer is None else _with_special(runtime.tokenizer)
+            cached = run_demo(
+                runtime, params, args.max_nodes, on_part=report.begin, on_answer=report.answer
+            )
+        tokenizer = runtime.tokenizer
     with Runtime(args.model, cache="off", **settings) as runtime:
-        plain = perform(runtime, params, args.max_nodes, Listener())
-        facts = {"model": args.model, **_settings(runtime), **dataclasses.asdict(params)}
-    if isinstance(report, TextReport):
-        report.compare(cached, plain)
-        report.draw(cached.tree, decode)
+        uncached = run_demo(runtime, params, args.max_nodes)
+        facts = {
+            "model": args.model,
+            "page_size": runtime.config.page_size,
+            "architecture": runtime.model.architecture,
+            **asdict(params),
+        }
+    # The text of an edge as the model reads it, role markers included.
+    decode = None if tokenizer is None else partial(tokenizer.decode, keep_special=True)
+    if report is None:
+        print(json.dumps(_document(facts, cached, uncached, decode), indent=2))
     else:
-        print(json.dumps(document(facts, cached, plain, decode), indent=2))
-    return check_counts([*cached.answers, *plain.answers])
+        report.compare(cached, uncached)
+        report.draw(cached.tree, decode)
+    return _check_counts([*cached.answers, *uncached.answers])
 
 
-def _with_special(tokenizer: Tokenizer) -> Decode:
-    """Text of an edge as the model reads it, role markers included."""
-    return lambda token_ids: tokenizer.decode(token_ids, keep_special=True)
-
-
-def check_counts(answers: list[Answer]) -> int:
-    """0 when reused + computed is the prompt for each answer; else 1, and what is wrong."""
+def _check_counts(answers: list[Answer]) -> int:
+    """0 when reused + computed is the prompt for each answer; else 1, and prints the wrong ones."""
     wrong = [answer for answer in answers if not answer.adds_up]
     for answer in wrong:
         print(
@@ -107,46 +115,136 @@ def check_counts(answers: list[Answer]) -> int:
     return 1 if wrong else 0
 
 
-def document(
-    facts: dict[str, Any], cached: Performance, plain: Performance, decode: Decode | None
+def _document(
+    facts: dict[str, Any], cached: DemoRun, uncached: DemoRun, decode: Decode | None
 ) -> dict[str, Any]:
-    """Everything that the demo shows, as plain data."""
-    on, off = totals(cached.parts), totals(plain.parts)
-    answers = [*cached.answers, *plain.answers]
+    """The whole demo as plain data."""
+    on, off = totals(cached.parts), totals(uncached.parts)
+    answers = [*cached.answers, *uncached.answers]
     return {
         "radixserve": __version__,
         "settings": facts,
-        "cache_on": {"parts": [_part(p) for p in cached.parts], **dataclasses.asdict(on)},
-        "cache_off": {"parts": [_part(p) for p in plain.parts], **dataclasses.asdict(off)},
+        "cache_on": {"parts": [_part(p) for p in cached.parts], **asdict(on)},
+        "cache_off": {"parts": [_part(p) for p in uncached.parts], **asdict(off)},
         "hit_rate": on.cached_tokens / on.prompt_tokens,
         "computed_factor": off.computed_tokens / on.computed_tokens,
         "ttft_factor": off.mean_ttft_s / on.mean_ttft_s,
         "time_factor": off.seconds / on.seconds,
-        "same_answers": count_same(cached, plain) == len(cached.answers),
+        "same_answers": count_same(cached, uncached) == len(cached.answers),
         "adds_up": all(answer.adds_up for answer in answers),
         "tree": describe_tree(cached.tree, decode),
     }
 
 
-def _settings(runtime: Runtime) -> dict[str, Any]:
-    return {"page_size": runtime.config.page_size, "architecture": runtime.model.architecture}
-
-
 def _part(part: Part) -> dict[str, Any]:
-    return {
-        "title": part.title,
-        **dataclasses.asdict(totals([part])),
-        "requests": [_answer(answer) for answer in part.answers],
-    }
+    requests = [
+        {
+            "question": answer.question,
+            "verdict": answer.verdict,
+            **asdict(answer.completion.usage),
+            **asdict(answer.completion.metrics),
+            "finish_reason": answer.completion.finish_reason,
+            "text": answer.completion.text,
+        }
+        for answer in part.answers
+    ]
+    return {"title": part.title, **asdict(totals([part])), "requests": requests}
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
-    completion = answer.completion
-    return {
-        "question": answer.question,
-        "verdict": answer.verdict,
-        **dataclasses.asdict(completion.usage),
-        **dataclasses.asdict(completion.metrics),
-        "finish_reason": completion.finish_reason,
-        "text": completion.text,
-    }
+class _Report:
+    """Prints a line a request as it ends, then the comparison, then the tree."""
+
+    def __init__(self) -> None:
+        self._console = make_console()
+
+    def introduce(self, name: str, runtime: Runtime) -> None:
+        model, memory = runtime.model, runtime.memory
+        dtype = str(model.dtype).removeprefix("torch.")
+        self._say(
+            f"radixserve {__version__}, model {name}: {model.architecture}, "
+            f"{model.num_parameters / 1e6:,.1f} M parameters, {dtype}\n"
+            f"Room for {memory.pool_tokens:,} tokens in the cache, page size "
+            f"{runtime.config.page_size}."
+        )
+        if runtime.tokenizer is not None:
+            shared = len(runtime.tokenizer.encode(SYSTEM_PROMPT))
+            self._say(
+                f"{len(CONVERSATIONS)} conversations share a system prompt of {shared} tokens.\n"
+                "HIT: at least half of the prompt was reused; PARTIAL: less; MISS: nothing."
+            )
+
+    def begin(self, title: str) -> None:
+        self._title(title)
+        self._line("        reused + computed = prompt   first token  question → answer", "dim")
+
+    def answer(self, answer: Answer) -> None:
+        from rich.text import Text
+
+        usage, metrics = answer.completion.usage, answer.completion.metrics
+        counts = (
+            f"{usage.cached_tokens:>7} +{usage.computed_tokens:>9} ={usage.prompt_tokens:>7}"
+            f"{format_seconds(metrics.ttft_s):>14}  "
+        )
+        verdict = (f"{answer.verdict:<7}", _STYLES[answer.verdict])
+        text = f" → {escape(answer.completion.text.strip())}"
+        self._line(Text.assemble(verdict, counts, (answer.question, "cyan"), text))
+
+    def compare(self, cached: DemoRun, uncached: DemoRun) -> None:
+        """The same requests with the cache on and off."""
+        from rich.table import Table
+
+        self._title("The same work with the cache off")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        for _ in range(3):
+            table.add_column(justify="right", no_wrap=True)
+        table.add_row("", "cache on", "cache off", "factor", style="dim")
+        _add_rows(table, "one after another", cached.parts[:-1], uncached.parts[:-1])
+        _add_rows(table, "all at once", cached.parts[-1:], uncached.parts[-1:])
+        self._console.print(table)
+        on = totals(cached.parts)
+        self._say(
+            f"hit rate {100 * on.cached_tokens / on.prompt_tokens:.1f} %: "
+            f"{on.cached_tokens:,} of {on.prompt_tokens:,} prompt tokens were reused"
+        )
+        same, count = count_same(cached, uncached), len(cached.answers)
+        verdict = "yes" if same == count else "no"
+        self._say(f"same answers with and without the cache: {verdict} ({same} of {count})")
+
+    def draw(self, dump: dict[str, Any], decode: Decode | None) -> None:
+        """The tree as it was after the second turns."""
+        self._title("The tree after the second turns")
+        self._say(
+            "Drawn while two of the second turns run once more. A node: its tokens, the positions "
+            "that they cover, the references that lock it, the running requests that hold it, "
+            "and its text."
+        )
+        self._console.print(draw_tree(dump, decode, width=self._console.width))
+
+    def _title(self, text: str) -> None:
+        self._console.print()
+        self._console.print(text, style="bold")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def _line(self, text: str | Text, style: str | None = None) -> None:
+        self._console.print(text, style=style, no_wrap=True, overflow="ellipsis", crop=True)
+
+
+def _add_rows(
+    table: Table, title: str, cached: tuple[Part, ...], uncached: tuple[Part, ...]
+) -> None:
+    """A title, and three figures of the same requests with the cache on and off."""
+    from rich.text import Text
+
+    on, off = totals(cached), totals(uncached)
+    count = sum(len(part.answers) for part in cached)
+    table.add_row(Text(f"{title}, {count} requests", "cyan"))
+    rows = (
+        ("prompt tokens computed", on.computed_tokens, off.computed_tokens, "{:,}".format),
+        ("mean time to first token", on.mean_ttft_s, off.mean_ttft_s, format_seconds),
+        ("total time", on.seconds, off.seconds, format_seconds),
+    )
+    for label, mine, other, as_text in rows:
+        table.add_row(f"  {label}", as_text(mine), as_text(other), f"{other / mine:.1f} x")

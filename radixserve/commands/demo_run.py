@@ -1,15 +1,14 @@
-"""The work of `radixserve demo`, timed: the same requests with the cache on and off."""
+"""The requests of `radixserve demo`, timed: one long system prompt, conversations of two turns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from radixserve.commands.demo_text import CONVERSATIONS, SYSTEM_PROMPT, UNRELATED
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
@@ -18,12 +17,69 @@ if TYPE_CHECKING:
     from radixserve.output import Completion
 
 Messages = list[dict[str, str]]
-_NUM_HELD = 2  # requests that run while the tree is looked at
+_NUM_HELD = 2  # requests that run while the tree is dumped
+
+SYSTEM_PROMPT = """\
+You are a helpful assistant for the Python standard library. Keep your answers short. Name the \
+module a function is in. Use the wording of the documentation. Do not invent functions that do \
+not exist. Write code in backquotes. If you do not know the answer, say so.
+
+Notes on list.sort:
+Sort the list in place, using only comparisons between items with `<`. The argument `key` is a \
+function of one argument that is called once for each item; the default value of `None` means that \
+the items are compared directly. If `reverse` is true, the items are sorted as if each comparison \
+were reversed. The method returns `None` to remind users that it works by side effect; the \
+built-in function `sorted()` returns a new list. The sort is stable: items that compare equal \
+keep their order.
+
+Notes on functools.cache:
+A decorator that wraps a function with a simple unbounded memo. Because it never needs to evict \
+old values, it is smaller and faster than `functools.lru_cache()` with a size limit. The arguments \
+of the function must be hashable. The cache is thread-safe, but the wrapped function may be called \
+more than once if another thread makes the same call before the first one is done.
+
+Notes on shutil.copy:
+Copy the file `src` to the file or directory `dst`. Both should be path-like objects or strings. \
+If `dst` is a directory, the file is copied into it under the base name of `src`; if it is a file \
+that exists, it is replaced. The contents and the permission bits are copied; other metadata, \
+such as the times of creation and modification, is not. Use `shutil.copy2()` to keep it.
+
+Notes on itertools.islice:
+Make an iterator that returns selected elements from the iterable. It works like slicing a \
+sequence, but negative values are not supported for start, stop or step. If start is zero or \
+`None`, iteration begins at the first element; elements before it are consumed and dropped. \
+Generators can be sliced this way without computing the values that follow the last one.
+
+Notes on str.split:
+Return a list of the words in the string, using `sep` as the delimiter. If `maxsplit` is given, \
+at most that many splits are done, so that the list has at most one element more. If `sep` is not \
+given or is `None`, runs of white space count as a single separator, and the result has no empty \
+strings at its start or end. Splitting an empty string with a given separator returns `['']`. \
+The method `str.join()` does the opposite.
+
+Notes on json.loads:
+Deserialize a `str`, `bytes` or `bytearray` that contains a JSON document to a Python object. \
+Objects become dictionaries, arrays become lists, and `null` becomes `None`. The optional function \
+`object_hook` is called with each dictionary and its return value is used in place of it. If the \
+data is not a valid JSON document, a `json.JSONDecodeError` is raised, which tells the line and \
+the column where the document could not be read."""
+
+# (first question, second question)
+CONVERSATIONS = (
+    ("How do I sort a list?", "What is a lambda?"),
+    ("What is a decorator?", "What is a class?"),
+    ("How do I copy a file?", "How do I delete a file?"),
+    ("What is a generator?", "What is an iterator?"),
+    ("How do I split a string?", "How do I join strings?"),
+    ("How do I parse JSON?", "What is a dictionary?"),
+)
+
+UNRELATED = "warm up " * 200  # run before anything is timed, then forgotten
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question of the demo and what came back."""
+    """A question of the demo with its completion."""
 
     question: str
     completion: Completion
@@ -43,17 +99,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over some answers."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    computed_tokens: int
-    mean_ttft_s: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """Requests that belong together, with the wall time they took."""
 
@@ -63,25 +108,26 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Performance:
-    """One run of the whole demo on one Runtime."""
+class DemoRun:
+    """All requests of the demo on one Runtime."""
 
     parts: tuple[Part, ...]
-    tree: dict[str, Any]
+    tree: dict[str, Any]  # a dump, taken after the second turns
 
     @property
     def answers(self) -> list[Answer]:
         return [answer for part in self.parts for answer in part.answers]
 
 
-class Listener:
-    """Is told of each part before it starts and of its answers as they come. Ignores both."""
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over some answers."""
 
-    def begin(self, title: str) -> None:
-        pass
-
-    def answer(self, answer: Answer) -> None:
-        pass
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    mean_ttft_s: float
+    seconds: float
 
 
 def totals(parts: Sequence[Part]) -> Totals:
@@ -97,95 +143,68 @@ def totals(parts: Sequence[Part]) -> Totals:
     )
 
 
-def count_same(cached: Performance, plain: Performance) -> int:
-    """How many answers are the same, token for token."""
-    pairs = zip(cached.answers, plain.answers, strict=True)
+def count_same(cached: DemoRun, uncached: DemoRun) -> int:
+    """The number of answers that are the same, token for token."""
+    pairs = zip(cached.answers, uncached.answers, strict=True)
     return sum(a.completion.token_ids == b.completion.token_ids for a, b in pairs)
 
 
-def perform(
-    runtime: Runtime, params: SamplingParams, max_nodes: int, listener: Listener
-) -> Performance:
-    """First turns and second turns one after another, a look at the tree, then all at once."""
+def run_demo(
+    runtime: Runtime,
+    params: SamplingParams,
+    max_nodes: int,
+    *,
+    on_part: Callable[[str], object] = lambda _: None,
+    on_answer: Callable[[Answer], object] = lambda _: None,
+) -> DemoRun:
+    """First and second turns one after another, a dump of the tree, then first turns all at once.
+
+    `on_part` gets a part's title before it starts, `on_answer` each answer as it comes; their time
+    is not counted.
+    """
     if runtime.tokenizer is None:
         raise InvalidRequest("the demo needs a model with a tokenizer and a chat template")
     runtime.generate(UNRELATED, replace(params, max_tokens=2, min_tokens=0), progress=False)
     runtime.flush_cache()
-    openings = [_chat([], first) for first, _ in CONVERSATIONS]
-    questions = [first for first, _ in CONVERSATIONS]
-    title = "First questions, one after another"
-    first_turn = _one_by_one(runtime, title, questions, openings, params, listener)
-    replies = [answer.completion.text for answer in first_turn.answers]
-    followups = [second for _, second in CONVERSATIONS]
-    histories = [
-        _chat([*opening, {"role": "assistant", "content": reply}], followup)
-        for opening, reply, followup in zip(openings, replies, followups, strict=True)
+
+    def run_part(title: str, batches: Sequence[Sequence[tuple[str, Messages]]]) -> Part:
+        on_part(title)
+        answers, seconds = [], 0.0
+        for batch in batches:
+            start = time.perf_counter()
+            prompts = [prompt for _, prompt in batch]
+            completions = runtime.generate(prompts, params, progress=False)
+            seconds += time.perf_counter() - start
+            for (question, _), completion in zip(batch, completions, strict=True):
+                answers.append(Answer(question, completion))
+                on_answer(answers[-1])
+        return Part(title, tuple(answers), seconds)
+
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    openings = [(first, [system, _said("user", first)]) for first, _ in CONVERSATIONS]
+    first_turn = run_part("First questions, one after another", [[one] for one in openings])
+    followups = [
+        (second, [*opening, _said("assistant", answer.completion.text), _said("user", second)])
+        for (_, second), (_, opening), answer in zip(
+            CONVERSATIONS, openings, first_turn.answers, strict=True
+        )
     ]
     title = "Second turn of each conversation, one after another"
-    second_turn = _one_by_one(runtime, title, followups, histories, params, listener)
-    tree = _look(runtime, histories[:_NUM_HELD], params, max_nodes)
+    second_turn = run_part(title, [[one] for one in followups])
+    tree = _dump_tree(runtime, [prompt for _, prompt in followups[:_NUM_HELD]], params, max_nodes)
     runtime.flush_cache()
-    at_once = _at_once(runtime, questions, openings, params, listener)
-    return Performance((first_turn, second_turn, at_once), tree)
-
-
-def _chat(history: Messages, question: str) -> Messages:
-    start = history or [{"role": "system", "content": SYSTEM_PROMPT}]
-    return [*start, {"role": "user", "content": question}]
-
-
-def _one_by_one(
-    runtime: Runtime,
-    title: str,
-    questions: Sequence[str],
-    prompts: Sequence[Messages],
-    params: SamplingParams,
-    listener: Listener,
-) -> Part:
-    return _timed(
-        title,
-        listener,
-        (
-            lambda q=question, p=prompt: [Answer(q, runtime.generate(p, params))]
-            for question, prompt in zip(questions, prompts, strict=True)
-        ),
-    )
-
-
-def _at_once(
-    runtime: Runtime,
-    questions: Sequence[str],
-    prompts: Sequence[Messages],
-    params: SamplingParams,
-    listener: Listener,
-) -> Part:
-    def run() -> list[Answer]:
-        completions = runtime.generate(list(prompts), params, progress=False)
-        return [Answer(*pair) for pair in zip(questions, completions, strict=True)]
-
     title = "The first questions again, all at once, into an emptied cache"
-    return _timed(title, listener, [run])
+    return DemoRun((first_turn, second_turn, run_part(title, [openings])), tree)
 
 
-def _timed(title: str, listener: Listener, steps: Any) -> Part:
-    """Run the steps, timing them but not the listener."""
-    listener.begin(title)
-    answers: list[Answer] = []
-    seconds = 0.0
-    for step in steps:
-        start = time.perf_counter()
-        new: list[Answer] = step()
-        seconds += time.perf_counter() - start
-        for answer in new:
-            answers.append(answer)
-            listener.answer(answer)
-    return Part(title, tuple(answers), seconds)
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
-def _look(
+def _dump_tree(
     runtime: Runtime, prompts: Sequence[Messages], params: SamplingParams, max_nodes: int
 ) -> dict[str, Any]:
-    """The tree while some requests run, so that it shows what they hold."""
+    """The tree while some requests run, so that it shows their locks."""
     long = replace(params, max_tokens=1024, ignore_eos=True)
     with ExitStack() as stack:
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of a settings record, so that the two cannot drift."""
+"""Command-line flags: from one-line descriptions, or from the fields of a settings record."""
 
 from __future__ import annotations
 
@@ -18,18 +18,45 @@ from radixserve.models.sizes import SIZES
 from radixserve.request import SamplingParams
 
 DEFAULT_MODEL = "demo"
-_SAMPLING, _ENGINE = "sampling.", "engine."
+_SAMPLING, _ENGINE = "sampling.", "engine."  # before a field's name in the parsed arguments
 _FIELD = re.compile(r"(\w+) {2,}(\S.*)")
+_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+_TYPES: dict[str, Any] = {"N": int, "X": float, "SECONDS": float}  # by metavar; the others: text
+
+
+def add_command(
+    commands: Any, name: str, summary: str, description: str, epilog: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def add_flags(group: argparse._ActionsContainer, flags: Mapping[str, str], **options: Any) -> None:
+    """Flags from {"--name METAVAR": help}; without a METAVAR it is a switch.
+
+    The METAVAR gives the type: N int, X and SECONDS float, else text. `options` go to
+    `add_argument` for each flag.
+    """
+    for usage, text in flags.items():
+        flag, _, metavar = usage.partition(" ")
+        reading: dict[str, Any] = {"action": "store_true"}
+        if metavar:
+            reading = {"metavar": metavar, "type": _TYPES.get(metavar, str)}
+        group.add_argument(flag, help=text, **{**reading, **options})
 
 
 def add_model_flag(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="MODEL",
-        help='checkpoint folder, hub id, or "demo" for the small model that ships with radixserve '
-        "(default: demo)",
+    text = (
+        'checkpoint folder, hub id, or "demo" for the small model that ships with radixserve '
+        "(default: demo)"
     )
+    add_flags(parser, {"--model MODEL": text}, default=DEFAULT_MODEL)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +69,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         choices=tuple(SIZES),
         help="instead of a model: the shapes of a known one, without its weights and tokenizer",
     )
-    parser.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="with --config: draw weights from --engine-seed and run them; prompts are token ids",
-    )
+    text = "with --config: draw weights from --engine-seed and run them; prompts are token ids"
+    add_flags(parser, {"--random-weights": text})
 
 
 def given_model(args: argparse.Namespace) -> str:
-    """What the command line names, as Runtime takes it. Raises InvalidRequest."""
+    """The named model, as Runtime takes it. Raises InvalidRequest."""
     if args.config is None:
         if args.random_weights:
             raise InvalidRequest(f"--random-weights needs --config: one of {', '.join(SIZES)}")
@@ -69,18 +93,15 @@ def add_sampling_flags(
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """A flag for each field of SamplingParams, or for those in `only`."""
+    names = only or [name for name in _names(SamplingParams) if name not in ("n", "best_of")]
     group = parser.add_argument_group("sampling")
-    for name in only or [name for name in _names(SamplingParams) if name not in ("n", "best_of")]:
-        _add_flag(group, SamplingParams, name, _flag(name), _SAMPLING, defaults or {})
+    _add_field_flags(group, SamplingParams, _SAMPLING, names, defaults or {})
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
     """A flag for each field of EngineConfig; its seed is --engine-seed beside the requests' own."""
-    group = parser.add_argument_group("engine")
-    for name in _names(EngineConfig):
-        if name not in without:
-            flag = "--engine-seed" if name == "seed" else _flag(name)
-            _add_flag(group, EngineConfig, name, flag, _ENGINE, {})
+    names = [name for name in _names(EngineConfig) if name not in without]
+    _add_field_flags(parser.add_argument_group("engine"), EngineConfig, _ENGINE, names, {})
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,31 +112,34 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 def given_engine(args: argparse.Namespace) -> dict[str, Any]:
     """The engine fields that the command line set, checked. Raises InvalidRequest."""
     settings = _given(args, _ENGINE)
-    EngineConfig(**settings)  # a wrong one is told before anything heavy is loaded
+    EngineConfig(**settings)  # refuses a wrong one before anything heavy is loaded
     return settings
 
 
-def _add_flag(
+def _add_field_flags(
     group: argparse._ArgumentGroup,
     record: type,
-    name: str,
-    flag: str,
     prefix: str,
+    names: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> None:
-    default = defaults.get(name, argparse.SUPPRESS)
-    shown = default
-    if default is argparse.SUPPRESS:
-        shown = next(f.default for f in dataclasses.fields(record) if f.name == name)
-    text = _field_help(record).get(name, "").replace("%", "%%")
-    if shown is not None and not isinstance(shown, bool) and shown != () and shown != "":
-        text += f" (default: {shown})"
-    reading = _reading(typing.get_type_hints(record)[name])
-    if shown is True:  # --no-name switches it off
-        reading = {"action": argparse.BooleanOptionalAction}
-    if reading.get("action") == "append":
-        text += "; give it again for more"
-    group.add_argument(flag, dest=prefix + name, default=default, help=text, **reading)
+    """Flags for fields of a record, with the types, defaults and docstring lines of the fields."""
+    fields = {field.name: field for field in dataclasses.fields(record)}
+    hints, texts = typing.get_type_hints(record), _field_help(record)
+    for name in names:
+        default = defaults.get(name, argparse.SUPPRESS)
+        shown = defaults.get(name, fields[name].default)
+        text = texts.get(name, "").replace("%", "%%")
+        if shown is not None and not isinstance(shown, bool) and shown != () and shown != "":
+            text += f" (default: {shown})"
+        reading = _reading(hints[name])
+        if shown is True:  # --no-name switches it off
+            reading = {"action": argparse.BooleanOptionalAction}
+        if reading.get("action") == "append":
+            text += "; give it again for more"
+        is_engine_seed = prefix == _ENGINE and name == "seed"
+        flag = "--" + ("engine-seed" if is_engine_seed else name.replace("_", "-"))
+        group.add_argument(flag, dest=prefix + name, default=default, help=text, **reading)
 
 
 def _reading(hint: Any) -> dict[str, Any]:
@@ -132,9 +156,6 @@ def _reading(hint: Any) -> dict[str, Any]:
         return {"type": _int_or_text, "metavar": "SIZE"}
     kind = next(kind for kind in kinds if kind is not type(None))
     return {"type": kind, "metavar": _METAVARS[kind]}
-
-
-_METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
 def _int_or_text(text: str) -> int | str:
@@ -160,10 +181,6 @@ def _field_help(record: type) -> dict[str, str]:
 
 def _names(record: type) -> list[str]:
     return [field.name for field in dataclasses.fields(record)]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:

@@ -6,22 +6,23 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from radixserve.checks import check_int
 from radixserve.commands.flags import (
+    add_command,
     add_engine_flags,
+    add_flags,
     add_model_flags,
     add_sampling_flags,
     given_engine,
     given_model,
     given_sampling,
 )
-from radixserve.commands.jsonl import answer_jobs, completion_fields, read_jobs
-from radixserve.commands.profile import format_profile
-from radixserve.commands.terminal import format_seconds
-from radixserve.commands.token_prompts import random_prompt, read_token_ids
+from radixserve.commands.jsonl import answer_batch, completion_fields, read_batch
+from radixserve.commands.terminal import format_profile, format_seconds
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
@@ -45,50 +46,36 @@ examples:
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "generate",
-        help="complete prompts from the command line, a file or JSON lines",
-        description="Complete prompts from the command line, a file or JSON lines.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "complete prompts from the command line, a file or JSON lines",
+        "Complete prompts from the command line, a file or JSON lines.",
+        _EPILOG,
     )
     add_model_flags(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="a prompt; give it again for more"
-    )
-    source.add_argument(
-        "--file", metavar="FILE", help="one prompt: the file's text; - is standard input"
-    )
-    source.add_argument(
-        "--jsonl", metavar="FILE", help="many prompts as JSON lines, see below; - is standard input"
-    )
-    source.add_argument(
-        "--prompt-ids",
-        action="append",
-        metavar="IDS",
-        help="a prompt as token ids, such as 5,17,3; give it again for more",
-    )
-    source.add_argument(
-        "--random-prompt",
-        action="append",
-        type=int,
-        metavar="N",
-        help="a prompt of N random token ids; give it again for more",
-    )
-    parser.add_argument("--chat", action="store_true", help="a prompt is a message of a user")
-    parser.add_argument("--system", metavar="TEXT", help="system message before it, with --chat")
-    parser.add_argument("--output", metavar="FILE", help="write there, not to standard output")
-    parser.add_argument("--json", action="store_true", help="print a JSON line for each answer")
-    parser.add_argument(
-        "--stream", action="store_true", help="print the text of a single prompt as it comes"
-    )
-    parser.add_argument(
-        "--stats", action="store_true", help="print token counts and times to standard error"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="print where the steps' time went to standard error"
-    )
+    add_flags(source, {"--prompt TEXT": "a prompt; give it again for more"}, action="append")
+    files = {
+        "--file FILE": "one prompt: the file's text; - is standard input",
+        "--jsonl FILE": "many prompts as JSON lines, see below; - is standard input",
+    }
+    add_flags(source, files)
+    tokens = {
+        "--prompt-ids IDS": "a prompt as token ids, such as 5,17,3; give it again for more",
+        "--random-prompt N": "a prompt of N random token ids; give it again for more",
+    }
+    add_flags(source, tokens, action="append")
+    others = {
+        "--chat": "a prompt is a message of a user",
+        "--system TEXT": "system message before it, with --chat",
+        "--output FILE": "write there, not to standard output",
+        "--json": "print a JSON line for each answer",
+        "--stream": "print the text of a single prompt as it comes",
+        "--stats": "print token counts and times to standard error",
+        "--profile": "print where the steps' time went to standard error",
+    }
+    add_flags(parser, others)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -99,9 +86,12 @@ def run(args: argparse.Namespace) -> int:
     sampling, settings, model = given_sampling(args), given_engine(args), given_model(args)
     params = SamplingParams(**sampling)
     data = b"" if args.jsonl is None else _read(args.jsonl)
-    jobs = read_jobs(data, sampling, lambda text: _as_prompt(text, args))
+    lines = read_batch(data, sampling, lambda text: _as_prompt(text, args))
     prompts = _prompts(args)
-    with _open_output(args.output) as out:
+    with contextlib.ExitStack() as stack:
+        out: TextIO = sys.stdout
+        if args.output is not None:
+            out = stack.enter_context(open(args.output, "w", encoding="utf-8"))
         from radixserve.api.runtime import Runtime
 
         with Runtime(model, **settings) as runtime:
@@ -110,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             if args.jsonl is not None:
                 import asyncio
 
-                done = asyncio.run(answer_jobs(runtime, jobs, out))
+                done = asyncio.run(answer_batch(runtime, lines, out))
             elif args.stream:
                 done = [_stream(runtime, prompts[0], params, out)]
             else:
@@ -121,11 +111,11 @@ def run(args: argparse.Namespace) -> int:
         print(profile, file=sys.stderr)
     if args.stats:
         _print_stats(done)
-    return 1 if len(done) < len(jobs) else 0
+    return 1 if len(done) < len(lines) else 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Combinations that make no sense. Raises InvalidRequest."""
+    """Refuse combinations that make no sense. Raises InvalidRequest."""
     if args.system is not None and not args.chat:
         raise InvalidRequest("--system needs --chat")
     several = args.prompt or args.prompt_ids or args.random_prompt or [""]
@@ -150,17 +140,32 @@ def _as_prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
-    """Those that the command line gives by itself."""
+    """The prompts that are known without a model."""
     if args.prompt_ids is not None:
-        return [read_token_ids(text) for text in args.prompt_ids]
+        return [_token_ids(text) for text in args.prompt_ids]
     if args.jsonl is not None or args.random_prompt is not None:
         return []
     return [_as_prompt(text, args) for text in _texts(args)]
 
 
+def _token_ids(text: str) -> list[int]:
+    """The text "5,17 3" is [5, 17, 3]. Raises InvalidRequest."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise InvalidRequest(f"--prompt-ids takes token ids such as 5,17,3, got {text!r}") from None
+
+
 def _random_prompts(args: argparse.Namespace, runtime: Runtime) -> list[Any]:
+    """Token ids of the wanted lengths, the same for the same --engine-seed."""
+    import numpy as np
+
     vocab_size, seed = runtime.model.vocab_size, runtime.config.seed
-    return [random_prompt(n, vocab_size, seed + at) for at, n in enumerate(args.random_prompt)]
+    lengths = [check_int("--random-prompt", length, 1) for length in args.random_prompt]
+    return [
+        np.random.default_rng(seed + at).integers(vocab_size, size=length).tolist()
+        for at, length in enumerate(lengths)
+    ]
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -186,15 +191,6 @@ def _read(name: str) -> bytes:
     return Path(name).read_bytes()
 
 
-@contextlib.contextmanager
-def _open_output(name: str | None) -> Iterator[TextIO]:
-    if name is None:
-        yield sys.stdout
-        return
-    with open(name, "w", encoding="utf-8") as file:
-        yield file
-
-
 def _stream(runtime: Runtime, prompt: Any, params: SamplingParams, out: TextIO) -> Completion:
     completion, gap = None, ""
     for chunk in runtime.stream(prompt, params):
@@ -209,13 +205,9 @@ def _stream(runtime: Runtime, prompt: Any, params: SamplingParams, out: TextIO) 
 
 
 def _print_answers(
-    completions: Sequence[Completion],
-    args: argparse.Namespace,
-    out: TextIO,
-    *,
-    has_text: bool,
+    completions: Sequence[Completion], args: argparse.Namespace, out: TextIO, *, has_text: bool
 ) -> None:
-    """Without a tokenizer there is no text: token ids then."""
+    """Texts, or token ids without a tokenizer."""
     lengths = args.random_prompt or ()
     names = args.prompt or args.prompt_ids or [f"{n} random tokens" for n in lengths]
     for at, completion in enumerate(completions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
 from radixserve.commands.flags import (
+    add_command,
     add_engine_flags,
+    add_flags,
     add_model_flags,
     given_engine,
     given_model,
@@ -22,17 +25,13 @@ from radixserve.commands.terminal import format_bytes, make_console
 if TYPE_CHECKING:
     from radixserve.models.base import ModelInfo
 
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "sortedcontainers",
-    "rich",
-)
+_PACKAGES = "torch transformers tokenizers safetensors numpy sortedcontainers rich".split()
+_MODEL_FIELDS = (
+    "architecture is_native num_parameters dtype num_layers num_heads num_kv_heads head_dim "
+    "vocab_size max_positions"
+).split()
 _OPTIONAL_BACKENDS = {"flashinfer": "flashinfer-python", "triton": "triton"}
-_ORDER = {  # by what "auto" prefers, then the others
+_ORDER = {  # the order in which "auto" tries them, then the others
     "cuda": ("flashinfer", "triton", "torch", "cpu"),
     "cpu": ("cpu", "torch", "flashinfer", "triton"),
 }
@@ -51,16 +50,16 @@ examples:
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "info",
-        help="versions, devices, attention backends and a model's memory plan",
-        description="Show versions, devices, attention backends and a model's memory plan.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "versions, devices, attention backends and a model's memory plan",
+        "Show versions, devices, attention backends and a model's memory plan.",
+        _EXAMPLES,
     )
     add_model_flags(parser)
-    parser.add_argument("--no-model", action="store_true", help="load no model")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
+    flags = {"--no-model": "load no model", "--json": "print one JSON document instead"}
+    add_flags(parser, flags)
     add_engine_flags(parser, without=("trace", "trace_hash_block"))
     return parser
 
@@ -137,11 +136,11 @@ def _total_memory() -> int | None:
 
 
 def _attention_backends() -> dict[str, dict[str, Any]]:
-    """Every backend on the device that "auto" takes; the first usable one is the one it takes."""
+    """Every backend on the device that "auto" takes; it takes the first usable one."""
     import torch
 
-    from radixserve.attention.choice import why_not
-    from radixserve.runner.device import choose_device, why_no_cuda
+    from radixserve.attention.choice import unsupported_reason
+    from radixserve.runner.device import choose_device, cuda_unavailable_reason
 
     device = choose_device("auto")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -149,11 +148,11 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     for name in _ORDER[device.type]:
         package = _OPTIONAL_BACKENDS.get(name)
         version = __version__ if name == "cpu" else _installed(package or "torch")
-        reason = why_not(name, dtype, device)
+        reason = unsupported_reason(name, dtype, device)
         if package is not None:
             reason = "not installed" if version is None else reason
             if device.type == "cpu" and version is not None:
-                reason = f"installed, but there is no CUDA device: {why_no_cuda()}"
+                reason = f"installed, but there is no CUDA device: {cuda_unavailable_reason()}"
         usable = not reason
         why = reason or _why(name)
         found[name] = {"version": version, "usable": usable, "used": usable, "why": why}
@@ -161,7 +160,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
 
 
 def _why(name: str) -> str:
-    """What a usable backend is."""
+    """A line about a usable backend."""
     if name == "cpu":
         from radixserve_kernels.cpu_ops import describe
 
@@ -173,28 +172,24 @@ def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     from radixserve.api.runtime import Runtime
 
     with Runtime(name, **settings) as runtime:
-        memory = runtime.memory
         return {
             **_facts_of(name, runtime.model),
             "max_seq_len": runtime.max_seq_len,
             "has_tokenizer": runtime.tokenizer is not None,
             "attention_backend": runtime.attention_backend,
-            "device": runtime.choices.device,
-            "graph_sizes": list(runtime.choices.graph_sizes),
-            "overlap": runtime.choices.overlap,
-            "weight_bytes": memory.weight_bytes,
-            "pool_bytes": memory.pool_bytes,
-            "pool_tokens": memory.pool_tokens,
-            "kv_bytes_per_token": memory.kv_bytes_per_token,
+            "device": runtime.resolved_config.device,
+            "graph_sizes": list(runtime.resolved_config.graph_sizes),
+            "overlap": runtime.resolved_config.overlap,
+            **dataclasses.asdict(runtime.memory),
             "page_size": runtime.config.page_size,
         }
 
 
 def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Of a known size, without making its weights."""
+    """The facts of a known size, without making its weights."""
     import torch
 
-    from radixserve.models.describe import describe
+    from radixserve.models.decoder_tensors import describe
     from radixserve.models.source import RANDOM, find_model
     from radixserve.models.weights import choose_dtype
 
@@ -210,19 +205,8 @@ def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _facts_of(name: str, model: ModelInfo) -> dict[str, Any]:
-    return {
-        "model": name,
-        "architecture": model.architecture,
-        "is_native": model.is_native,
-        "num_parameters": model.num_parameters,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "num_layers": model.num_layers,
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "max_positions": model.max_positions,
-    }
+    fields = {field: getattr(model, field) for field in _MODEL_FIELDS}
+    return {"model": name, **fields, "dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""JSON lines in, JSON lines out, in order: a bad line gets an error and disturbs no other one."""
+"""JSON lines in, JSON lines out, in order: a bad line gets an error, the others are answered."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A line of the input: a prompt with its parameters, or why it cannot be run."""
+class BatchLine:
+    """A line of the input: a prompt with its parameters, or the error that it gets."""
 
     number: int  # of the line, from 1
     tag: dict[str, Any]  # {"id": ...} when the line has one
@@ -28,20 +28,16 @@ class Job:
     error: str | None = None
 
 
-def read_jobs(data: bytes, base: Mapping[str, Any], as_prompt: Any) -> list[Job]:
+def read_batch(data: bytes, base: Mapping[str, Any], as_prompt: Any) -> list[BatchLine]:
     """The lines of `data`; empty ones are left out.
 
     `base`: sampling fields of lines that set none; `as_prompt`: applied to prompts that are text.
     """
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return [
-        _read_job(number, line, base, as_prompt)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)
+    return [_read_line(at, line, base, as_prompt) for at, line in lines if line.strip()]
 
 
-def _read_job(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any) -> Job:
+def _read_line(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any) -> BatchLine:
     tag: dict[str, Any] = {}
     try:
         fields = json.loads(line.decode("utf-8"))
@@ -54,14 +50,14 @@ def _read_job(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any)
         params = SamplingParams(**{**base, **fields})
         check_single(params, "a line")
     except RecursionError:
-        return Job(number, tag, error="the line is nested too deeply")
+        return BatchLine(number, tag, error="the line is nested too deeply")
     except UnicodeError as error:
-        return Job(number, tag, error=f"the line is not valid Unicode text: {error}")
+        return BatchLine(number, tag, error=f"the line is not valid Unicode text: {error}")
     except json.JSONDecodeError as error:
-        return Job(number, tag, error=f"the line is not JSON: {error}")
+        return BatchLine(number, tag, error=f"the line is not JSON: {error}")
     except ValueError as error:  # InvalidRequest among them
-        return Job(number, tag, error=str(error))
-    return Job(number, tag, as_prompt(prompt) if isinstance(prompt, str) else prompt, params)
+        return BatchLine(number, tag, error=str(error))
+    return BatchLine(number, tag, as_prompt(prompt) if isinstance(prompt, str) else prompt, params)
 
 
 def _take_prompt(fields: dict[str, Any]) -> Any:
@@ -79,20 +75,22 @@ def _take_prompt(fields: dict[str, Any]) -> Any:
     return prompt
 
 
-async def answer_jobs(runtime: Runtime, jobs: Sequence[Job], out: TextIO) -> list[Completion]:
+async def answer_batch(
+    runtime: Runtime, batch: Sequence[BatchLine], out: TextIO
+) -> list[Completion]:
     """Run all at once, write a line for each as soon as those before it are written.
 
-    Returns the completions: fewer than jobs when some failed.
+    Returns the completions: fewer than lines when some failed.
     """
     from radixserve.api.progress import BatchProgress
 
-    tasks = [asyncio.create_task(_answer(runtime, job)) for job in jobs]
+    tasks = [asyncio.create_task(_answer(runtime, line)) for line in batch]
     done: list[Completion] = []
     with BatchProgress(len(tasks), wanted=False if out.isatty() else None) as bar:
         try:
             for task in tasks:
-                completion, line = await task
-                print(json.dumps(line), file=out, flush=True)
+                completion, answer = await task
+                print(json.dumps(answer), file=out, flush=True)
                 if completion is not None:
                     done.append(completion)
                     bar.add(completion)
@@ -103,14 +101,14 @@ async def answer_jobs(runtime: Runtime, jobs: Sequence[Job], out: TextIO) -> lis
     return done
 
 
-async def _answer(runtime: Runtime, job: Job) -> tuple[Completion | None, dict[str, Any]]:
-    if job.error is None:
+async def _answer(runtime: Runtime, line: BatchLine) -> tuple[Completion | None, dict[str, Any]]:
+    if line.error is None:
         try:
-            completion = await runtime.agenerate(job.prompt, job.params)
-            return completion, {**job.tag, **completion_fields(completion)}
+            completion = await runtime.agenerate(line.prompt, line.params)
+            return completion, {**line.tag, **completion_fields(completion)}
         except RadixServeError as error:
-            return None, {**job.tag, "line": job.number, "error": str(error)}
-    return None, {**job.tag, "line": job.number, "error": job.error}
+            return None, {**line.tag, "line": line.number, "error": str(error)}
+    return None, {**line.tag, "line": line.number, "error": line.error}
 
 
 def completion_fields(completion: Completion) -> dict[str, Any]:
@@ -122,8 +120,7 @@ def completion_fields(completion: Completion) -> dict[str, Any]:
         "usage": asdict(completion.usage),
         "metrics": asdict(completion.metrics),
     }
-    if completion.logprobs is not None:
-        fields["logprobs"] = completion.logprobs
-    if completion.top_logprobs is not None:
-        fields["top_logprobs"] = completion.top_logprobs
+    for name in ("logprobs", "top_logprobs"):
+        if getattr(completion, name) is not None:
+            fields[name] = getattr(completion, name)
     return fields

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
 from radixserve.checks import check_choice, check_float, check_int
+from radixserve.commands.flags import add_command, add_flags
 from radixserve.commands.terminal import make_console
 from radixserve.config import parse_bytes
 from radixserve.errors import InvalidRequest
@@ -40,98 +41,71 @@ examples:
 
 
 def add_parser(commands: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = add_command(
+        commands,
         "replay",
-        help="traces of requests through the cache and the scheduler, without a model",
-        description="Replay traces of requests without a model: how much is reusable, what cache "
+        "traces of requests through the cache and the scheduler, without a model",
+        "Replay traces of requests without a model: how much is reusable, what cache "
         "sizes, policies and page sizes make of it, and how far that is from the best possible.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EPILOG,
     )
     parser.add_argument("traces", nargs="+", metavar="TRACE", help="file of JSON lines")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-    parser.add_argument("--plot", metavar="FILE", help="draw pictures into FILE (needs matplotlib)")
-    _add_trace_flags(parser)
+    outputs = {
+        "--json": "print one JSON document instead",
+        "--plot FILE": "draw pictures into FILE (needs matplotlib)",
+    }
+    add_flags(parser, outputs)
+    group = parser.add_argument_group("trace")
+    add_flags(group, {"--limit N": "only the first N requests"})
+    stitch = "of a trace of hashes, take a request's output from the request that continues it"
+    add_flags(group, {"--stitch": stitch}, action=argparse.BooleanOptionalAction, default=True)
     _add_cache_flags(parser)
     _add_order_flags(parser)
     return parser
 
 
-def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("trace")
-    group.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    group.add_argument(
-        "--stitch",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="of a trace of hashes, take a request's output from the request that continues it",
-    )
-
-
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("caches, each combination is replayed; lists with commas")
-    group.add_argument(
-        "--cache-tokens",
-        metavar="SIZES",
-        help="cache sizes in tokens, such as 250k,1M (default: five that suit the trace)",
-    )
-    group.add_argument(
-        "--policy", default="lru", metavar="NAMES", help="eviction policies (default: lru)"
-    )
-    group.add_argument(
-        "--page-size",
-        default="1",
-        metavar="SIZES",
-        help="tokens a page; for the hash index a block (default: 1)",
-    )
-    group.add_argument(
-        "--index",
-        default="radix",
-        metavar="NAMES",
-        help="radix, or hash: whole blocks found by their hash (default: radix)",
-    )
-    group.add_argument(
-        "--sessions",
-        action="store_true",
-        help="replay each once more with the hint which sessions are still open",
-    )
-    group.add_argument(
-        "--lease-s",
-        type=float,
-        metavar="SECONDS",
-        help="how long an idle open session is preferred (default: the cache's own)",
-    )
-    group.add_argument(
-        "--bytes-per-token",
-        metavar="SIZE",
-        help='bytes of K/V a token, "128KB" works (default: 128 KiB, as Llama-3-8B in bfloat16)',
-    )
-    group.add_argument(
-        "--model-config",
-        metavar="PATH",
-        help="take the bytes a token from a checkpoint folder or its config.json",
-    )
+    sizes = "cache sizes in tokens, such as 250k,1M (default: five that suit the trace)"
+    policies = "eviction policies (default: lru)"
+    pages = "tokens a page; for the hash index a block (default: 1)"
+    indexes = "radix, or hash: whole blocks found by their hash (default: radix)"
+    add_flags(group, {"--cache-tokens SIZES": sizes})
+    add_flags(group, {"--policy NAMES": policies}, default="lru")
+    add_flags(group, {"--page-size SIZES": pages}, default="1")
+    add_flags(group, {"--index NAMES": indexes}, default="radix")
+    others = {
+        "--sessions": "replay each once more with the hint which sessions are still open",
+        "--lease-s SECONDS": "how long an idle open session is preferred "
+        "(default: the cache's own)",
+        "--bytes-per-token SIZE": 'bytes of K/V a token, "128KB" works '
+        "(default: 128 KiB, as Llama-3-8B in bfloat16)",
+        "--model-config PATH": "take the bytes a token from a checkpoint folder or its config.json",
+    }
+    add_flags(group, others)
+
+
+# By flag: field of StepModel, units a second, help, default in that unit.
+_STEP_FLAGS = {
+    "--step-ms": ("fixed_s", 1e3, "milliseconds of every step", 7.0),
+    "--prefill-us": ("prefill_token_s", 1e6, "microseconds of a prefilled token", 27.0),
+    "--decode-us": ("decode_row_s", 1e6, "microseconds of a decoded row", 20.0),
+    "--kv-ns": ("kv_token_s", 1e9, "nanoseconds of a K/V token that a row reads", 50.0),
+}
 
 
 def _add_order_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduler, with a modelled time of a step")
-    group.add_argument("--order", metavar="NAMES", help="orders of admission: lpm,fcfs,dfs-weight")
-    for flag, default, what in (
-        ("--chunked-prefill-size", 2048, "prefill tokens a step"),
-        ("--max-running-requests", 64, "requests that run at the same time"),
-        ("--max-overtake", 64, "no request is overtaken by more than this many"),
-    ):
-        text = f"{what} (default: {default})"
-        group.add_argument(flag, type=int, default=default, metavar="N", help=text)
-    for flag, value, what in (
-        ("--time-scale", 1.0, "arrivals are this many times as far apart as recorded"),
-        ("--step-ms", 7.0, "milliseconds of every step"),
-        ("--prefill-us", 27.0, "microseconds of a prefilled token"),
-        ("--decode-us", 20.0, "microseconds of a decoded row"),
-        ("--kv-ns", 50.0, "nanoseconds of a K/V token that a row reads"),
-    ):
-        text = f"{what} (default: {value:g})"
-        group.add_argument(flag, type=float, default=value, metavar="X", help=text)
+    add_flags(group, {"--order NAMES": "orders of admission: lpm,fcfs,dfs-weight"})
+    numbers: list[tuple[str, str, float]] = [
+        ("--chunked-prefill-size N", "prefill tokens a step", 2048),
+        ("--max-running-requests N", "requests that run at the same time", 64),
+        ("--max-overtake N", "no request is overtaken by more than this many", 64),
+        ("--time-scale X", "arrivals are this many times as far apart as recorded", 1.0),
+        *((f"{flag} X", text, value) for flag, (_, _, text, value) in _STEP_FLAGS.items()),
+    ]
+    for usage, text, default in numbers:
+        add_flags(group, {usage: f"{text} (default: {default:g})"}, default=default)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,8 +114,9 @@ def run(args: argparse.Namespace) -> int:
     from radixserve.replay.report import print_study, study_document
 
     specs, servings, size = _specs(args), _servings(args), _bytes_per_token(args)
-    limit = None if args.limit is None else check_int("--limit", args.limit, 1)
-    lease = args.lease_s
+    limit, lease = args.limit, args.lease_s
+    if limit is not None:
+        check_int("--limit", limit, 1)
     if lease is not None:
         check_float("--lease-s", lease, 0.0, float("inf"))
     if args.plot is not None:
@@ -169,22 +144,19 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
     from radixserve.replay import cross, parse_tokens
     from radixserve.replay.study import default_sizes
 
-    sizes = None
+    given = None
     if args.cache_tokens is not None:
-        sizes = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
+        given = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
     pages = [_page_size(text) for text in _items("--page-size", args.page_size)]
     policies, indexes = _items("--policy", args.policy), _items("--index", args.index)
-    cross([max(pages)], policies, pages, indexes, use_sessions=False)  # the names are checked
     make = partial(cross, policies=policies, page_sizes=pages, indexes=indexes)
-    if sizes is not None:
-        given = make(sizes, use_sessions=args.sessions)
-        return lambda _trace, _paths: given
+    make(given or [max(pages)], use_sessions=False)  # refuses wrong names and sizes
 
-    def suitable(trace: Trace, paths: PathTable) -> Sequence[CacheSpec]:
-        fitting = sorted({max([size, *pages]) for size in default_sizes(paths, trace)})
-        return make(fitting, use_sessions=args.sessions)
+    def specs(trace: Trace, paths: PathTable) -> Sequence[CacheSpec]:
+        sizes = given or sorted({max([size, *pages]) for size in default_sizes(paths, trace)})
+        return make(sizes, use_sessions=args.sessions)
 
-    return suitable
+    return specs
 
 
 def _servings(args: argparse.Namespace) -> list[Serving]:
@@ -195,19 +167,17 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
     orders = _items("--order", args.order)
     for order in orders:
         check_choice("--order", order, ORDERS)
-    step = StepModel(
-        fixed_s=check_float("--step-ms", args.step_ms, 0.0, 1e6) / 1e3,
-        prefill_token_s=check_float("--prefill-us", args.prefill_us, 0.0, 1e9) / 1e6,
-        decode_row_s=check_float("--decode-us", args.decode_us, 0.0, 1e9) / 1e6,
-        kv_token_s=check_float("--kv-ns", args.kv_ns, 0.0, 1e12) / 1e9,
-    )
+    step = {}
+    for flag, (field, per_second, _, _) in _STEP_FLAGS.items():
+        value = getattr(args, flag.strip("-").replace("-", "_"))
+        step[field] = check_float(flag, value, 0.0, 1e3 * per_second) / per_second
     make = partial(
         Serving,
         chunked_prefill_size=check_int("--chunked-prefill-size", args.chunked_prefill_size, 1),
         max_running_requests=check_int("--max-running-requests", args.max_running_requests, 1),
         max_overtake=check_int("--max-overtake", args.max_overtake, 0),
         time_scale=check_float("--time-scale", args.time_scale, 0.0, 1e6),
-        step=step,
+        step=StepModel(**step),
     )
     return [make(order=order) for order in orders]
 
@@ -221,8 +191,7 @@ def _bytes_per_token(args: argparse.Namespace) -> int:
         return kv_bytes_per_token(args.model_config)
     if args.bytes_per_token is None:
         return DEFAULT_KV_BYTES
-    text: str = args.bytes_per_token
-    return parse_bytes(text, "--bytes-per-token")
+    return parse_bytes(args.bytes_per_token, "--bytes-per-token")
 
 
 def _items(flag: str, text: str) -> list[str]:

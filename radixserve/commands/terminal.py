@@ -1,14 +1,18 @@
-"""The console that commands print to, and how they write numbers."""
+"""The console that commands print to, and numbers as text."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from radixserve.api.tree_view import escape
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+PARTS = ("schedule", "prepare", "forward", "sample", "commit")  # of a step's time
 _PIPED_WIDTH = 100
 
 
@@ -18,6 +22,12 @@ def make_console() -> Console:
 
     fixed = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
     return Console(highlight=False, soft_wrap=False, width=fixed)
+
+
+def print_escaped(console: Console, text: str) -> None:
+    """Print a piece of a model's text, with the terminal's control characters as escapes."""
+    lines = (escape(line) for line in text.replace("\t", "    ").split("\n"))
+    console.print("\n".join(lines), end="", markup=False, soft_wrap=True)
 
 
 def format_bytes(count: float) -> str:
@@ -36,3 +46,24 @@ def format_seconds(seconds: float | None) -> str:
     if seconds < 0.01:
         return f"{1000 * seconds:.1f} ms"
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def format_profile(stats: Mapping[str, float]) -> str:
+    """From `Runtime.cache_stats()`: milliseconds a step by part, and those outside the model.
+
+    With overlap the parts add up to more than the time that passed: the rest is hidden.
+    """
+    steps = int(stats["steps"])
+    seconds = {part: stats[f"{part}_s"] for part in PARTS}
+    total = sum(seconds.values())
+    if not steps or not total:
+        return "0 steps"
+    each = ", ".join(f"{part} {spent / steps * 1e3:.3f}" for part, spent in seconds.items())
+    host, overlapped = total - seconds["forward"], stats.get("overlapped_s", 0.0)
+    beside = ""
+    if overlapped:
+        beside = f", {overlapped / steps * 1e3:.3f} of it overlapped with another step"
+    return (
+        f"{steps} steps, {total:.3f} s; ms a step: {each}; outside the forward pass "
+        f"{host / steps * 1e3:.3f} ({host / total:.1%}){beside}"
+    )

@@ -1,16 +1,16 @@
-"""`TraceRecorder`: writes down finished requests, one JSON line each, for `radixserve replay`.
+"""`TraceRecorder`: records finished requests, one JSON line each, for `radixserve replay`.
 
 The first line is a header: {"trace", "kind": "radixserve-log", "version", "started"}. A request is
 
     {"time", "tokens", "output_tokens", "finish", "cached_tokens", "session"?, "namespace"?}
 
-or, where token ids must not be kept, with "block_size" in the header,
+or, where token ids must not be recorded, with "block_size" in the header,
 
     {"time", "input_length", "output_length", "hash_ids", "finish", "cached_tokens", ...}
 
 "time" is the arrival in seconds since 1970. "hash_ids" are keyed hashes of the prompt's whole
-blocks, each of all tokens up to its end, so that equal prefixes can be told and nothing else;
-sessions and namespaces are hashed as well. The key is random and never written.
+blocks, each of all tokens up to its end: they show equal prefixes and nothing else. Sessions and
+namespaces are hashed as well. The key is random and never written.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _log = logging.getLogger("radixserve")
 class TraceRecorder:
     """Appends to a file, whole lines at a time. Used by one thread.
 
-    Its cost is that of making the line (some 0.1 us a token); writes are gathered. A write that
-    fails is logged once and ends the recording, never a request. Lines not yet written are lost
-    when the process is killed; a line that was cut off is left out when the file is read or
-    appended to.
+    Costs some 0.1 us a token; writes are buffered. A write that fails is logged once and ends the
+    recording, never a request. Lines not yet written are lost when the process is killed; a line
+    that was cut off is left out when the file is read or appended to.
     """
 
     def __init__(self, path: str, hash_block: int | None = None) -> None:
@@ -67,22 +66,22 @@ class TraceRecorder:
     def record(
         self, request: Request, output_ids: Sequence[int], finish: Finish, *, arrived_at: float
     ) -> None:
-        """A request has ended, which arrived at that time (seconds since 1970). Never raises.
+        """Record a request that has ended; `arrived_at`: seconds since 1970. Never raises.
 
-        One that drew no token is left out.
+        A request without an output token is left out.
         """
         if self._file is None or not output_ids:
             return
         try:
             self._put(self._line(request, output_ids, finish, arrived_at))
-            late = time.time() - self._flushed_at > _FLUSH_S
-            if late or self._num_bytes > _FLUSH_BYTES:
+            is_due = time.time() - self._flushed_at > _FLUSH_S
+            if is_due or self._num_bytes > _FLUSH_BYTES:
                 self.flush()
         except Exception:
             self._give_up()
 
     def flush(self) -> None:
-        """Write what has been gathered. Never raises. O(1) when there is nothing."""
+        """Write the buffered lines. Never raises. O(1) when there are none."""
         if self._file is None or not self._lines:
             return
         data = memoryview(b"".join(self._lines))
@@ -94,7 +93,7 @@ class TraceRecorder:
             self._give_up()
 
     def close(self) -> None:
-        """Write the rest. Twice does nothing."""
+        """Write the rest and close the file. A second call does nothing."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -120,7 +119,7 @@ class TraceRecorder:
         return line
 
     def _hash_ids(self, token_ids: IntArray, namespace: str, block: int) -> list[int]:
-        """63-bit hashes of the whole blocks, each with all that is before it."""
+        """63-bit hashes of the whole blocks, each of all tokens up to its end."""
         data, width = token_ids.tobytes(), 4 * block
         ids, digest = [], self._hash(namespace.encode())
         for at in range(0, len(data) - width + 1, width):
@@ -144,7 +143,7 @@ class TraceRecorder:
 
 
 def _cut_broken_line(file: BinaryIO) -> None:
-    """Drop what lies behind the last line's end: its writer was killed."""
+    """Drop the bytes after the last line's end: their writer was killed."""
     at = size = file.seek(0, os.SEEK_END)
     while at:
         start = max(0, at - (1 << 16))

@@ -1,9 +1,10 @@
-"""What the runner asks of a model: `ModelInfo` and `LanguageModel`."""
+"""The interface of models: `ModelInfo` and `LanguageModel`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from radixserve.attention.base import AttentionBackend, ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a loaded model is; sizes in tokens, heads or features."""
+    """A loaded model's sizes, in tokens, heads or features."""
 
     architecture: str  # as in config.json, "LlamaForCausalLM"
     is_native: bool  # runs in decoder.py or cpu_decoder.py, not through transformers' code
@@ -37,14 +38,15 @@ class ModelInfo:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-class LanguageModel(Protocol):
+class LanguageModel(ABC):
     """A decoder that keeps its K and V in the attention backend it is handed.
 
     Holds weights only: nothing changes in it between calls.
     """
 
     info: ModelInfo
+    can_capture: ClassVar[bool] = False  # whether a CUDA graph can be made of `forward`
 
+    @abstractmethod
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Logits [S, V] float32 after each of `batch.logits_indices`; `backend` is planned."""
-        ...

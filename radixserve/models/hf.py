@@ -1,11 +1,11 @@
 """Every other decoder: transformers' own modelling code with its attention function replaced.
 
-The rows of a step are handed over as one sequence [1, T] with their own positions and without a
-mask; each attention layer calls `_attention`, which passes q, k, v to the backend of the call. Not
-every architecture hands keyword arguments down to its attention, so that the backend lies in a
-`_Slot` that the model's own modules carry. What cannot run so is refused at load: by rule where the
-config tells, by a probe that looks at what reaches the attention function, and by comparing a few
-tokens with the model's eager attention, which finds what rule and probe missed.
+The rows of a step are one sequence [1, T] with their own positions and without a mask; each
+attention layer calls `_attention`, which passes q, k, v to the backend of the call. Not every
+architecture hands keyword arguments down to its attention, so that the backend lies in a `_Slot`
+that the model's own modules carry. A model that cannot run so is refused at load: by rule where the
+config shows it, by a probe that looks at the arguments of the attention function, and by comparing
+a few tokens with the model's eager attention, which finds what rule and probe missed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
-from radixserve.attention.torch import TorchBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda.triton import TritonBackend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
-from radixserve.models.base import ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo
 from radixserve.models.weights import (
     architecture_of,
     check_sliding_window,
@@ -63,7 +63,7 @@ class _Slot:
             self.backend = None
 
 
-class TransformersModel:
+class TransformersModel(LanguageModel):
     """See `LanguageModel`. Made by `load_transformers`."""
 
     def __init__(self, model: Any, slot: _Slot, info: ModelInfo) -> None:
@@ -309,7 +309,7 @@ def _run_in_chunks(wrapped: TransformersModel, tokens: Tensor, device: torch.dev
     info = wrapped.info
     size = len(tokens)
     shape = (info.num_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
-    make = TritonBackend if info.dtype == torch.float16 else TorchBackend
+    make = TritonBackend if info.dtype == torch.float16 else ReferenceBackend
     backend = make(torch.zeros(shape, dtype=info.dtype, device=device), info.num_heads)
     pages = np.arange(size)[::-1].astype(np.int32)
     parts = []
@@ -327,8 +327,8 @@ def _one_row(tokens: Tensor, start: int, pages: np.ndarray, device: torch.device
         start=np.array([start]),
         qo_indptr=np.array([0, num_new]),
         kv_indptr=np.array([0, end]),
-        kv_indices=pages,
         seq_lens=np.array([end]),
+        page_tables=[pages],
     )
     return ForwardBatch(
         input_ids=tokens.to(device),

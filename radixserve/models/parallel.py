@@ -3,7 +3,7 @@
 Query heads, key/value heads and the columns of the MLP are split; o and down take what a rank has
 of them, so that the sum over the ranks is the layer's output. Key/value heads are repeated where
 there are more ranks than heads. The embedding is whole in every rank; the head is split by
-vocabulary. What ranks say to each other is behind `Ranks`.
+vocabulary. Ranks exchange tensors through a `TPGroup`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.decoder import DecoderShape, LayerTensors, WeightAndBias
+from radixserve.models.decoder_tensors import DecoderShape, LayerTensors, WeightAndBias
 
 MAX_RANKS = 64
 
 
-class Ranks(Protocol):
+class TPGroup(Protocol):
     """The way from one rank to the others. Every call is made by all of them, in the same order.
 
     The tensor calls may be part of a CUDA graph; their results are equal in every rank to the bit.
@@ -49,16 +49,16 @@ class Ranks(Protocol):
 
 def check_split(shape: DecoderShape, size: int) -> None:
     """Raise InvalidRequest, naming the sizes that are possible, if `size` ranks cannot share."""
-    reason = _why_not(shape, size)
+    reason = _unsupported_reason(shape, size)
     if reason:
-        possible = [str(n) for n in range(1, MAX_RANKS + 1) if not _why_not(shape, n)]
+        possible = [str(n) for n in range(1, MAX_RANKS + 1) if not _unsupported_reason(shape, n)]
         raise InvalidRequest(
             f"tensor_parallel_size={size} cannot split this model: {reason}; "
             f"possible are {', '.join(possible)}"
         )
 
 
-def _why_not(shape: DecoderShape, size: int) -> str:
+def _unsupported_reason(shape: DecoderShape, size: int) -> str:
     for count, what in (
         (shape.num_heads, "query heads"),
         (shape.intermediate_size, "columns of the MLP"),
@@ -71,7 +71,7 @@ def _why_not(shape: DecoderShape, size: int) -> str:
 
 
 def shard_shape(shape: DecoderShape, size: int) -> DecoderShape:
-    """What each of `size` ranks has."""
+    """The shape of the part that each of `size` ranks has."""
     return replace(
         shape,
         num_heads=shape.num_heads // size,
@@ -111,7 +111,7 @@ def shard_layer(layer: LayerTensors, shape: DecoderShape, rank: int, size: int) 
 
 
 def shard_head(head: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's rows of the head [V, H], as many in every rank: zeros behind the last of them."""
+    """A rank's rows of the head [V, H], as many in every rank: zeros after the last of them."""
     count = -(-len(head) // size)
     part = head[rank * count : (rank + 1) * count]
     return F.pad(part, (0, 0, 0, count - len(part))) if len(part) < count else part.clone()

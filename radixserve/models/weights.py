@@ -156,42 +156,38 @@ def tensor_files(folder: Path) -> list[Path]:
     raise ModelNotSupported(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
-class WeightReader:
+class TensorReader:
     """Takes a checkpoint's tensors by name, in a dtype, and remembers what was wrong.
 
-    `take` never raises for a bad tensor, so that `finish` can name all of them at once; it hands
-    out zeros instead, which nobody gets to use.
+    `take` never raises for a bad tensor, so that `finish` can name all of them at once; it returns
+    zeros instead, which are never used. See `TensorSource`.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, where: Path, names: Iterable[str], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """where: the file or folder that errors name; names: of all its tensors."""
         self.num_parameters = 0  # elements taken so far
-        self._folder, self._dtype, self._device = folder, dtype, device
-        self._handles: dict[str, Any] = {}  # tensor name -> open file
-        for path in tensor_files(folder):
-            try:
-                handle: Any = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
-            self._handles.update(dict.fromkeys(handle.keys(), handle))
-        self._unused = set(self._handles)
+        self._where, self._dtype, self._device = where, dtype, device
+        self._names = frozenset(names)
+        self._unused = set(self._names)
         self._missing: list[str] = []
         self._wrong: list[str] = []
 
     def __contains__(self, name: str) -> bool:
-        return name in self._handles
+        return name in self._names
 
     def skip(self, pattern: str) -> None:
-        """Tensors whose whole name matches the regular expression are no surprise."""
+        """Tensors whose whole name matches the regular expression may be left untaken."""
         self._unused = {name for name in self._unused if not re.fullmatch(pattern, name)}
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of that name and shape, converted to the reader's dtype."""
-        handle = self._handles.get(name)
         self._unused.discard(name)
-        if handle is None:
+        if name not in self:
             self._missing.append(name)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        tensor: Tensor = handle.get_tensor(name)
+        tensor = self._read(name)
         self.num_parameters += tensor.numel()
         if tuple(tensor.shape) != shape:
             self._wrong.append(f"{name} is {list(tensor.shape)} and must be {list(shape)}")
@@ -212,7 +208,28 @@ class WeightReader:
             if names
         ]
         if complaints:
-            raise ModelNotSupported(f"checkpoint {self._folder}: {'; '.join(complaints)}")
+            raise ModelNotSupported(f"checkpoint {self._where}: {'; '.join(complaints)}")
+
+    def _read(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+
+class WeightReader(TensorReader):
+    """The tensors of a checkpoint folder's safetensors files."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._handles: dict[str, Any] = {}  # tensor name -> open file
+        for path in tensor_files(folder):
+            try:
+                handle: Any = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
+            self._handles.update(dict.fromkeys(handle.keys(), handle))
+        super().__init__(folder, self._handles, dtype, device)
+
+    def _read(self, name: str) -> Tensor:
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        return tensor
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a trace allows: the clairvoyant bound, and LRU at every size by reuse distances.
+"""Limits of a trace: the clairvoyant bound, and LRU at every size by reuse distances.
 
 The bound: how many tokens could a cache reuse that knows the future? It shares the rules of every
 cache here. Requests are served one after another in the order of the trace. While one is served all

@@ -70,7 +70,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """What a cache did for a trace, in tokens of prompts unless the name says otherwise."""
+    """One replay through one cache. Counts are tokens of prompts unless the name says otherwise."""
 
     spec: CacheSpec
     hits: Ints  # [requests] reused tokens

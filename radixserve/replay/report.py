@@ -77,7 +77,7 @@ def _print_scheduled(console: Console, study: Study) -> None:
     if not study.scheduled:
         return
     heads = ("hit %", "TTFT mean", "p95", "p99", "ratio", "overtaken", "preempted")
-    table = _table("cache", "page", "tokens", "order", *heads)
+    table = _table("cache", "page", "tokens", "order", *heads, gap=1)
     for result in study.scheduled:
         times = (result.mean_ttft_s, result.ttft_at(95), result.ttft_at(99))
         table.add_row(
@@ -161,10 +161,10 @@ def _pivot(
     return table
 
 
-def _table(*heads: str) -> Table:
+def _table(*heads: str, gap: int = 2) -> Table:
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim")
     for at, head in enumerate(heads):
         table.add_column(head, justify="left" if at == 0 else "right", no_wrap=True)
     return table

@@ -67,7 +67,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledResult(ReplayResult):
-    """What a scheduler and a cache did for a trace; times in modelled seconds."""
+    """One replay through the scheduler and a cache; times in modelled seconds."""
 
     serving: Serving
     ttft_s: Floats  # [requests] from being sent to first token; nan for those that do not fit

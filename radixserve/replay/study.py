@@ -156,7 +156,7 @@ class PageLoss:
     page_size: int
     cache_tokens: int
     hit_tokens: int  # fewer; negative: more
-    rate: float  # of the hit rate, 0.01 is a point
+    rate: float  # difference of the hit rates; 0.01 is a point
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from radixserve.errors import InvalidRequest
+from radixserve.gguf_file import SUFFIX, GgufFile
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 5  # prompt tokens decoded along, so that a first word keeps its leading space
@@ -18,23 +19,31 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 class Tokenizer:
-    """transformers' tokenizer of a checkpoint folder, for any number of threads."""
+    """A transformers tokenizer for any number of threads."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
+    def __init__(self, tokenizer: Any) -> None:
         # Two copies: callers encode while the engine decodes, and a long prompt takes seconds.
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = tokenizer
         self._decoder: Any = copy.deepcopy(self._tokenizer)
         self._encode_lock = threading.Lock()
         self._decode_lock = threading.Lock()
 
     @classmethod
-    def load(cls, folder: Path | None) -> Tokenizer | None:
-        """The folder's tokenizer; None when it has none, or where there is no folder."""
-        if folder is None or not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    def load(cls, path: Path | None) -> Tokenizer | None:
+        """The tokenizer of a checkpoint folder or GGUF file; None when it has none."""
+        if path is None:
             return None
-        return cls(folder)
+        if path.suffix == SUFFIX:
+            from radixserve.text.gguf_tokenizer import gguf_tokenizer
+
+            file = GgufFile(path)
+            has_tokenizer = "tokenizer.ggml.model" in file.fields
+            return cls(gguf_tokenizer(file)) if has_tokenizer else None
+        if not any((path / name).exists() for name in _TOKENIZER_FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(path))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer puts around a prompt."""

@@ -23,8 +23,8 @@ def node(start: int, text: str, *children: dict[str, Any], held: int = 0) -> dic
         "num_tokens": len(text),
         "tokens": [ord(c) for c in text],
         "pages": [],
-        "refs": held,
-        "sessions": held,
+        "lock_ref": held,
+        "sequences": held,
         "children": list(children),
     }
 
@@ -48,9 +48,9 @@ def drawn(dump: dict[str, Any], width: int = 100, **options: Any) -> list[str]:
 def test_a_small_tree_is_drawn() -> None:
     lines = drawn(SMALL)
     assert lines[0] == "3 nodes, 310 tokens, page size 1"
-    assert lines[1] == "└── 6 tokens [0, 6) refs 3 sessions 3 'Hello '"
-    assert lines[2] == r"    ├── 4 tokens [6, 10) refs 0 sessions 0 'you\n'"
-    assert lines[3].startswith("    └── 300 tokens [6, 306) refs 0 sessions 0 'xxx")
+    assert lines[1] == "└── 6 tokens [0, 6) locks 3 sequences 3 'Hello '"
+    assert lines[2] == r"    ├── 4 tokens [6, 10) locks 0 sequences 0 'you\n'"
+    assert lines[3].startswith("    └── 300 tokens [6, 306) locks 0 sequences 0 'xxx")
     assert " … " in lines[3]
     assert lines[3].endswith("x'")
     assert len(lines) == 4
@@ -109,7 +109,7 @@ def test_plain_data_of_a_real_cache() -> None:
     held = cache.acquire([ord(c) for c in "abcd"], allow_full=True)
     data = describe_tree(cache.dump(), decode)
     (top,) = data["namespaces"][""]
-    assert (top["text"], top["sessions"], top["num_tokens"]) == ("ab", 1, 2)
-    below = {child["text"]: child["sessions"] for child in top["children"]}
+    assert (top["text"], top["sequences"], top["num_tokens"]) == ("ab", 1, 2)
+    below = {child["text"]: child["sequences"] for child in top["children"]}
     assert below == {"cd": 1, "xy": 0}
     held.release()

@@ -8,13 +8,13 @@ import pytest
 from torch import Tensor
 
 from radixserve.attention import cpu as cpu_backend
-from radixserve.attention import flashinfer as flashinfer_backend
-from radixserve.attention import sharing
-from radixserve.attention import torch as torch_backend
+from radixserve.attention import reference
 from radixserve.attention.base import AttentionBackend
-from radixserve.attention.flashinfer import FlashInferBackend
-from radixserve.attention.paged import PagedBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda import cascade
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda.backend import PagedBackend
+from radixserve.attention.cuda.flashinfer import FlashInferBackend
+from radixserve.attention.cuda.triton import TritonBackend
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.fake_flashinfer import Fake, mark_sides
 from tests.cpu_kernels import bf16_routine, num_threads
@@ -38,7 +38,7 @@ def make_cpu() -> Make:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """FlashInfer's place is taken by one that computes on the CPU, for heads of any kind."""
-    monkeypatch.setattr(flashinfer_backend, "unfit", lambda *_: "")
+    monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
     mark_sides(monkeypatch)
     return Fake()
 
@@ -54,7 +54,7 @@ def make_flashinfer(fake: Fake) -> MakePaged:
 @pytest.fixture(params=["torch", "cpu"])
 def make_host(request: pytest.FixtureRequest, make_cpu: Make) -> Make:
     """The CPU's own backends; without its kernels the test of that one is skipped."""
-    return make_cpu if request.param == "cpu" else torch_backend.TorchBackend
+    return make_cpu if request.param == "cpu" else reference.ReferenceBackend
 
 
 @pytest.fixture(params=["flashinfer", "triton"])
@@ -70,13 +70,12 @@ def make(request: pytest.FixtureRequest) -> Make:
     """All of them."""
     if request.param in ("cpu", "flashinfer"):
         return request.getfixturevalue(f"make_{request.param}")
-    return TritonBackend if request.param == "triton" else torch_backend.TorchBackend
+    return TritonBackend if request.param == "triton" else reference.ReferenceBackend
 
 
 @pytest.fixture
 def always_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rows have in common is attended to together."""
-    monkeypatch.setattr(torch_backend, "SHARE_BYTES", 1)
     monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
-    monkeypatch.setattr(sharing, "SHARE_BYTES", 1)
-    monkeypatch.setattr(sharing, "MERGE_TOKENS", 0)
+    monkeypatch.setattr(cascade, "SHARE_BYTES", 1)
+    monkeypatch.setattr(cascade, "MERGE_TOKENS", 0)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from radixserve.attention import choice, flashinfer_calls
+from radixserve.attention import choice
 from radixserve.attention.choice import choose_backend, make_backend
-from radixserve.attention.torch import TorchBackend
-from radixserve.attention.triton import TritonBackend
+from radixserve.attention.cuda import flashinfer_calls
+from radixserve.attention.cuda.triton import TritonBackend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import registry
@@ -23,7 +24,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def everything_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_calls, "not_installed", lambda: "")
+    monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "")
     monkeypatch.setattr(choice.gpu_ops, "unsupported_reason", lambda: "")
     monkeypatch.setattr(choice.cpu_ops, "unsupported_reason", lambda _: "")
 
@@ -54,7 +55,7 @@ def test_auto_on_cuda(
 def test_auto_takes_what_can_be_had(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(flashinfer_calls, "not_installed", lambda: "it is not installed")
+    monkeypatch.setattr(flashinfer_calls, "import_error", lambda: "it is not installed")
     assert choose_backend("auto", BF16, CUDA) == "triton"
     monkeypatch.setattr(choice.gpu_ops, "unsupported_reason", lambda: "Triton is not installed")
     assert choose_backend("auto", BF16, CUDA) == "torch"
@@ -99,7 +100,7 @@ def test_backends_are_made_by_name() -> None:
     kv = torch.zeros(1, 2, 4, 2, 2, 64)
     assert isinstance(make_backend("triton", kv, 4), TritonBackend)
     backend = make_backend("torch", kv, 4, shares=False)
-    assert isinstance(backend, TorchBackend)
+    assert isinstance(backend, ReferenceBackend)
     assert backend.name == "torch"
     with pytest.raises(ModelNotSupported, match="flashinfer backend cannot be used: FlashInfer"):
         make_backend("flashinfer", kv, 4)
@@ -113,9 +114,9 @@ def test_a_broken_flashinfer_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(flashinfer_calls, "load_library", fails)
     monkeypatch.setattr(flashinfer_calls.importlib.util, "find_spec", lambda _: object())
-    assert flashinfer_calls.not_installed() == "importing FlashInfer failed: OSError: no such file"
+    assert flashinfer_calls.import_error() == "importing FlashInfer failed: OSError: no such file"
     monkeypatch.setattr(flashinfer_calls.importlib.util, "find_spec", lambda _: None)
-    assert "not installed" in flashinfer_calls.not_installed()
+    assert "not installed" in flashinfer_calls.import_error()
 
 
 @pytest.mark.parametrize(("head_dim", "name"), [(80, "triton"), (128, "flashinfer")])

@@ -16,16 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.attention import flashinfer as flashinfer_backend
-from radixserve.attention.flashinfer import (
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda.flashinfer import (
     FlashInferBackend,
     can_merge,
-    fixed_workspace_bytes,
+    graph_workspace_bytes,
     wants_tensor_cores,
     workspace_bytes,
 )
-from radixserve.attention.flashinfer_calls import HeadShape, compile_modules, not_installed, unfit
-from radixserve.attention.plan_upload import PlanUpload, layout
+from radixserve.attention.cuda.flashinfer_calls import (
+    HeadShape,
+    compile_modules,
+    import_error,
+    unsupported_reason,
+)
+from radixserve.attention.cuda.metadata import PlanUploader, layout
 from radixserve.errors import ModelNotSupported
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import MakePaged
@@ -44,7 +49,7 @@ def test_the_record_is_what_is_installed() -> None:
         pytest.skip("FlashInfer is not installed")
     if found != recorded_version():
         pytest.skip(f"FlashInfer {found} is installed, {recorded_version()} was recorded")
-    if reason := not_installed():
+    if reason := import_error():
         pytest.skip(reason)
     assert installed() == json.loads(RECORD.read_text())["calls"]
 
@@ -93,7 +98,7 @@ def test_decodes_in_the_kernel_for_tensor_cores(
     assert calls_of(fake, backend, case) == ["prefill", "prefill.plan", "prefill.run"]
     assert fake.arguments[-2]["causal"] is False
     fake.calls.clear()
-    backend.for_graph(4, 99).plan(case.batch)
+    backend.capture_backend(4, 99).plan(case.batch)
     planned = ["decode.plan", "decode.plan keywords", "fast_decode_plan"]
     assert fake.calls == ["decode", "decode.reset_workspace_buffer", *planned]
 
@@ -126,7 +131,7 @@ def test_where_the_scale_goes(fake: Fake, make_flashinfer: MakePaged) -> None:
 # -- plans and the pinned memory they are copied from ---------------------------------------------
 
 
-class WatchedUpload(PlanUpload):
+class WatchedUploader(PlanUploader):
     """Notes when a plan begins and ends among FlashInfer's calls."""
 
     def __init__(self, fake: Fake) -> None:
@@ -149,8 +154,8 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
     case = SharedCase(lengths, 2, groups, **SHAPE)
     decodes = Case(LENGTHS["decodes"], 2, **SHAPE)
     backend = make_flashinfer(torch.zeros(2, 2, 400, 2, 2, 64, dtype=BF16), 8)
-    backend._staging = WatchedUpload(fake)
-    graph = backend.for_graph(8, 400, 1)
+    backend.uploader = WatchedUploader(fake)
+    graph = backend.capture_backend(8, 400, 1)
     backend.plan(case.batch)
     graph.plan(decodes.batch)
     backend.plan(decodes.batch)
@@ -166,15 +171,16 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
     assert fake.calls.count("begin") == 4
 
 
-def test_a_plan_waits_for_the_copies_of_the_last_one() -> None:
+def test_a_plan_waits_for_the_copies_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    staging = PlanUpload(torch.device("cpu"))
-    staging._copied = SimpleNamespace(  # type: ignore[assignment]
+    event = SimpleNamespace(
         synchronize=lambda: events.append("waited"), record=lambda: events.append("recorded")
     )
-    staging._is_cuda = True
-    staging.end()
-    staging.begin()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    uploader = PlanUploader(torch.device("cuda"))
+    uploader.begin()
+    uploader.end()
+    uploader.begin()
     assert events == ["recorded", "waited"]
 
 
@@ -183,13 +189,13 @@ def test_arrays_are_staged_aligned() -> None:
     assert [(one.start, one.stop) for one in places] == [(0, 3), (4, 4), (4, 8), (8, 13), (16, 17)]
     assert total == 20
     assert layout([]) == ([], 0)
-    staging = PlanUpload(torch.device("cpu"))
-    staging.begin()
-    arrays = [np.arange(n, dtype=np.int32) for n in (3, 5)]
-    first = staging.upload(arrays)
-    second = staging.upload([array + 7 for array in arrays])
-    for found, expected in zip((*first, *second), (*arrays, *(a + 7 for a in arrays)), strict=True):
-        assert found.host.tolist() == found.device.tolist() == expected.tolist()
+    uploader = PlanUploader(torch.device("cpu"))
+    uploader.begin()
+    first = [np.arange(n, dtype=np.int32) for n in (3, 5)]
+    second = [array + 7 for array in first]
+    for arrays, sides in [(arrays, uploader.upload(arrays)) for arrays in (first, second)]:
+        for side in sides:
+            assert [one.tolist() for one in side] == [array.tolist() for array in arrays]
 
 
 # -- what heads are served, and by what -----------------------------------------------------------
@@ -200,9 +206,14 @@ def heads(num: int, kv: int, dim: int = 128, page_size: int = 16) -> HeadShape:
 
 
 def test_heads_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unfit(BF16, 128) == unfit(torch.float16, 64) == unfit(BF16) == ""
-    assert "float16 and bfloat16, not float32" in unfit(torch.float32)
-    assert "heads of 64, 128, 256, not of 80" in unfit(BF16, 80)
+    assert (
+        unsupported_reason(BF16, 128)
+        == unsupported_reason(torch.float16, 64)
+        == unsupported_reason(BF16)
+        == ""
+    )
+    assert "float16 and bfloat16, not float32" in unsupported_reason(torch.float32)
+    assert "heads of 64, 128, 256, not of 80" in unsupported_reason(BF16, 80)
     library = Fake().library
     for kv, num_heads, message in (
         (torch.zeros(1, 2, 1, 1, 2, 64), 2, "float16 and bfloat16, not float32"),
@@ -211,7 +222,7 @@ def test_heads_that_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ModelNotSupported, match=message):
             FlashInferBackend(kv, num_heads, library=library)
-    monkeypatch.setattr(flashinfer_backend, "not_installed", lambda: "it is not there")
+    monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "it is not there")
     with pytest.raises(ModelNotSupported, match="cannot be used: it is not there"):
         FlashInferBackend(torch.zeros(1, 2, 1, 1, 2, 64, dtype=BF16), 2)
 
@@ -232,17 +243,16 @@ def test_which_decodes_take_tensor_cores(shape: tuple[int, int], expected: dict[
     assert found == expected
 
 
-def test_heads_that_one_block_can_merge(make_flashinfer: MakePaged) -> None:
-    assert can_merge(heads(64, 8))
-    assert not can_merge(heads(65, 5))
-    assert can_merge(heads(32, 8, dim=256))
-    assert not can_merge(heads(64, 8, dim=256))
-    assert can_merge(heads(128, 8, dim=64))
+@pytest.mark.usefixtures("always_share")
+def test_heads_that_one_block_can_merge(fake: Fake, make_flashinfer: MakePaged) -> None:
+    assert can_merge(64, 128, BF16)
+    assert not can_merge(65, 128, BF16)
+    assert can_merge(32, 256, BF16)
+    assert not can_merge(64, 256, BF16)
+    assert can_merge(128, 64, BF16)
     lengths, groups = SHARED["decodes"]
     many = SharedCase(lengths, 2, groups, heads=130, kv_heads=2, dim=64, dtype=BF16)
-    backend = make_flashinfer(many.kv, 130)
-    backend.plan(many.batch)
-    assert not backend._shared
+    assert "merge_state_in_place" not in calls_of(fake, make_flashinfer(many.kv, 130), many)
 
 
 def test_workspaces_hold_what_the_planner_takes() -> None:
@@ -251,9 +261,9 @@ def test_workspaces_hold_what_the_planner_takes() -> None:
     assert 33 * 128 * 32 * 129 * 4 <= workspace_bytes(llama, 132) <= 80e6
     for num_rows in (1, 64, 256, 1024):  # 4 query heads of each row are one tile of 16
         needed = (num_rows + num_rows // 4) * 16 * 32 * 129 * 4
-        assert fixed_workspace_bytes(llama, 132, num_rows, num_rows) >= needed
+        assert graph_workspace_bytes(llama, 132, num_rows, num_rows) >= needed
     tiles = -(-256 * 4 // 128) + 67 - 1
-    assert fixed_workspace_bytes(llama, 132, 67, 256) >= tiles * 128 * 32 * 129 * 4
+    assert graph_workspace_bytes(llama, 132, 67, 256) >= tiles * 128 * 32 * 129 * 4
 
 
 # -- compiling ahead ------------------------------------------------------------------------------
@@ -299,7 +309,7 @@ def test_a_compiler_that_fails(make_flashinfer: MakePaged, monkeypatch: pytest.M
 
     backend = make_flashinfer(torch.zeros(1, 2, 1, 1, 2, 64, dtype=BF16), 2)
     monkeypatch.setattr(flashinfer_backend, "compile_modules", fails)
-    monkeypatch.setattr(backend._kernels, "_workspace", SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(backend, "kv", SimpleNamespace(is_cuda=True))
     with pytest.raises(ModelNotSupported, match="Ninja build failed; nvcc has to be found"):
         backend.prepare()
 
@@ -319,7 +329,7 @@ def test_the_fake_finds_what_it_is_there_to_find(fake: Fake, make_flashinfer: Ma
         fake.library.decode_wrapper(torch.zeros(1, dtype=torch.uint8), use_tensor_core=True)
     with pytest.raises(TypeError, match="max_tokens"):
         fake.bind("prefill.plan", None, *[None] * 4, 8, 2, 64, 2, max_tokens=3)
-    graph, other = backend.for_graph(4, 99), backend.for_graph(4, 99)
+    graph, other = backend.capture_backend(4, 99), backend.capture_backend(4, 99)
     graph.plan(case.batch)
     graph.attend(case.q, 0)
     other.plan(case.batch)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend
-from radixserve.attention.choice import why_not
-from radixserve.attention.flashinfer import FlashInferBackend
-from radixserve.attention.paged import PagedBackend
-from radixserve.attention.triton import TritonBackend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.attention.choice import unsupported_reason
+from radixserve.attention.cuda.backend import PagedBackend
+from radixserve.attention.cuda.flashinfer import FlashInferBackend
+from radixserve.attention.cuda.triton import TritonBackend
+from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase
 from tests.attention.fake_flashinfer import Fake
 from tests.attention.test_paged_graph import store
@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def build(request: pytest.FixtureRequest, device: torch.device) -> Build:
     """A backend on the device, over a case's pool with the new tokens stored in layer 1."""
     name = request.param
-    if device.type == "cuda" and (reason := why_not(name, DTYPE, device, 64)):
+    if device.type == "cuda" and (reason := unsupported_reason(name, DTYPE, device, 64)):
         pytest.skip(reason)
     fake = request.getfixturevalue("fake") if device.type == "cpu" else Fake()
 
@@ -105,7 +105,7 @@ def test_graphs(num_levels: int, page_size: int, build: Build, device: torch.dev
         row.page_ids[: 48 // page_size] = everything.rows[0].page_ids[: 48 // page_size]
     everything.batch = build_forward_batch(everything.rows, page_size, torch.device("cpu"))
     backend = build(everything)
-    graph = backend.for_graph(12, 12 * 200, num_levels)
+    graph = backend.capture_backend(12, 12 * 200, num_levels)
     q = torch.zeros(12, 8, 64, dtype=DTYPE, device=device)
     replay, out = captured(graph, q)
     expected, _ = everything.expected(1)

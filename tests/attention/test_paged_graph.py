@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixserve.attention import sharing
-from radixserve.attention import triton as triton_backend
-from radixserve.attention.paged import PagedBackend, PagedGraph
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.attention.cuda import cascade
+from radixserve.attention.cuda import triton as triton_backend
+from radixserve.attention.cuda.backend import GraphBackend, PagedBackend
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops
 from tests.attention.cases import CPU, Case, SharedCase, run
@@ -51,7 +51,7 @@ def recording(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Recording:
 class Recorded:
     """A graph's `attend` of one layer; `replay` runs what it launched."""
 
-    def __init__(self, graph: PagedGraph, recording: Recording, layer: int, case: Case) -> None:
+    def __init__(self, graph: GraphBackend, recording: Recording, layer: int, case: Case) -> None:
         self.graph = graph
         self._q = torch.zeros(graph.shape.num_rows, *case.q.shape[1:], dtype=case.q.dtype)
         recording.clear()
@@ -83,7 +83,7 @@ def pool_of(cases: list[Case]) -> Tensor:
 
 def check_replays(
     backend: PagedBackend,
-    graph: PagedGraph,
+    graph: GraphBackend,
     recording: Recording,
     cases: list[Case],
     layer: int = 1,
@@ -129,19 +129,19 @@ def test_replays_of_one_recording(
 ) -> None:
     cases = [decodes(seed, page_size, shared=seed % 3 > 0) for seed in range(6)]
     backend = make_paged(pool_of(cases), 4)
-    graph = backend.for_graph(9, 9 * 64, num_levels)
+    graph = backend.capture_backend(9, 9 * 64, num_levels)
     assert graph.num_levels == num_levels
     check_replays(backend, graph, recording, cases)
 
 
 @pytest.mark.usefixtures("always_share")
-@pytest.mark.parametrize(("page_size", "view"), [(4, 1), (6, 2), (96, None)])
+@pytest.mark.parametrize(("page_size", "kernel_page_size"), [(4, 1), (6, 2), (96, None)])
 def test_pages_may_be_read_as_smaller_ones(
-    page_size: int, view: int | None, make_paged: MakePaged, recording: Recording
+    page_size: int, kernel_page_size: int | None, make_paged: MakePaged, recording: Recording
 ) -> None:
     cases = [decodes(seed, page_size, shared=seed % 2 > 0) for seed in range(4)]
-    backend = make_paged(pool_of(cases), 4, view=view)
-    check_replays(backend, backend.for_graph(8, 8 * 20, 1), recording, cases)
+    backend = make_paged(pool_of(cases), 4, kernel_page_size=kernel_page_size)
+    check_replays(backend, backend.capture_backend(8, 8 * 20, 1), recording, cases)
     for case in cases:
         backend.kv[:, :, : case.kv.shape[2]] = case.kv
         expected, _ = case.expected(0)
@@ -153,7 +153,7 @@ def test_graphs_of_all_sizes_in_turn(make_paged: MakePaged, recording: Recording
     """They share memory and are used one at a time, between steps that are no graphs'."""
     cases = [decodes(seed, 2, shared=True) for seed in range(9)]
     backend = make_paged(pool_of(cases), 4)
-    graphs = [backend.for_graph(n, n * 40, levels) for n in (8, 4, 2, 1) for levels in (0, 1)]
+    graphs = [backend.capture_backend(n, n * 40, levels) for n in (8, 4, 2, 1) for levels in (0, 1)]
     held: dict[int, Recorded] = {}
     for case in cases * 2:
         pool = backend.kv
@@ -178,49 +178,48 @@ def test_what_a_graph_launches(make_paged: MakePaged, recording: Recording) -> N
     case = decodes(1, 2, shared=False)
     backend = make_paged(case.kv, 4)
     for num_levels, num_kernels in ((0, 1), (1, 3)):
-        graph = backend.for_graph(16, 600, num_levels)
+        graph = backend.capture_backend(16, 600, num_levels)
         assert Recorded(graph, recording, 0, case).num_kernels == num_kernels
     with pytest.raises(ValueError, match="0 or 1 shared levels, not 2"):
-        backend.for_graph(16, 600, 2)
+        backend.capture_backend(16, 600, 2)
 
 
 def test_which_graph_to_replay(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with a level where it pays for the rows as they lie."""
     token_bytes = 2 * 2 * 16 * 4
-    monkeypatch.setattr(sharing, "SHARE_BYTES", 200 * token_bytes)
+    monkeypatch.setattr(cascade, "SHARE_BYTES", 200 * token_bytes)
     groups, lengths = [(range(4), 40)], [(80, 1)] * 4 + [(5, 1)] * 3
     case = SharedCase(lengths, 2, groups, heads=4, kv_heads=2, dim=16)
-    assert make_paged(case.kv, 4).levels_for_graph(case.batch) == 1  # saves 3 * 80 tokens
-    assert make_paged(case.kv, 4, shares=False).levels_for_graph(case.batch) == 0
+    assert make_paged(case.kv, 4).shared_levels(case.batch) == 1  # saves 3 * 80 tokens
+    assert make_paged(case.kv, 4, shares=False).shared_levels(case.batch) == 0
     apart = [case.rows[at] for at in (0, 4, 1, 5, 2, 6, 3)]
     batch = build_forward_batch(apart, 2, CPU)
     backend = make_paged(case.kv, 4)
-    assert backend.levels_for_graph(batch) == 0
-    backend.plan(batch)
-    assert backend._order is not None  # where rows may be put together it pays
+    assert backend.shared_levels(batch) == 0
+    assert backend.nodes.find(batch.host)  # where rows may be put together it pays
 
 
 def test_what_does_not_fit(make_paged: MakePaged) -> None:
     case = Case([(9, 1)] * 3, 2, heads=4, kv_heads=2, dim=16)  # of 5 pages each
     backend = make_paged(case.kv, 4)
-    assert backend.for_graph(3, 15).fits(case.batch)
-    assert backend.for_graph(4, 16).fits(case.batch)  # a page for the row that is padded
+    assert backend.capture_backend(3, 15).fits(case.batch)
+    assert backend.capture_backend(4, 16).fits(case.batch)  # a page for the row that is padded
     for num_rows, max_pages in ((4, 15), (3, 14), (2, 99)):
-        assert not backend.for_graph(num_rows, max_pages).fits(case.batch)
+        assert not backend.capture_backend(num_rows, max_pages).fits(case.batch)
         with pytest.raises(ValueError, match="do not fit a graph"):
-            backend.for_graph(num_rows, max_pages).plan(case.batch)
+            backend.capture_backend(num_rows, max_pages).plan(case.batch)
     chunk = ScheduledRequest("r", np.ones(2, np.int32), 3, np.arange(3, dtype=np.int32), None)
-    assert not backend.for_graph(4, 99).fits(build_forward_batch([chunk], 2, CPU))
+    assert not backend.capture_backend(4, 99).fits(build_forward_batch([chunk], 2, CPU))
 
 
 def test_smaller_graphs_use_the_memory_of_larger_ones(make_paged: MakePaged) -> None:
     backend = make_paged(torch.zeros(1, 2, 4, 2, 2, 16), 4)
-    large, small, larger = (backend.for_graph(n, n * 10, 1) for n in (8, 2, 9))
-    rooms = [[one.kv_indices.data_ptr() for one in graph._buffers] for graph in (large, small)]
-    assert rooms[0] == rooms[1]
-    assert large._buffers[0].kv_indices.data_ptr() != larger._buffers[0].kv_indices.data_ptr()
-    assert len(set(rooms[0])) == 2
+    large, small, larger = (backend.capture_backend(n, n * 10, 1) for n in (8, 2, 9))
+    pages = [[one.kv_indices.data_ptr() for one in graph.buffers] for graph in (large, small)]
+    assert pages[0] == pages[1]
+    assert large.buffers[0].kv_indices.data_ptr() != larger.buffers[0].kv_indices.data_ptr()
+    assert len(set(pages[0])) == 2
     for graph in (large, small, larger):
-        for buffers in graph._buffers:
+        for buffers in graph.buffers:
             for one in buffers:
                 assert one.data_ptr() % 16 == 0

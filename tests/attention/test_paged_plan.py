@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from radixserve.attention.base import HostIndex
-from radixserve.attention.cascade import SharedNode, find_shared
-from radixserve.attention.levels import drop_levels, limit_levels, saved_pages, tree_order
-from radixserve.attention.paged_plan import (
-    FixedShape,
-    PagedPlan,
-    num_groups_for,
-    plan_fixed,
-    plan_rows,
+from radixserve.attention.cuda.cascade import (
+    MAX_LEVELS,
+    NodeFinder,
+    SharedNode,
+    SharingCost,
+    drop_levels,
+    find_shared,
+    limit_levels,
+    saved_pages,
 )
-from radixserve.attention.parts import MAX_VIEW, view_size
-from radixserve.attention.sharing import SharingCost, find_nodes, pays_in_place
+from radixserve.attention.cuda.plan import (
+    MAX_KERNEL_PAGE_SIZE,
+    GraphShape,
+    PagedPlan,
+    choose_kernel_page_size,
+    plan_graph,
+    plan_rows,
+    tree_order,
+)
 from radixserve.request import BeamParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU
 from tests.attention.cells import cells_of_paged, expected_cells
@@ -33,33 +40,43 @@ from tests.scheduler.fake import Driver, random_prompt
 FREE = SharingCost(1, 0)
 
 
+def find_nodes(
+    host: HostIndex, page_size: int, cost: SharingCost, max_levels: int = MAX_LEVELS
+) -> list[SharedNode]:
+    return NodeFinder(page_size, cost).find(host, max_levels)
+
+
 def host_of(rows: list[ScheduledRequest], page_size: int) -> HostIndex:
     return build_forward_batch(rows, page_size, CPU).host
 
 
 def check_plan(
-    rows: list[ScheduledRequest], page_size: int, nodes: list[SharedNode], view: int
+    rows: list[ScheduledRequest], page_size: int, nodes: list[SharedNode], kernel_page_size: int
 ) -> PagedPlan:
     """Every token sees its own cells, each once; kinds and levels are where they belong."""
     host = host_of(rows, page_size)
-    plan = plan_rows(host, page_size, nodes, view)
+    plan = plan_rows(host, page_size, nodes, kernel_page_size)
     expected = [sorted(cells) for cells in expected_cells(rows, page_size)]
-    assert [sorted(cells) for cells in cells_of_paged(plan, host, view)] == expected
-    kinds = [part.is_decode for part in plan.own]
+    assert [sorted(cells) for cells in cells_of_paged(plan, host, kernel_page_size)] == expected
+    kinds = [part.is_decode for part in plan.unique]
     assert len(kinds) == len(set(kinds))
     assert len(plan.shared) == max((node.level + 1 for node in nodes), default=0)
     return plan
 
 
 @pytest.mark.parametrize("pays", ["always", "never", "by cost"])
-@pytest.mark.parametrize(("page_size", "view"), [(1, 1), (2, 2), (2, 1), (16, 16), (16, 4), (6, 3)])
-def test_every_token_sees_its_own_cells_once(page_size: int, view: int, pays: str) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "kernel_page_size"), [(1, 1), (2, 2), (2, 1), (16, 16), (16, 4), (6, 3)]
+)
+def test_every_token_sees_its_own_cells_once(
+    page_size: int, kernel_page_size: int, pays: str
+) -> None:
     for seed in range(15):
         rows = random_rows(random.Random(seed), page_size)
         nodes = find_shared(host_of(rows, page_size), page_size, PAYS[pays])
-        check_plan(rows, page_size, nodes, view)
-        check_plan(rows, page_size, limit_levels(nodes, 1), view)
-        check_plan(rows, page_size, drop_levels(nodes, 1 + seed), view)
+        check_plan(rows, page_size, nodes, kernel_page_size)
+        check_plan(rows, page_size, limit_levels(nodes, 1), kernel_page_size)
+        check_plan(rows, page_size, drop_levels(nodes, 1 + seed), kernel_page_size)
 
 
 @pytest.mark.long
@@ -70,9 +87,9 @@ def test_many_plans(page_size: int) -> None:
         for pays, max_levels in itertools.product(PAYS.values(), (0, 1, 2, 9)):
             nodes = find_shared(host_of(rows, page_size), page_size, pays)
             nodes = drop_levels(limit_levels(nodes, max_levels), seed % 40)
-            for view in {1, page_size}:
-                check_plan(rows, page_size, nodes, view)
-        check_fixed(decodes_of(rows), page_size, view=1, num_groups=9)
+            for kernel_page_size in {1, page_size}:
+                check_plan(rows, page_size, nodes, kernel_page_size)
+        check_graph(decodes_of(rows), page_size, kernel_page_size=1, num_groups=9)
 
 
 # -- order ----------------------------------------------------------------------------------------
@@ -115,15 +132,14 @@ def test_rows_stay_where_they_are_if_that_will_do() -> None:
 def test_whole_rows_need_no_page_ids_from_the_host() -> None:
     """A plan without nodes names ranges of the batch's kv_indices, which may not exist here."""
     rows = [row for row in random_rows(random.Random(3), 2) if len(row.token_ids) == 1]
-    for part in check_plan(rows, 2, [], 2).own:
+    for part in check_plan(rows, 2, [], 2).unique:
         assert isinstance(part.kv_indices, slice)
     short = [row._replace(start=0, page_ids=row.page_ids[:1]) for row in rows]
     host = host_of(short, 2)
-    unread = replace(host, kv_indices=None)  # type: ignore[arg-type]
-    assert find_nodes(unread, 2, FREE) == []
-    plan_rows(unread, 2, [], 2)
-    shape = FixedShape(len(short), 100, 3)
-    plan_fixed(unread, 2, [], 2, shape)
+    assert find_nodes(host, 2, FREE) == []
+    plan_rows(host, 2, [], 2)
+    plan_graph(host, 2, [], 2, GraphShape(len(short), 100, 3))
+    assert not host.is_flattened
 
 
 # -- levels ---------------------------------------------------------------------------------------
@@ -251,10 +267,11 @@ def test_rows_that_lie_apart_may_not_pay_in_a_graph() -> None:
     apart = [rows[0], others[0], rows[1], others[1], rows[2]]
     for mixed, in_place in ((together, True), (apart, False)):
         host = host_of(mixed, 1)
-        nodes = find_nodes(host, 1, SharingCost(200, 0), 1)
-        assert len(nodes) == 1
-        assert pays_in_place(nodes, 5, 1, SharingCost(200, 0)) == in_place
-    assert not pays_in_place([], 5, 1, FREE)
+        finder = NodeFinder(1, SharingCost(200, 0))
+        assert len(finder.find(host, 1)) == 1
+        assert finder.pays_in_place(host) == in_place
+    assert not NodeFinder(1, FREE).pays_in_place(host_of(same_prefix(1, 100), 1))
+    assert not NodeFinder(1, None).pays_in_place(host_of(together, 1))
 
 
 # -- graphs ---------------------------------------------------------------------------------------
@@ -265,50 +282,50 @@ def decodes_of(rows: list[ScheduledRequest]) -> list[ScheduledRequest]:
     return [row._replace(start=row.end - 1, token_ids=row.token_ids[-1:]) for row in rows]
 
 
-def check_fixed(
-    rows: list[ScheduledRequest], page_size: int, view: int, num_groups: int
+def check_graph(
+    rows: list[ScheduledRequest], page_size: int, kernel_page_size: int, num_groups: int
 ) -> PagedPlan:
     """Padded to more rows than there are; real ones see their own cells, others one of page 0."""
     host = host_of(rows, page_size)
-    shape = FixedShape(len(rows) + 3, host.kv_indptr[-1] * page_size + 3, num_groups)
+    shape = GraphShape(len(rows) + 3, host.kv_indptr[-1] * page_size + 3, num_groups)
     nodes = find_nodes(host, page_size, FREE, 1)
-    plan = plan_fixed(host, page_size, nodes, view, shape)
-    found = cells_of_paged(plan, host, view)
+    plan = plan_graph(host, page_size, nodes, kernel_page_size, shape)
+    found = cells_of_paged(plan, host, kernel_page_size)
     expected = [sorted(cells) for cells in expected_cells(rows, page_size)]
     assert [sorted(cells) for cells in found[: len(rows)]] == expected
     assert found[len(rows) :] == [[0]] * 3
     assert plan.order is None
     for part, count in zip(
-        (*plan.own, *plan.shared), (shape.num_rows, num_groups), strict=num_groups > 0
+        (*plan.unique, *plan.shared), (shape.num_rows, num_groups), strict=num_groups > 0
     ):
         assert (part.first, part.end, part.num_requests) == (0, shape.num_rows, count)
     return plan
 
 
 @pytest.mark.parametrize("num_groups", [0, 2, 3, 5, 9, 40])
-@pytest.mark.parametrize(("page_size", "view"), [(1, 1), (2, 2), (16, 4)])
-def test_graphs_are_padded(page_size: int, view: int, num_groups: int) -> None:
+@pytest.mark.parametrize(("page_size", "kernel_page_size"), [(1, 1), (2, 2), (16, 4)])
+def test_graphs_are_padded(page_size: int, kernel_page_size: int, num_groups: int) -> None:
     num_shared = 0
     for seed in range(20):
         rows = decodes_of(random_rows(random.Random(seed), page_size))
-        plan = check_fixed(rows, page_size, view, num_groups)
+        plan = check_graph(rows, page_size, kernel_page_size, num_groups)
         num_shared += any(part.num_pages for part in plan.shared)
     assert (num_shared > 0) == (num_groups >= 3)
 
 
 def test_a_full_graph_keeps_the_ranges_of_the_batch() -> None:
     host = host_of(same_prefix(4, 10), 1)
-    plan = plan_fixed(host, 1, [], 1, FixedShape(4, 44, 0))
-    assert plan.own[0].kv_indices == slice(0, 44)
+    plan = plan_graph(host, 1, [], 1, GraphShape(4, 44, 0))
+    assert plan.unique[0].kv_indices == slice(0, 44)
     with pytest.raises(ValueError, match="44 pages do not fit a graph of 43 pages"):
-        plan_fixed(host, 1, [], 1, FixedShape(4, 43, 0))
+        plan_graph(host, 1, [], 1, GraphShape(4, 43, 0))
     with pytest.raises(ValueError, match="4 rows of 4 tokens do not fit a graph of 3 rows"):
-        plan_fixed(host, 1, [], 1, FixedShape(3, 99, 0))
+        plan_graph(host, 1, [], 1, GraphShape(3, 99, 0))
     long = host_of(
         [ScheduledRequest("", np.ones(2, np.int32), 0, np.arange(2, dtype=np.int32), None)], 1
     )
     with pytest.raises(ValueError, match="1 rows of 2 tokens"):
-        plan_fixed(long, 1, [], 1, FixedShape(3, 99, 0))
+        plan_graph(long, 1, [], 1, GraphShape(3, 99, 0))
 
 
 def test_what_saves_most_is_shared_where_not_all_fits() -> None:
@@ -320,7 +337,7 @@ def test_what_saves_most_is_shared_where_not_all_fits() -> None:
     nodes = find_nodes(host, 1, FREE, 1)
     assert len(nodes) == 3
     for num_groups, expected in ((7, [20, 50, 40]), (5, [50, 40]), (3, [50]), (2, [])):
-        plan = plan_fixed(host, 1, nodes, 1, FixedShape(12, 400, num_groups))
+        plan = plan_graph(host, 1, nodes, 1, GraphShape(12, 400, num_groups))
         (level,) = plan.shared
         assert [n for n in level.kv_lens.tolist() if n] == expected
         assert sum(level.kv_lens > 0) == len(expected)
@@ -328,11 +345,11 @@ def test_what_saves_most_is_shared_where_not_all_fits() -> None:
 
 def test_groups_of_a_graph_hold_a_prefix_of_all() -> None:
     for num_rows in (2, 3, 4, 8, 64, 256):
-        assert 3 <= num_groups_for(num_rows) <= num_rows + 1
+        shape = GraphShape.of_rows(num_rows, num_rows * 31, num_levels=1)
+        assert 3 <= shape.num_groups <= num_rows + 1
         host = host_of(same_prefix(num_rows, 30), 1)
         nodes = find_nodes(host, 1, FREE, 1)
-        shape = FixedShape(num_rows, num_rows * 31, num_groups_for(num_rows))
-        (level,) = plan_fixed(host, 1, nodes, 1, shape).shared
+        (level,) = plan_graph(host, 1, nodes, 1, shape).shared
         assert level.num_pages == 30
 
 
@@ -341,13 +358,13 @@ def test_groups_of_a_graph_hold_a_prefix_of_all() -> None:
 
 def test_page_views() -> None:
     for size in (1, 2, 16, 60, 64):
-        assert view_size(size) == size
-    for size, view in ((128, 64), (80, 40), (4096, 64), (67, 1)):
-        assert view_size(size) == view <= MAX_VIEW
-    assert [view_size(16, wanted) for wanted in (1, 4, 16)] == [1, 4, 16]
+        assert choose_kernel_page_size(size) == size
+    for size, kernel_page_size in ((128, 64), (80, 40), (4096, 64), (67, 1)):
+        assert choose_kernel_page_size(size) == kernel_page_size <= MAX_KERNEL_PAGE_SIZE
+    assert [choose_kernel_page_size(16, wanted) for wanted in (1, 4, 16)] == [1, 4, 16]
     for wanted in (0, 3, 32):
         with pytest.raises(ValueError, match="pages of 16 tokens cannot be read"):
-            view_size(16, wanted)
+            choose_kernel_page_size(16, wanted)
 
 
 # -- rows as the scheduler makes them -------------------------------------------------------------
@@ -378,7 +395,7 @@ def test_rows_of_the_real_cache(page_size: int) -> None:
         num_shared += len(check_plan(rows, page_size, nodes, page_size).shared)
         decodes = [row for row in rows if len(row.token_ids) == 1]
         if decodes:
-            plan = check_fixed(decodes, page_size, page_size, num_groups=5)
+            plan = check_graph(decodes, page_size, page_size, num_groups=5)
             num_graphs += any(part.num_pages for part in plan.shared)
     driver.run()
     driver.drain()

@@ -7,10 +7,10 @@ import importlib.util
 import pytest
 import torch
 
-from radixserve.attention import triton as triton_backend
-from radixserve.attention.paged_plan import plan_rows
-from radixserve.attention.triton import TritonBackend, count_tiles
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.attention.cuda import triton as triton_backend
+from radixserve.attention.cuda.plan import plan_rows
+from radixserve.attention.cuda.triton import TritonBackend, count_tiles
+from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.test_backends import check
 from tests.attention.test_paged_graph import store
@@ -48,7 +48,7 @@ def test_a_graph() -> None:
     lengths = [(9, 1), (12, 1), (8, 1)]
     cases: list[Case] = [SharedCase(lengths, 2, [((0, 1), 4)], **SHAPE), Case(lengths, 2, **SHAPE)]
     pool = torch.zeros_like(cases[0].kv)
-    graph = TritonBackend(pool, 4).for_graph(4, 30, 1)
+    graph = TritonBackend(pool, 4).capture_backend(4, 30, 1)
     for case in cases:
         pool[:] = case.kv
         store(case, pool, 1)
@@ -70,21 +70,21 @@ def test_what_is_split() -> None:
     """Few rows and tiles over many keys; the splits of a graph are those of its largest rows."""
     backend = TritonBackend(torch.zeros(1, 2, 9_000, 1, 2, 16), 8)
     backend.plan(build_forward_batch(same_prefix(1, 4_000), 1, CPU))
-    one_row = backend._own[0].launch
+    one_row = backend.unique[0].launch
     assert isinstance(one_row, triton_backend.TritonLaunch)
-    assert one_row.num_splits >= one_row.even_splits == 4_001 // 128
+    assert one_row.num_splits >= one_row.fixed_splits == 4_001 // 128
     backend.plan(build_forward_batch(same_prefix(64, 4_000), 1, CPU))
-    (level, _), (own, _) = backend._shared[0], backend._own[0]
+    (level, _), (own, _) = backend.shared[0], backend.unique[0]
     assert isinstance(level, triton_backend.TritonLaunch)
     assert isinstance(own, triton_backend.TritonLaunch)
-    assert level.num_splits > 8 > own.even_splits == 1
-    graph = backend.for_graph(64, 64 * 5_000, 1)
-    (fixed, _) = graph._shared[0]
+    assert level.num_splits > 8 > own.fixed_splits == 1
+    graph = backend.capture_backend(64, 64 * 5_000, 1)
+    (fixed, _) = graph.shared[0]
     assert isinstance(fixed, triton_backend.TritonLaunch)
     assert 33 == fixed.num_splits >= level.num_splits
 
 
 def test_tiles_are_counted_by_request() -> None:
     case = Case([(0, 20), (0, 1), (5, 17)], 1, **SHAPE)
-    parts = plan_rows(case.batch.host, 1, [], 1).own
+    parts = plan_rows(case.batch.host, 1, [], 1).unique
     assert [count_tiles(part, 4) for part in parts] == [1, 2 + 2]

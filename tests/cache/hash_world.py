@@ -77,8 +77,8 @@ class HashWorld(World):
             probe.close()
         self.probes.clear()
         pool = self.cache._pool  # type: ignore[attr-defined]
-        assert not len(pool.watches), "a closed probe is still watching"
-        assert not pool.watches.take_changed()
+        assert not len(pool.watch_registry), "a closed probe is still watching"
+        assert not pool.watch_registry.take_changed()
         self.cache.reset()
         self.check()
         stats = self.cache.stats()

@@ -10,7 +10,7 @@ import pytest
 
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixCache
-from radixserve.cache.policies import EVICTION_POLICIES
+from radixserve.config import EVICTION_POLICIES
 
 MIN, MAX = -(2**31), 2**31 - 1
 

@@ -698,7 +698,7 @@ class TestKnowing:
             assert count_nodes(cut) == count
         (top, *_) = cache.dump()["namespaces"][""]["children"]
         assert top["tokens"] == [0] * top["num_tokens"]
-        assert (top["start"], top["refs"], top["sessions"]) == (0, 0, 0)
+        assert (top["start"], top["lock_ref"], top["sequences"]) == (0, 0, 0)
 
     def test_settings_are_checked(self, kind: Kind) -> None:
         for bad in (0, -1, 2.5, True, None, 2**31):

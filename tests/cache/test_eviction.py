@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from radixserve.cache import RadixCache
-from radixserve.cache.eviction import EvictionOrder
-from radixserve.cache.node import Node
-from radixserve.cache.policies import ARC, EVICTION_POLICIES
+from radixserve.cache.radix.eviction import EvictionOrder
+from radixserve.cache.radix.node import Node
+from radixserve.cache.radix.policies import ARC
+from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest
 
 
@@ -119,7 +120,7 @@ class TestWhoGoes:
 class TestARC:
     def test_coming_back_for_recent_things_gives_recency_more_room(self) -> None:
         cache = RadixCache(100, eviction="arc")
-        order = cache._store.tree.order
+        order = cache._allocator.tree.order
         assert isinstance(order, ARC)
         for name in range(5):
             serve(cache, block(name))
@@ -147,13 +148,13 @@ class TestARC:
 
     def test_what_it_remembers_is_bounded(self) -> None:
         cache = RadixCache(50, eviction="arc")
-        order = cache._store.tree.order
+        order = cache._allocator.tree.order
         assert isinstance(order, ARC)
         for name in range(500):
             serve(cache, block(name))
             if name % 3 == 0:
                 serve(cache, block(name))
-        for lost in (order._lost_once, order._lost_again):
+        for lost in (order._evicted_once, order._evicted_again):
             assert lost.num_pages <= 50
             assert lost.num_pages == sum(lost._pages.values())
             assert set(lost._tails.values()) <= set(lost._pages)
@@ -189,7 +190,7 @@ def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
         cache = RadixCache(leaves * 4, eviction=eviction)
         for row in np.arange(leaves * 4, dtype=np.int32).reshape(leaves, 4):
             serve(cache, row.tolist())
-        order = cache._store.tree.order
+        order = cache._allocator.tree.order
         count = [0]
 
         def counted(name: str, order: EvictionOrder = order, count: list[int] = count) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixserve.cache import HashBlockCache, HashSequence, OutOfPages, hash_cache
-from radixserve.cache.block_hash import BlockChain, make_digest
+from radixserve.cache import HashBlockCache, HashSequence, OutOfPages
+from radixserve.cache.hash import hash_cache
+from radixserve.cache.hash.block_hash import BlockChain, make_digest
 from radixserve.errors import InvalidRequest
 from tests.cache.hash_world import LateHashWorld
 from tests.cache.world import random_step
@@ -232,7 +233,7 @@ class TestSharedHeads:
         seq = put(cache, list(range(21)))
         twin = seq.fork()
         third = twin.fork()  # the twin's own page is still empty
-        assert third.copies[0][0] == twin.cow_copies[0][0] == seq.pages[1]
+        assert third.cow_copies[0][0] == twin.cow_copies[0][0] == seq.pages[1]
         for one in (seq, twin, third):
             one.release()
             cache.check()
@@ -371,7 +372,7 @@ DAMAGE: dict[str, Callable[[HashBlockCache, HashSequence], object]] = {
     "not where it says": lambda _, seq: setattr(seq._blocks[0], "is_listed", False),
     "another page than": lambda _, seq: seq._pages.__setitem__(0, int(seq.pages[1])),
     "not published all": lambda _, seq: setattr(seq, "_committed", 12),
-    "miscounts its sequences": lambda _, seq: setattr(seq._space, "num_sequences", 5),
+    "miscounts its sequences": lambda _, seq: setattr(seq._namespace, "num_sequences", 5),
     "does not protect its copy": lambda _, seq: seq.cow_copies.append((0, 1, 2)),
 }
 

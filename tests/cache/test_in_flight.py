@@ -138,7 +138,7 @@ class Flight(NamedTuple):
     start: int
     end: int
     pages: list[int]
-    copies: list[tuple[int, int, int]]
+    cow_copies: list[tuple[int, int, int]]
 
 
 class FlightWorld(World):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from radixserve.cache import CachedSequence
-from radixserve.cache.policies import EVICTION_POLICIES
-from radixserve.cache.retention import RadixHolder
+from radixserve.cache.radix.session_eviction import RadixSession
+from radixserve.config import EVICTION_POLICIES
 from tests.cache.hash_world import LateWorld
 from tests.cache.world import Prefix, World, random_step
 
@@ -42,7 +42,7 @@ class CacheMachine(RuleBasedStateMachine):
         seq: CachedSequence = data.draw(st.sampled_from(self.world.open))
         return seq
 
-    def pick_holder(self, data: st.DataObject) -> RadixHolder | None:
+    def pick_holder(self, data: st.DataObject) -> RadixSession | None:
         return data.draw(st.sampled_from([None, *self.world.sessions]))
 
     @rule(data=st.data(), tokens=TOKENS, namespace=NAMESPACES, allow_full=st.booleans())

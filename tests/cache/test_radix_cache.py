@@ -479,10 +479,10 @@ class TestDump:
         put(cache, [1, 2, 9]).release()
         root = cache.dump()["namespaces"][""]
         (top,) = root["children"]
-        assert (top["tokens"], top["sessions"], top["start"]) == ([1, 2], 1, 0)
+        assert (top["tokens"], top["sequences"], top["start"]) == ([1, 2], 1, 0)
         assert sorted(child["tokens"] for child in top["children"]) == [[3, 4], [9]]
         seq.release()
-        assert cache.dump()["namespaces"][""]["children"][0]["sessions"] == 0
+        assert cache.dump()["namespaces"][""]["children"][0]["sequences"] == 0
 
     def test_is_cut_at_max_nodes(self) -> None:
         cache = RadixCache(100)

@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from radixserve.cache import CachedSequence, OutOfPages, Probe, RadixCache
-from radixserve.cache.retention import RadixHolder as CacheSession
+from radixserve.cache import CachedSequence, OutOfPages, PrefixWatch, RadixCache
+from radixserve.cache.radix.session_eviction import RadixSession as CacheSession
 
 Prefix = tuple[int, ...]
 
@@ -32,7 +32,7 @@ class World:
         self.cells: dict[tuple[int, int], Prefix] = {}  # (page, slot) -> the prefix it stands for
         self.open: list[CachedSequence] = []
         self.spaces: dict[int, str] = {}  # id(sequence) -> namespace; "" of a reset one is kept
-        self.probes: list[tuple[Probe, Prefix, str]] = []
+        self.probes: list[tuple[PrefixWatch, Prefix, str]] = []
         self.stale: set[int] = set()  # sequences that were open at a reset of their namespace
 
     def make_cache(
@@ -259,9 +259,9 @@ class World:
         for probe, _, _ in self.probes:
             probe.close()
         self.probes.clear()
-        tree = self.cache._store.tree
-        assert not len(tree.watches)
-        stack = [space.root for space in tree.spaces.values()]
+        tree = self.cache._allocator.tree
+        assert not len(tree.watch_registry)
+        stack = [namespace.root for namespace in tree.namespaces.values()]
         while stack:
             node = stack.pop()
             assert not node.watchers, "a closed probe is still watching"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from radixserve.commands.profile import format_profile
+from radixserve.commands.terminal import format_profile
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.ticket import Event, Ticket

@@ -1,4 +1,4 @@
-"""What is recorded of finished requests, by itself and by a Runtime."""
+"""The recorded lines of finished requests, alone and with a Runtime."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.pacing import held
 FINISH = Finish("length", Usage(3, 1, 2, 2), Metrics(0.0, 0.1, 0.2), None)
 
 
-def request(tokens: list[int], holder: str = "", namespace: str = "") -> Request:
+def request(tokens: list[int], session: str = "", namespace: str = "") -> Request:
     params = SamplingParams(namespace=namespace)
     ids = np.asarray(tokens, np.int32)
-    return Request("r", ids, params, 0, frozenset(), 100, holder)
+    return Request("r", ids, params, 0, frozenset(), 100, session)
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_a_failing_write_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count("the trace cannot be written any more") == 1
 
 
-def test_a_request_that_cannot_be_written_disturbs_nobody(
+def test_a_request_that_cannot_be_written_disturbs_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = TraceRecorder(str(tmp_path / "log.jsonl"))

@@ -11,9 +11,9 @@ from tests.cpu_kernels import bf16_routine, num_threads
 __all__ = ["bf16_routine", "num_threads", "path"]
 
 
-@pytest.fixture(params=["twin", "triton"])
+@pytest.fixture(params=["reference", "triton"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The torch twins, or the Triton kernels in Triton's interpreter."""
+    """The torch references, or the Triton kernels in Triton's interpreter."""
     name: str = request.param
     if name == "triton":
         if importlib.util.find_spec("triton") is None:

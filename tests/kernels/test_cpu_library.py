@@ -20,7 +20,7 @@ from radixserve import Runtime
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.request import SamplingParams
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve_kernels import cpu_library as library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
@@ -99,7 +99,7 @@ def check_torch_remains(folder: Path, reason: str, caplog: pytest.LogCaptureFixt
     """A checkpoint runs on torch with a warning; who asks for the kernels is told why not."""
     make_checkpoint(folder, "llama")
     with caplog.at_level(logging.WARNING, "radixserve"):
-        runner = ModelRunner(str(folder), EngineConfig(num_pages=64))
+        runner = CpuModelRunner(str(folder), EngineConfig(num_pages=64))
     assert runner.backend_name == "torch"
     assert reason in caplog.text
     assert "PyTorch's operations are used" in caplog.text
@@ -108,7 +108,7 @@ def check_torch_remains(folder: Path, reason: str, caplog: pytest.LogCaptureFixt
     driver.run()
     assert stream.is_done
     with pytest.raises(ModelNotSupported) as error:
-        ModelRunner(str(folder), EngineConfig(num_pages=64, attention_backend="cpu"))
+        CpuModelRunner(str(folder), EngineConfig(num_pages=64, attention_backend="cpu"))
     assert reason in str(error.value)
     assert "attention_backend" in str(error.value)
 
@@ -169,7 +169,7 @@ def test_the_torch_backend_compiles_nothing(script: Script, tmp_path: Path) -> N
     calls = script("exit 1")
     make_checkpoint(tmp_path / "model", "llama")
     config = EngineConfig(num_pages=64, attention_backend="torch")
-    driver = Driver(ModelRunner(str(tmp_path / "model"), config), 1)
+    driver = Driver(CpuModelRunner(str(tmp_path / "model"), config), 1)
     stream = driver.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2))
     driver.run()
     assert stream.is_done

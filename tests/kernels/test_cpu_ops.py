@@ -32,7 +32,7 @@ library = cpu_attention.cpu_library()
 for name in ("radixserve_delete_plan", "radixserve_delete_attention"):
     setattr(library, name, lambda *_, name=name: ended.append(name))
 one, ends = np.array([0]), np.array([0, 1])
-rows = HostIndex(one, ends, ends, np.zeros(1, np.int32), ends[1:])
+rows = HostIndex(one, ends, ends, ends[1:], [np.zeros(1, np.int32)])
 plans = [cpu_attention.Plan(rows, 1, (1, 1, 8), None) for _ in range(2)]
 attention = cpu_attention.PagedAttention(torch.float32)
 plans.pop()
@@ -190,7 +190,7 @@ def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch
     library = cpu_library()
     monkeypatch.setattr(library, "radixserve_set_threads", told.append)
     one, ends = np.array([0]), np.array([0, 1])
-    Plan(HostIndex(one, ends, ends, np.zeros(1, np.int32), ends[1:]), 1, (1, 1, 8), None)
+    Plan(HostIndex(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None)
     assert told == [torch.get_num_threads()]
 
 
@@ -198,7 +198,7 @@ def test_a_plan_that_was_reset_is_that_of_the_new_rows() -> None:
     def rows_of(*lengths: int) -> HostIndex:
         ends, one_each = np.cumsum([0, *lengths]), np.arange(len(lengths) + 1)
         pages = np.arange(ends[-1], dtype=np.int32)
-        return HostIndex(np.array(lengths) - 1, one_each, ends, pages, np.array(lengths))
+        return HostIndex(np.array(lengths) - 1, one_each, ends, np.array(lengths), [pages])
 
     plan = Plan(rows_of(7), 1, (4, 2, 8), 24)
     for lengths in ((3, 9, 1), (200, 150), (1,)):
@@ -254,7 +254,7 @@ def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16, 17, 100, 4_099])
-def test_best_tokens_are_argmax(columns: int) -> None:
+def test_argmax_is_that_of_numpy(columns: int) -> None:
     if reason := cpu_ops.unsupported_reason(torch.float32):
         pytest.skip(reason)
     generator = torch.Generator().manual_seed(columns)

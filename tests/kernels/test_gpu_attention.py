@@ -1,4 +1,4 @@
-"""Paged attention kernels and their twins against attention from its definition, in float64."""
+"""Paged attention kernels and their references against attention by its definition in float64."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from radixserve_kernels import gpu_ops
 from tests.kernels.paged_case import PagedCase, assert_near, attention, make_case
 
-both = pytest.mark.usefixtures("path")  # the twins, and the kernels interpreted
+both = pytest.mark.usefixtures("path")  # the references, and the kernels interpreted
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
-# dtype, query heads, key heads, head dim, page size, keys of each row, num_splits, even_splits
+# dtype, query heads, key heads, head dim, page size, keys of each row, num_splits, fixed_splits
 DECODES = [
     (F32, 4, 2, 16, 1, [1, 0, 33], 1, None),
     (F32, 2, 2, 8, 4, [70], 1, None),
@@ -40,7 +40,7 @@ EXTENDS = [
 
 
 def decode(
-    case: PagedCase, q: Tensor, num_splits: int, even_splits: int | None
+    case: PagedCase, q: Tensor, num_splits: int, fixed_splits: int | None
 ) -> tuple[Tensor, Tensor]:
     """Through poisoned outputs and a poisoned workspace."""
     num_rows, num_heads, head_dim = q.shape
@@ -53,7 +53,7 @@ def decode(
         workspace=torch.full((size,), torch.nan),
         out=out,
         lse=lse,
-        even_splits=even_splits,
+        fixed_splits=fixed_splits,
     )
     assert found is out
     return out, lse
@@ -84,12 +84,12 @@ def queries(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("shape", DECODES, ids=str)
 @both
 def test_decode(shape: tuple) -> None:
-    dtype, num_heads, num_kv_heads, head_dim, page_size, lens, num_splits, even_splits = shape
+    dtype, num_heads, num_kv_heads, head_dim, page_size, lens, num_splits, fixed_splits = shape
     torch.manual_seed(0)
     case = make_case(lens, num_kv_heads, head_dim, page_size, dtype)
     q = queries(len(lens), num_heads, head_dim, dtype)
     expected = attention(case, q, range(len(lens) + 1), head_dim**-0.5, causal=False)
-    assert_near(*decode(case, q, num_splits, even_splits), expected)
+    assert_near(*decode(case, q, num_splits, fixed_splits), expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -219,25 +219,27 @@ def test_pools_of_more_than_2_to_the_31_features() -> None:
 
 
 @pytest.mark.parametrize(
-    ("even_splits", "parts"),
+    ("fixed_splits", "splits"),
     [(1, [[4_096, 54, 0], [130, 0, 0]]), (3, [[256, 256, 188], [128, 2, 0]])],
 )
 def test_rows_are_cut(
-    monkeypatch: pytest.MonkeyPatch, even_splits: int, parts: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch, fixed_splits: int, splits: list[list[int]]
 ) -> None:
-    """Into even parts, none of them tiny, and into more where these get long: seen in their lse."""
+    """Into equal splits, none of them tiny, and more where these get long: seen in their lse."""
     pytest.importorskip("triton", reason="there is no Triton for this system")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    case = make_case([sum(row) for row in parts], 1, 2, 64, BF16)
+    case = make_case([sum(row) for row in splits], 1, 2, 64, BF16)
     q = queries(2, 1, 2, BF16)
     room = torch.full((gpu_ops.workspace_size(2, 1, 2, 3),), torch.nan)
-    gpu_ops.decode(q, *case.keys, num_splits=3, workspace=room, even_splits=even_splits, scale=1e-9)
+    gpu_ops.decode(
+        q, *case.keys, num_splits=3, workspace=room, fixed_splits=fixed_splits, scale=1e-9
+    )
     counts = torch.exp2(room[-6:]).view(2, 3)  # all scores are zero
-    torch.testing.assert_close(counts, torch.tensor(parts).float(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(counts, torch.tensor(splits).float(), rtol=1e-3, atol=0)
 
 
 def test_splits_are_chosen() -> None:
-    """Few rows fill the GPU; many rows are cut where they are long; parts are never tiny."""
+    """Few rows fill the GPU; many rows are cut where they are long; splits are never tiny."""
     assert gpu_ops.choose_splits(256, 8, 1_024, 132) == (1, 1)
     assert gpu_ops.choose_splits(256, 8, 20_000, 132) == (5, 1)
     assert gpu_ops.choose_splits(1, 8, 100_000, 132) == (33, 33)

@@ -107,7 +107,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 
 
 def test_triton_is_imported_when_a_kernel_starts() -> None:
-    """Twins need none; with the interpreter asked for, its own functions can still be compiled."""
+    """References need none; with the interpreter on, its own functions can still be compiled."""
     pytest.importorskip("triton", reason="there is no Triton for this system")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", FRESH], check=True, env=environment)

@@ -1,4 +1,4 @@
-"""Greedy and random draws of the kernels and their twins: the sampler's, token for token."""
+"""Greedy and random draws of the kernels and their references: the sampler's, token for token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from radixserve.request import SamplingParams
 from radixserve.runner import sampler
 from radixserve.schedule import SampleSpec
 from radixserve_kernels import gpu_ops
-from radixserve_kernels.gpu import twins
 
-both = pytest.mark.usefixtures("path")  # the twins, and the kernels interpreted
+both = pytest.mark.usefixtures("path")  # the references, and the kernels interpreted
 INF, NAN = torch.inf, torch.nan
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -104,7 +103,7 @@ def test_ends_of_the_distribution(top_k: int) -> None:
 
 @both
 def test_floors_are_kept() -> None:
-    """Logits that lie on a step of the ladder, and one that is min_p's floor."""
+    """Logits that lie on a threshold, and one that is min_p's floor."""
     logits = torch.tensor([[0.0, -0.5, -2.0, -4.5, -8.0, -12.5, -18.0, -24.5, -30.0]])
     params = [SamplingParams(top_k=k) for k in (1, 2, 3, 8)]
     found, _ = draw(logits.expand(4, -1), params, [1 - 2**-53] * 4)
@@ -119,7 +118,7 @@ def test_floors_are_kept() -> None:
 
 @both
 def test_rows_that_cannot_be_drawn_from() -> None:
-    """They are flagged, get token 0 and leave the others alone; greedy rows get the first best."""
+    """They are flagged, get token 0 and leave the others alone; greedy rows get the argmax."""
     torch.manual_seed(0)
     logits = torch.randn(7, 4_200)
     logits[0, 4_111] = NAN
@@ -168,14 +167,13 @@ def test_token_logprob(vocab_size: int) -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    """The twin, over a grid of numbers: each token gets its share of them."""
+    """The reference, over a grid of numbers: each token gets its share of them."""
     torch.manual_seed(0)
     logits = torch.randn(1, 40)
     grid = (torch.arange(20_000) + 0.5) / 20_000
     column = torch.ones(20_000)
-    tokens = twins.sample(
-        logits.expand(20_000, -1), column, torch.full((20_000,), 9), column, 0 * column, grid, None
-    )
+    many = logits.expand(20_000, -1)
+    tokens = gpu_ops.sample(many, column, torch.full((20_000,), 9), column, 0 * column, grid)
     kept = logits[0].topk(9).indices
     expected = torch.zeros(40).index_copy(0, kept, logits[0, kept].softmax(0))
     counts = tokens.bincount(minlength=40) / 20_000

@@ -1,4 +1,4 @@
-"""The kernels' torch twins against the formulas, and against transformers' modules."""
+"""The torch operations against the formulas, and against transformers' modules."""
 
 from __future__ import annotations
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.cpu import CpuBackend
-from radixserve.attention.torch import TorchBackend
+from radixserve.attention.reference import ReferenceBackend
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
-from radixserve.models.decoder import FIRST_POSITIONS, load_decoder
+from radixserve.models.decoder import load_decoder
+from radixserve.models.decoder_tensors import FIRST_POSITIONS
 from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, make_checkpoint
@@ -71,7 +72,7 @@ class World:
         info = self.model.info
         shape = (info.num_layers, 2, self.num_pages, self.page_size)
         self.kv = torch.zeros(*shape, info.num_kv_heads, info.head_dim, dtype=info.dtype)
-        make = CpuBackend if self.is_cpu else TorchBackend
+        make = CpuBackend if self.is_cpu else ReferenceBackend
         self.backend = make(self.kv, info.num_heads)
 
     @torch.inference_mode()

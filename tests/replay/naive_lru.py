@@ -26,7 +26,7 @@ class NaiveLRU:
         self._parents: list[int] = []
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._below: dict[int, set[int]] = {}  # cached children
-        self._parted: set[int] = set()  # blocks behind which an edge ends
+        self._parted: set[int] = set()  # blocks after which an edge ends
 
     def serve(self, kept: list[bytes], num_usable: int, num_prompt: int, num_kept: int) -> int:
         """Blocks found among the first `num_usable`. Room is made for the `num_prompt` tokens of

@@ -115,7 +115,7 @@ def test_closed_sessions_make_room_for_open_ones() -> None:
 
 
 def test_leases_end_in_time_of_the_trace() -> None:
-    """An open session is kept before one that nobody knows, but only while its lease lasts."""
+    """An open session is kept before tokens without a session, but only while its lease lasts."""
     chat, seen, new = [1] * 10, [2] * 10, [3] * 8
     turns = [(chat, ()), (seen, ()), (new, ()), ([*chat, 5], ())]
 

@@ -1,4 +1,4 @@
-"""Traces through the real scheduler: what is computed, who waits, how long."""
+"""Traces through the real scheduler: computed tokens, waiting times, order of admission."""
 
 from __future__ import annotations
 
@@ -95,21 +95,21 @@ def test_times_are_those_of_the_model() -> None:
     assert found.ttft_at(50) == pytest.approx(found.mean_ttft_s)
 
 
-def test_nobody_asks_on_before_the_answer_is_there() -> None:
-    """The second turn is due long before the first one has ended; a stranger need not wait."""
+def test_a_turn_is_sent_after_the_answer_that_it_contains() -> None:
+    """The second turn is due long before the first has ended; unrelated requests do not wait."""
     first, second = ([1, 2, 3, 4], [5, 6, 7]), ([1, 2, 3, 4, 5, 6, 7, 8], [9, 9])
     trace = make_trace([first, second, ([20, 21], [1, 1])], times=[0.0, 0.1, 0.2])
     assert predecessors(trace, build_paths(trace)).tolist() == [-1, 0, -1]
     found = serve(trace, CacheSpec(100), step=PLAIN)
     alone = serve(make_trace([first]), CacheSpec(100), step=PLAIN)
     assert found.hits.tolist() == [0, 6, 0]
-    assert found.max_overtaken == 0  # the stranger was sent before the second turn
+    assert found.max_overtaken == 0  # the unrelated request was sent before the second turn
     last_step = 1 + 0.1 * 2 + 0.001 * 8  # of the prompt's last two tokens
     assert found.ttft_s[1] == pytest.approx(last_step)
     assert found.span_s > alone.span_s + last_step
 
 
-def test_who_goes_on_from_whom() -> None:
+def test_predecessors() -> None:
     """Also where only the beginning of an output came back, or two drew nearly the same."""
     prompt = [1, 2, 3]
     turns = [
@@ -126,12 +126,12 @@ def test_who_goes_on_from_whom() -> None:
 
 
 def test_longest_prefix_first_overtakes_and_fcfs_does_not() -> None:
-    """A warm prefix, then many strangers and, behind them, some that know it."""
+    """A warm prefix, then many unrelated requests and, after them, some that share it."""
     warm = list(range(100, 300))
-    strangers = [([at] * 150, [1] * 5) for at in range(10)]
-    knowing = [([*warm, at], [1] * 5) for at in range(10)]
+    unrelated = [([at] * 150, [1] * 5) for at in range(10)]
+    sharing = [([*warm, at], [1] * 5) for at in range(10)]
     times = [0.0] + [20.0] * 20
-    trace = make_trace([(warm, [1]), *strangers, *knowing], times=times)
+    trace = make_trace([(warm, [1]), *unrelated, *sharing], times=times)
     settings = {"step": PLAIN, "max_running_requests": 2, "chunked_prefill_size": 200}
     lpm = serve(trace, CacheSpec(10**5), order="lpm", **settings)
     fcfs = serve(trace, CacheSpec(10**5), order="fcfs", **settings)
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_passed_over() -> None:
 
 
 def test_sessions_of_the_trace_are_sessions_of_the_cache() -> None:
-    """As in the direct replay: what is over goes before what comes back."""
+    """As in the direct replay: closed sessions are evicted before open ones."""
     chat, over, other = [1] * 10, [2] * 10, [3] * 10
     turns = [(chat, ()), (over, ()), (other, ()), ([*chat, 5], ())]
     sessions = ["chat", "over", "other", "chat"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from radixserve.cache import RadixCache
+from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SampleSpec
@@ -374,7 +375,9 @@ def test_nothing_to_do() -> None:
 
 
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
-def test_waiting_requests_are_matched_again_only_where_the_tree_changed(policy: str) -> None:
+def test_waiting_requests_are_matched_again_only_where_the_tree_changed(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = RadixCache(5000)
     publish(cache, prompt(0, 50))
     publish(cache, prompt(1, 50))
@@ -384,7 +387,7 @@ def test_waiting_requests_are_matched_again_only_where_the_tree_changed(policy: 
         request = Request(f"r{i}", tokens, SamplingParams(), 0, frozenset(), 100)
         room.add(RequestState(request, i, cache.watch(tokens), 0.0), is_returning=False)
     room.refresh()
-    walks = count_walks(cache)
+    walks = count_walks(monkeypatch)
     publish(cache, prompt(2, 50))  # elsewhere
     room.refresh()
     assert walks[0] == 1  # by publish itself
@@ -433,15 +436,14 @@ def publish(cache: RadixCache, tokens: list[int]) -> None:
     seq.release()
 
 
-def count_walks(cache: RadixCache) -> list[int]:
-    tree = cache._store.tree
-    walk, count = tree.match, [0]
+def count_walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    walk, count = RadixTree.match, [0]
 
     def counted(*args: object) -> object:
         count[0] += 1
         return walk(*args)  # type: ignore[arg-type]
 
-    tree.match = counted  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(RadixTree, "match", counted)
     return count
 
 

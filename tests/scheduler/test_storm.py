@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from radixserve.cache.policies import EVICTION_POLICIES
+from radixserve.config import EVICTION_POLICIES
 from tests.scheduler.fake import Driver, random_prompt
 
 SESSIONS = ["chat", "agent", "tenant"]

@@ -1,4 +1,4 @@
-"""What is read from the running Python installation: docstrings and language topics."""
+"""The texts of the running Python installation: docstrings and language topics."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def live_kind(thing: object) -> str | None:
 
 
 def live_entries(module: ModuleType) -> Iterator[Entry]:
-    """Docstrings of what is written in C, which has no source to read."""
+    """Docstrings of functions written in C, which have no source to read."""
     name = module.__name__
     prefix = "" if name == "builtins" else name + "."
     for key, thing in sorted(vars(module).items()):

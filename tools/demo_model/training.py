@@ -26,7 +26,7 @@ log = logging.getLogger("train_demo")
 
 @dataclass(frozen=True)
 class Earlier:
-    """What the runs that a run continues did; kept in the header of the weights."""
+    """Totals of the runs that a run continues; kept in the header of the weights."""
 
     steps: int = 0
     tokens: int = 0
@@ -56,7 +56,7 @@ class Progress:
         return time.monotonic() - self.started
 
     def total(self, earlier: Earlier) -> Earlier:
-        """What all runs up to this one did together."""
+        """Totals of all runs up to this one."""
         return Earlier(
             earlier.steps + self.step,
             earlier.tokens + self.tokens,

@@ -122,7 +122,8 @@ template <class T> class PackedReader {
         if (reach <= 0) return;
         const int64_t depth = state.depth, width = state.width, deep = min(padded_depth<T>(reach), used);
         const bool starts = state.begins && !from;
-        const Panels<T> key_panels{keys + head * KEYS * depth, PANEL * depth, int((reach + PANEL - 1) / PANEL), depth};
+        const int num_panels = int((reach + PANEL - 1) / PANEL);
+        const Panels<T> key_panels{keys + head * KEYS * depth, PANEL * depth, num_panels, depth};
         const Panels<T> value_panels{values + head * KEYS * width, PANEL * used, int(width / PANEL), deep};
         with_level<T>([&](auto level) {
             level.template product_into<false>(part.queries + top * depth, depth, some, key_panels, scores, KEYS);

@@ -132,8 +132,9 @@ void silu_gate_up(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, 
             up += load_tail(w.bias, column + LANES, w.columns);
         }
         gate = rounded_to<T>(gate), up = rounded_to<T>(up);
-        const vec exponent = gate * broadcast(-1.44269504f);
-        vec silu = divide<T>(gate, broadcast(1.0f) + fast_exp2<T>(exponent < broadcast(126.0f) ? exponent : broadcast(126.0f)));
+        vec exponent = gate * broadcast(-1.44269504f);
+        exponent = exponent < broadcast(126.0f) ? exponent : broadcast(126.0f);
+        const vec silu = divide<T>(gate, broadcast(1.0f) + fast_exp2<T>(exponent));
         store_tail(out + row * out_stride, column / 2, out_stride, rounded_to<T>(silu) * up);
     });
 }

@@ -170,7 +170,7 @@ def decode(q: Tensor, keys: PagedKeys, scale: float, split: Split, result: Resul
     blocks = decode_blocks(group_of(q, keys), q.shape[2], q.dtype)
     arguments = attention_arguments(q, keys, scale)
     arguments |= {
-        "fixed_splits": split.even_splits,
+        "fixed_splits": split.fixed_splits,
         "block_rows": blocks.rows,
         "block_keys": blocks.keys,
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from radixserve_kernels.gpu.attention import attend_keys, extend_blocks, keys_per_split, write_state
 from radixserve_kernels.gpu.decode import attention_arguments, group_of, split_state
-from radixserve_kernels.gpu.launch import Capability, Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import Capability, Launch, capability_of, kernel, power_of_2, tl
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
 
 ROWS_AT_ONCE = 128  # looked through for the one that a tile belongs to
@@ -148,11 +148,11 @@ def extend(
     max_q: int,
     split: Split,
     result: Result,
-    capability: Capability,
+    capability: Capability | None = None,  # by default that of the GPU that q lies on
 ) -> list[Launch]:
     """See `gpu_ops.extend`; `result` is written."""
     group, num_rows = group_of(q, keys), len(keys.last_page_len)
-    blocks = extend_blocks(max_q * group, q.shape[2], q.dtype, capability)
+    blocks = extend_blocks(max_q * group, q.shape[2], q.dtype, capability or capability_of(q))
     block_rows = max(blocks.rows, power_of_2(group))
     tile_tokens = block_rows // group
     arguments = attention_arguments(q, keys, scale)

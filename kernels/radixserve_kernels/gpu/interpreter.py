@@ -29,7 +29,7 @@ TensorHandle, InterpreterBuilder = interpreter.TensorHandle, interpreter.Interpr
 PATCHED = (tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype)
 
 
-class _Twin(interpreter.InterpretedFunction):
+class _Interpreted(interpreter.InterpretedFunction):
     """A kernel that is interpreted, also where another one calls it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,13 +44,13 @@ def interpret(launch: Launch) -> None:
 
 
 def interpreted(kernel: Any) -> Any:
-    """The interpreted twin of a compiled kernel."""
+    """The interpreted copy of a compiled kernel."""
     return _interpreted(kernel.fn)
 
 
 @functools.cache
 def _interpreted(function: Any) -> Any:
-    """A copy whose calls of other kernels are calls of their twins."""
+    """A copy whose calls of other kernels are calls of their copies."""
     names = dict(function.__globals__) | {"_core": tl.core}  # modules among them get patched
     for name in function.__code__.co_names:
         if isinstance(names.get(name), JITFunction):
@@ -58,12 +58,12 @@ def _interpreted(function: Any) -> Any:
     copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     copy.__annotations__, copy.__module__ = function.__annotations__, function.__module__
     copy.__qualname__ = function.__qualname__
-    return _Twin(copy)
+    return _Interpreted(copy)
 
 
 @functools.cache
 def _standard() -> dict[str, Any]:
-    """Interpreted twins of the functions of `tl` that are kernels themselves."""
+    """Interpreted copies of the functions of `tl` that are kernels themselves."""
     functions = vars(tl.standard).items()
     return {name: interpreted(value) for name, value in functions if isinstance(value, JITFunction)}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 def _import_triton() -> tuple[Any, Any]:
     """With functions of its own that are to be compiled, as Triton decides when it is imported.
 
-    `interpreter` makes twins of them; there is no other way back.
+    `interpreter` makes interpreted copies of them; there is no other way back.
     """
     with patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)

@@ -1,4 +1,4 @@
-"""Copies of pages over all layers, and page ids from a table into one list."""
+"""Copies of the first tokens of pages over all layers, and page ids from a table into one list."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ PROGRAMS_PER_ROW = 8
 
 
 @kernel(varying=("copies_ptr",))
-def copy_pages_kernel(
+def copy_heads_kernel(
     kv_ptr,  # [L * 2, num_pages, P, Hkv, D]
-    copies_ptr,  # [n, columns] int32
+    copies_ptr,  # [n, 3] int32: source page, destination page, tokens
     token_cells,  # Hkv * D
     stride_half,  # between K and V of a layer, V and the next K
     stride_page,
-    columns: tl.constexpr,  # 3 with a number of tokens, 2 for whole pages
-    page_size: tl.constexpr,
     block: tl.constexpr,
 ):
     """Grid [n, L * 2, blocks of a page]."""
-    copy = copies_ptr + tl.program_id(0) * columns
+    copy = copies_ptr + tl.program_id(0) * 3
     source = tl.load(copy).to(tl.int64)
     destination = tl.load(copy + 1).to(tl.int64)
-    num_tokens = tl.full([], page_size, tl.int32)
-    if columns == 3:
-        num_tokens = tl.load(copy + 2)
+    num_tokens = tl.load(copy + 2)
     cell = tl.program_id(2) * block + tl.arange(0, block)
     is_copied = cell < num_tokens * token_cells
     half = kv_ptr + tl.program_id(1).to(tl.int64) * stride_half
@@ -60,10 +56,10 @@ def flat_indices_kernel(
             tl.store(out_ptr + first + place, tl.load(pages + place, mask=is_page), mask=is_page)
 
 
-def copy_pages(kv: Tensor, copies: Tensor) -> list[Launch]:
-    """See `gpu_ops.copy_heads`, for copies [n, 3], and `gpu_ops.copy_pages`, for [n, 2]."""
+def copy_heads(kv: Tensor, copies: Tensor) -> list[Launch]:
+    """See `gpu_ops.copy_heads`."""
     assert all(one.is_contiguous() for one in (kv, copies)), "pool and copies must lie dense"
-    assert copies.shape[1] in (2, 3), f"copies have 2 or 3 columns, not {copies.shape[1]}"
+    assert copies.shape[1] == 3, f"copies have 3 columns, not {copies.shape[1]}"
     num_layers, halves, _, page_size, num_kv_heads, head_dim = kv.shape
     token_cells = num_kv_heads * head_dim
     block = min(power_of_2(page_size * token_cells), MAX_BLOCK)
@@ -73,12 +69,10 @@ def copy_pages(kv: Tensor, copies: Tensor) -> list[Launch]:
         "token_cells": token_cells,
         "stride_half": kv.stride(1),
         "stride_page": kv.stride(2),
-        "columns": copies.shape[1],
-        "page_size": page_size,
         "block": block,
     }
     grid = (len(copies), num_layers * halves, -(-page_size * token_cells // block))
-    return [Launch(copy_pages_kernel, grid, arguments)]
+    return [Launch(copy_heads_kernel, grid, arguments)]
 
 
 def flat_indices(

@@ -1,4 +1,4 @@
-"""The arguments that attention kernels and their twins have in common. Needs no Triton."""
+"""The arguments of the attention kernels and of their references. Needs no Triton."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MIN_SPLIT_KEYS = 128  # a part of fewer keys is mostly overhead
-LONG_ROW_KEYS = 4_096  # from here on a row among many is cut for balance
+MIN_SPLIT_KEYS = 128  # a split of fewer keys is mostly overhead
+LONG_ROW_KEYS = 4_096  # from here on a row among many is split for balance
 
 
 class PagedKeys(NamedTuple):
@@ -22,10 +22,10 @@ class PagedKeys(NamedTuple):
 
 
 class Split(NamedTuple):
-    """How rows are cut into parts: see `gpu_ops.decode`."""
+    """How the keys of rows are split: see `gpu_ops.decode`."""
 
     num_splits: int
-    even_splits: int
+    fixed_splits: int
     workspace: Tensor | None
 
 

@@ -1,20 +1,21 @@
 """Draws from filtered distributions without sorting them.
 
-Scaled logits are (logit - best) / temperature <= 0; the bits of -scaled, taken as an integer, are a
-token's key: 0 for the best token, larger for less likely ones. A filter is a largest key, found by
-bisection: count or sum what lies up to a key, and halve. Not over the whole vocabulary if possible:
+Scaled logits are (logit - row maximum) / temperature <= 0; the bits of -scaled, as an integer,
+are a token's key: 0 for the argmax, larger for less likely tokens. A filter is a largest key, found
+by bisection: count or sum the tokens up to a key, and halve. If possible not over the whole
+vocabulary:
 
-    ladder   tells which of a few fixed steps of the scaled logit is low enough for the filters
-    gather   copies the tokens above that step, if they are at most MAX_GATHERED
-    draw     bisects over those (over all tokens, if they are more), sums what is left and inverts
-             the distribution; a row without filters needs the ladder's sums and one block
+    threshold   which of a few fixed thresholds of the scaled logit is low enough for the filters
+    gather      copies the tokens above that threshold, if they are at most MAX_GATHERED
+    draw        bisects over those (over all tokens if they are more), sums the rest and inverts the
+                distribution; a row without filters needs the threshold sums and one block
 
-Sums are float64 in a fixed order: the same row gives the same token in any batch. What may differ
-from the torch operations: exp is the GPU's, right to about 1e-6, and their probabilities are
-rounded to float32 once more before they are summed. So the last token that top_p keeps may be
-another one where the sum comes within about 1e-6 of top_p, and the token drawn may be a neighbour
-where `uniform` comes that close to a border between two. Scaled logits, min_p and top_k are exact,
-and tokens of equal scaled logits are kept or dropped together.
+Sums are float64 in a fixed order: the same row gives the same token in any batch. Differences from
+the torch operations: exp is the GPU's, exact to about 1e-6, and their probabilities are rounded to
+float32 once more before they are summed. So the last token that top_p keeps may differ if the sum
+comes within about 1e-6 of top_p, and the token drawn may be a neighbour where `uniform` comes that
+close to a border between two. Scaled logits, min_p and top_k are exact, and tokens of equal scaled
+logits are kept or dropped together.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixserve_kernels.gpu import best
-from radixserve_kernels.gpu.ladder import (
+from radixserve_kernels.gpu import argmax
+from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.threshold_search import (
     BLOCK,
     MAX_GATHERED,
     PARAMETERS,
@@ -34,18 +36,17 @@ from radixserve_kernels.gpu.ladder import (
     gather_kernel,
     is_filtered,
     key_of,
-    ladder_kernel,
     scaled_logits,
     step_floor,
+    threshold_kernel,
 )
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
 
 
 @kernel()
-def weigh(
+def count_or_mass(
     values_ptr,
     end,
-    row_best,
+    row_max,
     temperature,
     floor,
     limit,
@@ -56,7 +57,7 @@ def weigh(
     """The number of tokens with keys up to `limit`, or the sum of exp(scaled) / norm; float64."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, end, block):
-        scaled, is_kept = scaled_logits(values_ptr, start, end, row_best, temperature, floor, block)
+        scaled, is_kept = scaled_logits(values_ptr, start, end, row_max, temperature, floor, block)
         weights = tl.where(is_count, 1.0, tl.div_rn(tl.exp(scaled), norm))
         weights = tl.where(is_kept & (key_of(scaled) <= limit), weights, 0.0)
         total += tl.sum(weights.to(tl.float64), 0)
@@ -68,18 +69,18 @@ def kept_weights(
     values_ptr,
     start,
     end,
-    row_best,
+    row_max,
     temperature,
     floor,
     limit,
     norm,
-    least,
+    min_prob,
     block: tl.constexpr,
 ):
     """exp(scaled) of the tokens of a block that pass all filters, float64; zero for the others."""
-    scaled, is_kept = scaled_logits(values_ptr, start, end, row_best, temperature, floor, block)
+    scaled, is_kept = scaled_logits(values_ptr, start, end, row_max, temperature, floor, block)
     weights = tl.exp(scaled)
-    is_kept = is_kept & (key_of(scaled) <= limit) & (tl.div_rn(weights, norm) >= least)
+    is_kept = is_kept & (key_of(scaled) <= limit) & (tl.div_rn(weights, norm) >= min_prob)
     return tl.where(is_kept, weights, 0.0).to(tl.float64)
 
 
@@ -93,7 +94,7 @@ def point_of(uniform, total):
 @kernel(varying=(*PARAMETERS, "uniform_ptr", "out_ptr"))
 def draw_kernel(
     logits_ptr,
-    row_best_ptr,
+    row_max_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -103,7 +104,7 @@ def draw_kernel(
     gathered_ptr,
     token_ptr,
     uniform_ptr,  # [S] float64
-    out_ptr,  # [S] int64: the best token before, the one drawn after
+    out_ptr,  # [S] int64: the argmax before, the one drawn after
     vocab_size,
     num_blocks,
     stride_logits,
@@ -112,11 +113,11 @@ def draw_kernel(
     block: tl.constexpr,
     block_blocks: tl.constexpr,
 ):
-    """Grid [S]. Greedy rows and rows without a finite best logit keep the best token."""
+    """Grid [S]. Greedy rows and rows without a finite maximum keep the argmax."""
     row = tl.program_id(0).to(tl.int64)
-    row_best = tl.load(row_best_ptr + row)
+    row_max = tl.load(row_max_ptr + row)
     temperature = tl.load(temperature_ptr + row)
-    if (tl.abs(row_best) < float("inf")) & (temperature > 0.0):
+    if (tl.abs(row_max) < float("inf")) & (temperature > 0.0):
         floor = tl.load(floor_ptr + row)
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
@@ -130,7 +131,7 @@ def draw_kernel(
         is_gathered = False
         limit = tl.full([], 0x7F800000, tl.int32)  # the key of -inf: all tokens
         norm = tl.sum(masses, 0).to(tl.float32)
-        least = tl.full([], 0.0, tl.float32)  # probability
+        min_prob = tl.full([], 0.0, tl.float32)  # probability
         if is_filtered(top_k, top_p, floor, vocab_size):
             counts_ptr += row * steps * num_blocks
             step, num_tokens = choose_step(
@@ -147,12 +148,14 @@ def draw_kernel(
                     before_step = tl.where(step > 0, key_of(step_floor(step - 1, steps)), -1)
                     low = tl.where(is_top_k, before_step, -1)
                     high = tl.where(is_top_k, key_of(step_floor(step, steps)), limit)
-                    while high - low > 1:  # the least key up to which the weights reach the target
+                    while (
+                        high - low > 1
+                    ):  # the min_prob key up to which the weights reach the target
                         middle = low + (high - low) // 2
-                        found = weigh(
+                        found = count_or_mass(
                             values_ptr,
                             end,
-                            row_best,
+                            row_max,
                             temperature,
                             floor,
                             middle,
@@ -164,12 +167,12 @@ def draw_kernel(
                         low = tl.where(found >= target, low, middle)
                     if is_top_k:
                         limit = high
-                        norm = weigh(
-                            values_ptr, end, row_best, temperature, floor, limit, 1.0, False, block
+                        norm = count_or_mass(
+                            values_ptr, end, row_max, temperature, floor, limit, 1.0, False, block
                         ).to(tl.float32)
                     else:
                         last = -high.to(tl.float32, bitcast=True)
-                        least = tl.div_rn(tl.exp(last), norm)
+                        min_prob = tl.div_rn(tl.exp(last), norm)
             point = tl.full([], float("inf"), tl.float64)
             first = tl.full([], 0, tl.int32)
             before = tl.full([], 0.0, tl.float64)
@@ -182,12 +185,12 @@ def draw_kernel(
                         values_ptr,
                         start,
                         end,
-                        row_best,
+                        row_max,
                         temperature,
                         floor,
                         limit,
                         norm,
-                        least,
+                        min_prob,
                         block,
                     )
                     mass += tl.sum(weights, 0)
@@ -203,16 +206,16 @@ def draw_kernel(
             first = tl.sum(is_past.to(tl.int32), 0) * block
             before = tl.max(tl.where(is_past, mass_up_to, 0.0), 0)
         weights = kept_weights(
-            values_ptr, first, end, row_best, temperature, floor, limit, norm, least, block
+            values_ptr, first, end, row_max, temperature, floor, limit, norm, min_prob, block
         )
         within = tl.arange(0, block)
         is_here = (before + tl.cumsum(weights, 0) > point) & (weights > 0.0)
-        place = tl.min(tl.where(is_here, within, block), 0)
+        position = tl.min(tl.where(is_here, within, block), 0)
         final = tl.max(tl.where(weights > 0.0, within, -1), 0)  # where rounding left none
-        place = first + tl.where(place < block, place, final)
-        token = place
+        position = first + tl.where(position < block, position, final)
+        token = position
         if is_gathered:
-            token = tl.load(token_ptr + row * max_gathered + place)
+            token = tl.load(token_ptr + row * max_gathered + position)
         tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -227,19 +230,19 @@ def sample(
     finite: Tensor,
 ) -> list[Launch]:
     """See `gpu_ops.sample`: out [S] int64 and finite [S] bool are written."""
-    num_rows, num_blocks = len(logits), best.blocks_of(logits)
-    row_best = logits.new_empty(num_rows)
-    of_ladder = (num_rows, STEPS, num_blocks)
-    of_gathered = (num_rows, MAX_GATHERED)
+    num_rows, num_blocks = len(logits), argmax.blocks_of(logits)
+    row_max = logits.new_empty(num_rows)
+    threshold_shape = (num_rows, STEPS, num_blocks)
+    gathered_shape = (num_rows, MAX_GATHERED)
     arguments: dict[str, Any] = {
         "logits_ptr": logits,
-        "row_best_ptr": row_best,
+        "row_max_ptr": row_max,
         "temperature_ptr": temperature,
         "top_k_ptr": top_k,
         "top_p_ptr": top_p,
         "floor_ptr": min_p.log(),
-        "counts_ptr": logits.new_empty(of_ladder, dtype=torch.int32),
-        "masses_ptr": logits.new_empty(of_ladder, dtype=torch.float64),
+        "counts_ptr": logits.new_empty(threshold_shape, dtype=torch.int32),
+        "masses_ptr": logits.new_empty(threshold_shape, dtype=torch.float64),
         "vocab_size": logits.shape[1],
         "num_blocks": num_blocks,
         "stride_logits": logits.stride(0),
@@ -247,15 +250,15 @@ def sample(
         "block": BLOCK,
     }
     gathering = arguments | {
-        "gathered_ptr": logits.new_empty(of_gathered),
-        "token_ptr": logits.new_empty(of_gathered, dtype=torch.int32),
+        "gathered_ptr": logits.new_empty(gathered_shape),
+        "token_ptr": logits.new_empty(gathered_shape, dtype=torch.int32),
         "max_gathered": MAX_GATHERED,
         "block_blocks": power_of_2(num_blocks),
     }
     drawing = gathering | {"uniform_ptr": uniform, "out_ptr": out}
     return [
-        *best.argmax(logits, row_best, out, finite),
-        Launch(ladder_kernel, (num_rows, num_blocks), arguments, 8),
+        *argmax.argmax(logits, row_max, out, finite),
+        Launch(threshold_kernel, (num_rows, num_blocks), arguments, 8),
         Launch(gather_kernel, (num_rows, num_blocks), gathering, 8),
         Launch(draw_kernel, (num_rows,), drawing, 8),
     ]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from radixserve_kernels.gpu import best, decode, extend, merge, norm, pages, rope, sampling
+from radixserve_kernels.gpu import argmax, decode, extend, merge, norm, pages, rope, sampling
 from radixserve_kernels.gpu.launch import Capability, Launch
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
 
@@ -109,9 +109,8 @@ def _head_variants(dtype: torch.dtype, head_dim: int, every: bool) -> Iterator[V
         for launch in launches:
             yield Variant(f"{kind}{'' if qk_norm is None else ' qk_norm'}", launch)
     kv = _tensor(32, 2, 64, 16, num_kv_heads, head_dim, dtype=dtype)
-    for columns in (3, 2) if every else (3,):
-        for launch in pages.copy_pages(kv, _index(4, columns)):
-            yield Variant(f"{kind} {'heads' if columns == 3 else 'pages'}", launch)
+    for launch in pages.copy_heads(kv, _index(4, 3)):
+        yield Variant(kind, launch)
 
 
 def _row_variants(every: bool) -> Iterator[Variant]:
@@ -134,7 +133,7 @@ def _logit_variants() -> Iterator[Variant]:
     kind = f"V={VOCAB_SIZE}"
     logits = _float(NUM_ROWS, VOCAB_SIZE)
     ids, row, flags = _long(NUM_ROWS), _float(NUM_ROWS), _tensor(NUM_ROWS, dtype=torch.bool)
-    for launch in best.token_logprob(logits, ids, row):
+    for launch in argmax.token_logprob(logits, ids, row):
         yield Variant(kind, launch)
     exact = _double(NUM_ROWS)
     for launch in sampling.sample(logits, row, _index(NUM_ROWS), exact, row, exact, ids, flags):

@@ -1,0 +1,194 @@
+"""The reference of each Triton kernel in torch operations: for CPU tensors, and for the tests.
+
+Needs no Triton. A function takes the arguments of its namesake that makes the launches, outputs
+included; `radixserve_kernels.gpu_ops` describes them. Written to be read: they loop over rows and
+synchronise where a kernel does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from radixserve_kernels import torch_ops
+from radixserve_kernels.gpu.records import PagedKeys, Result, Split
+
+LOG2_E = math.log2(math.e)
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+    if residual is not None:
+        residual += x
+        x = residual
+    out.copy_(_rms_norm(x, weight, eps))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    epsilon = torch.tensor(eps, dtype=torch.float32, device=x.device)
+    return torch_ops.rms_norm(x, weight, epsilon)
+
+
+def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
+    out.copy_(torch_ops.silu_and_mul(gate_up))
+
+
+def rope_and_store(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    qk_norm: Tensor | None,
+    eps: float,
+    out: Tensor,
+) -> None:
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # [T, Hq + 2 Hkv, D]
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if qk_norm is not None:
+        qk = _rms_norm(qk, qk_norm, eps)
+    cos, sin = cos_sin[positions].chunk(2, -1)  # [T, D / 2] each
+    qk = torch_ops.apply_rotary(qk.contiguous(), torch.complex(cos, sin)[:, None])
+    is_kept = slots >= 0
+    k_slots[slots[is_kept]] = qk[is_kept, num_heads:].to(k_slots.dtype)
+    v_slots[slots[is_kept]] = v[is_kept].to(v_slots.dtype)
+    out.copy_(qk[:, :num_heads])
+
+
+def copy_heads(kv: Tensor, copies: Tensor) -> None:
+    """All reads before all writes: the pages may overlap."""
+    read = [kv[:, :, source, :count].clone() for source, _, count in copies.tolist()]
+    for (_, destination, count), tokens in zip(copies.tolist(), read, strict=True):
+        kv[:, :, destination, :count] = tokens
+
+
+def flat_indices(
+    page_table: Tensor, row_of: Tensor, num_pages: Tensor, indptr: Tensor, out: Tensor
+) -> None:
+    starts = indptr.tolist()
+    for row, (source, count) in enumerate(zip(row_of.tolist(), num_pages.tolist(), strict=True)):
+        if source >= 0:
+            out[starts[row] : starts[row] + count] = page_table[source, :count]
+
+
+def row_slots(row: int, keys: PagedKeys) -> Tensor:
+    """The slots of a row's keys in order, int64."""
+    first, last = keys.kv_indptr[row : row + 2].tolist()
+    pages = keys.kv_indices[first:last].long()
+    size = keys.page_size
+    num_keys = (len(pages) - 1) * size + int(keys.last_page_len[row]) if len(pages) else 0
+    offsets = torch.arange(size, device=pages.device)
+    return (pages[:, None] * size + offsets).flatten()[: max(num_keys, 0)]
+
+
+def decode(q: Tensor, keys: PagedKeys, scale: float, split: Split, result: Result) -> None:
+    extend(q, keys, torch.arange(len(q) + 1), scale, False, 1, split, result)
+
+
+def extend(
+    q: Tensor,
+    keys: PagedKeys,
+    qo_indptr: Tensor,
+    scale: float,
+    causal: bool,
+    _max_q: int,
+    _split: Split,
+    result: Result,
+) -> None:
+    """Row by row in float32."""
+    out, lse = result
+    for row, (start, end) in enumerate(itertools.pairwise(qo_indptr.tolist())):
+        slots = row_slots(row, keys)
+        k, v = keys.k_slots[slots].float(), keys.v_slots[slots].float()  # [n, Hkv, D]
+        num_new, num_keys = end - start, len(slots)
+        heads = q[start:end].float().unflatten(1, (k.shape[1], -1))  # [N, Hkv, G, D]
+        scores = torch.einsum("nhgd,khd->hgnk", heads, k) * scale
+        if causal:
+            position = torch.arange(num_keys, device=q.device)
+            last = torch.arange(num_new, device=q.device) + num_keys - num_new
+            scores.masked_fill_(position > last[:, None], -torch.inf)
+        log_sum = scores.logsumexp(-1)  # [Hkv, G, N]
+        weights = (scores - log_sum[..., None]).exp().nan_to_num(0.0)  # a query without keys: 0
+        acc = torch.einsum("hgnk,khd->nhgd", weights, v)
+        out[start:end] = acc.flatten(1, 2).to(out.dtype)
+        if lse is not None:
+            lse[start:end] = log_sum.permute(2, 0, 1).flatten(1) * LOG2_E
+
+
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    m_i = torch.maximum(lse_a, lse_b)
+    m_i = m_i.masked_fill(m_i == -torch.inf, 0.0)
+    weights = torch.exp2(lse_a - m_i), torch.exp2(lse_b - m_i)  # [T, H]
+    l_i = weights[0] + weights[1]
+    acc = torch.zeros_like(out, dtype=torch.float32)
+    for state, weight in zip((out_a, out_b), weights, strict=True):
+        wide = weight[..., None]  # where it is zero, the state may hold anything
+        acc += torch.where(wide > 0, state.float() * wide, 0.0)
+    out.copy_(torch.where(l_i[..., None] > 0, acc / l_i[..., None], 0.0))
+    lse.copy_(m_i + l_i.log2())
+
+
+def argmax(logits: Tensor, row_max: Tensor, out: Tensor, finite: Tensor) -> None:
+    torch.max(logits, -1, out=(row_max, out))  # NaN is the largest
+    finite.copy_(row_max.isfinite())
+    first = (logits == row_max[:, None]).int().argmax(-1)
+    out.copy_(torch.where(finite, first, 0))
+
+
+def token_logprob(logits: Tensor, token_ids: Tensor, out: Tensor) -> None:
+    out.copy_(logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(-1))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    out: Tensor,
+    finite: Tensor,
+) -> None:
+    argmax(logits, logits.new_empty(len(logits)), out, finite)
+    safe = torch.where(finite[:, None], logits, 0.0)
+    is_greedy = temperature <= 0
+    divisor = torch.where(is_greedy, 1.0, temperature)[:, None]
+    scaled = (safe - safe.amax(-1, keepdim=True)) / divisor
+    scaled = scaled.masked_fill(scaled < min_p.log()[:, None], -torch.inf)
+    scaled = _keep_top_k(scaled, top_k.long())
+    scaled = _keep_top_p(scaled, top_p.double())
+    drawn = _invert(scaled.softmax(-1), uniform.double())
+    out.copy_(torch.where(is_greedy | ~finite, out, drawn))
+
+
+def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
+    vocab_size = scaled.shape[1]
+    is_off = (top_k <= 0) | (top_k >= vocab_size)
+    index = torch.where(is_off, vocab_size, top_k) - 1
+    ordered = scaled.sort(-1, descending=True).values
+    floor = ordered.gather(1, index[:, None])
+    return torch.where(is_off[:, None] | (scaled >= floor), scaled, -torch.inf)
+
+
+def _keep_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
+    wanted = top_p[:, None]
+    probs = scaled.softmax(-1)
+    ordered = probs.sort(-1, descending=True).values
+    num_kept = (ordered.double().cumsum(-1) < wanted).sum(-1, keepdim=True) + 1
+    floor = ordered.gather(1, num_kept.clamp(max=probs.shape[1]) - 1)
+    return torch.where((wanted >= 1) | (probs >= floor), scaled, -torch.inf)
+
+
+def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The first token up to which more than `uniform` of the row's probability lies."""
+    mass = probs.double().cumsum(-1)
+    total = mass[:, -1:]
+    point = torch.minimum(uniform[:, None] * total, torch.nextafter(total, total.new_zeros(())))
+    return torch.searchsorted(mass, point, right=True)[:, 0]

@@ -1,0 +1,184 @@
+"""The `flashinfer` backend: FlashInfer's paged kernels over the pool, for CUDA.
+
+Rows of one token run in the decode kernel, others in the fa2 prefill kernel, shared pages in the
+prefill kernel without a mask; planning and merging are backend.py's. fa2 everywhere: fa3 neither
+packs the query heads of a K/V head into one tile nor splits keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from radixserve.attention.cuda.backend import GraphBuffers, PagedBackend
+from radixserve.attention.cuda.flashinfer_calls import (
+    DecodeCalls,
+    HeadShape,
+    Library,
+    PagedCalls,
+    PrefillCalls,
+    compile_modules,
+    import_error,
+    load_library,
+    unsupported_reason,
+)
+from radixserve.attention.cuda.metadata import LaunchMetadata
+from radixserve.errors import ModelNotSupported
+
+WORKSPACE_BYTES = 256 << 20  # where keys are split: partial results of all launches, in turn
+GRAPH_INT_BYTES = 1 << 20  # for plans of graphs, some bytes a row; wrappers make themselves 8 MiB
+LARGEST_TILE = 128  # queries x query heads of a K/V head in one tile of the prefill kernel
+SMALLEST_TILE = 16
+BLOCKS_PER_SM = 2  # that the prefill kernel's planner counts with
+DECODE_BLOCKS_PER_SM = 8  # of the decode kernel on CUDA cores, heads of 128
+CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8)  # query heads of a K/V head that kernel is compiled for
+MERGE_THREADS = 1024  # of a block, which merges all heads of a token
+
+
+class FlashInferBackend(PagedBackend):
+    """See `AttentionBackend`; float16 or bfloat16.
+
+    One float workspace for all wrappers: what a run leaves there is read by that run alone. Where
+    plans are left on the device is each wrapper's own, as several live in a step; graphs share it
+    by wrapper key, as one of them is at work at a time.
+
+    `shares`, `kernel_page_size`: see `PagedBackend`. `library` takes FlashInfer's place, for tests.
+    Raises ModelNotSupported, with the reason, for heads that FlashInfer does not serve.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        kv: Tensor,
+        num_heads: int,
+        *,
+        shares: bool = True,
+        kernel_page_size: int | None = None,
+        library: Library | None = None,
+    ) -> None:
+        num_kv_heads, head_dim = kv.shape[-2:]
+        reason = unsupported_reason(kv.dtype, head_dim)
+        if reason or (library is None and (reason := import_error())):
+            raise ModelNotSupported(f"the flashinfer backend cannot be used: {reason}")
+        shares = shares and can_merge(num_heads, head_dim, kv.dtype)
+        super().__init__(kv, num_heads, shares=shares, kernel_page_size=kernel_page_size)
+        size = self.kernel_page_size
+        self._heads = heads = HeadShape(num_heads, num_kv_heads, head_dim, size, kv.dtype)
+        self._library = library or load_library()
+        self._num_sms = count_sms(kv.device)
+        num_bytes = max(WORKSPACE_BYTES, workspace_bytes(heads, self._num_sms))
+        self._workspace = torch.zeros(
+            num_bytes if kv.is_cuda else 0, dtype=torch.uint8, device=kv.device
+        )
+        shape = (-1, size, num_kv_heads, head_dim)
+        self._pages = [(layer[0].view(shape), layer[1].view(shape)) for layer in kv.unbind(0)]
+        self._wrappers: dict[str, PagedCalls] = {}  # of steps without a graph
+        self._int_workspaces: dict[str, Tensor] = {}  # of graphs, by wrapper key
+
+    def prepare(self) -> None:
+        if not self.kv.is_cuda:
+            return
+        try:
+            compile_modules(self._heads)
+        except Exception as error:
+            raise ModelNotSupported(
+                f"FlashInfer's kernels cannot be compiled: {error}; nvcc has to be found below "
+                'CUDA_HOME and ninja in PATH; attention_backend="triton" does without them'
+            ) from error
+
+    def make_launch(
+        self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None
+    ) -> PagedCalls:
+        plan, key = metadata.plan, metadata.wrapper_key
+        common = self._library, self._heads, self._pages
+        tensor_cores = wants_tensor_cores(plan.num_requests, self._heads, self._num_sms)
+        calls: PagedCalls
+        if buffers is not None:
+            graph = buffers, self._int_workspace(key)
+            workspace = self._graph_workspace(plan.num_requests, plan.num_tokens)
+            if plan.is_decode:
+                calls = DecodeCalls(*common, workspace, graph, use_tensor_cores=tensor_cores)
+            else:
+                calls = PrefillCalls(*common, workspace, graph)
+        else:
+            make = DecodeCalls if plan.is_decode and not tensor_cores else PrefillCalls
+            key = f"{key} {make.__name__}"
+            if key not in self._wrappers:
+                self._wrappers[key] = make(*common, self._workspace)
+            calls = self._wrappers[key]
+        calls.plan(metadata)
+        return calls
+
+    def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        self._library.merge_state_in_place(out, lse, other, other_lse)
+
+    def _int_workspace(self, wrapper_key: str) -> Tensor:
+        if wrapper_key not in self._int_workspaces:
+            self._int_workspaces[wrapper_key] = torch.empty(
+                GRAPH_INT_BYTES, dtype=torch.uint8, device=self.kv.device
+            )
+        return self._int_workspaces[wrapper_key]
+
+    def _graph_workspace(self, num_requests: int, num_tokens: int) -> Tensor:
+        """The common one, or a larger one that is common from now on: graphs keep theirs."""
+        wanted = graph_workspace_bytes(self._heads, self._num_sms, num_requests, num_tokens)
+        if self._workspace.is_cuda and wanted > len(self._workspace):
+            self._workspace = self._workspace.new_zeros(wanted)
+        return self._workspace
+
+
+def wants_tensor_cores(num_rows: int, heads: HeadShape, num_sms: int) -> bool:
+    """Whether rows of one token are better off in the kernel that uses tensor cores.
+
+    That kernel reads a K/V head once for all its query heads, but splits keys only while
+    num_rows * Hkv tiles do not fill two blocks a multiprocessor: from there on rows of unequal
+    length leave it waiting for the longest. The one on CUDA cores splits up to DECODE_BLOCKS_PER_SM
+    and multiplies for each query head anew, which is too much from 8 query heads on. Where neither
+    splits, tensor cores. To be measured.
+    """
+    group = heads.num_heads // heads.num_kv_heads
+    if group not in CUDA_CORE_GROUPS or group >= 8:
+        return True
+    if group < 4:
+        return False
+    num_blocks = num_rows * heads.num_kv_heads
+    return num_blocks <= BLOCKS_PER_SM * num_sms or num_blocks >= DECODE_BLOCKS_PER_SM * num_sms
+
+
+def workspace_bytes(heads: HeadShape, num_sms: int) -> int:
+    """Partial results of a step outside of graphs: it splits keys only while its tiles are no more
+    than two a multiprocessor, over all K/V heads."""
+    num_tiles = BLOCKS_PER_SM * num_sms // heads.num_kv_heads + 1
+    return _tile_bytes(heads, num_tiles, LARGEST_TILE)
+
+
+def graph_workspace_bytes(
+    heads: HeadShape, num_sms: int, num_requests: int, num_tokens: int
+) -> int:
+    """Partial results of a graph, which always splits: for the most tiles of its shape."""
+    group = heads.num_heads // heads.num_kv_heads
+    longest = (num_tokens - num_requests + 1) * group
+    tile = SMALLEST_TILE if longest <= SMALLEST_TILE else LARGEST_TILE if longest > 64 else 64
+    num_tiles = -(-num_tokens * group // tile) + num_requests
+    at_least = BLOCKS_PER_SM * num_sms // heads.num_kv_heads + 1
+    return _tile_bytes(heads, max(num_tiles, at_least), tile)
+
+
+def _tile_bytes(heads: HeadShape, num_tiles: int, tile: int) -> int:
+    """float32 results and log-sums of a tile for every K/V head; heads.num_heads as the planner has
+    it, which counts a tile once for each query head. And a page of rounding."""
+    return heads.num_heads * num_tiles * tile * (heads.head_dim + 1) * 4 + 4096
+
+
+def can_merge(num_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether FlashInfer's merge takes so many heads: one block has all of a token's."""
+    values = max(16 // dtype.itemsize, head_dim // 32)  # that a thread reads
+    return num_heads * (head_dim // values) <= MERGE_THREADS
+
+
+def count_sms(device: torch.device) -> int:
+    """Multiprocessors; those of an H200 on the CPU, where nothing depends on it."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,242 @@
+"""Every call into FlashInfer: the names that are used, and two wrappers around its wrappers.
+
+The tests hold the arguments against the signatures of the installed package. Importing this module
+needs no FlashInfer.
+
+`plan` of either wrapper gets int32 arrays that lie on the host (indptr, last_page_len, lengths),
+pinned, and page ids that lie on the device: nothing waits for the device. FlashInfer copies what it
+plans from pinned memory of its own: the next plan must wait until this copy is done.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from radixserve.attention.cuda.backend import GraphBuffers
+from radixserve.attention.cuda.metadata import LaunchMetadata
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Library(NamedTuple):
+    """FlashInfer's names that are used."""
+
+    decode_wrapper: Callable[..., Any]
+    prefill_wrapper: Callable[..., Any]
+    fast_decode_plan: Callable[..., Any]
+    merge_state_in_place: Callable[..., Any]
+
+
+def load_library() -> Library:
+    """Raises whatever importing FlashInfer raises where it is not installed or broken."""
+    from flashinfer.cascade import merge_state_in_place
+    from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+    return Library(
+        BatchDecodeWithPagedKVCacheWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
+        fast_decode_plan,
+        merge_state_in_place,
+    )
+
+
+def unsupported_reason(dtype: torch.dtype, head_dim: int | None = None) -> str:
+    """Why FlashInfer does not serve heads like these; "" if it does."""
+    if dtype not in DTYPES:
+        return f"FlashInfer takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim is not None and head_dim not in HEAD_DIMS:
+        return f"FlashInfer takes heads of {', '.join(map(str, HEAD_DIMS))}, not of {head_dim}"
+    return ""
+
+
+def import_error() -> str:
+    """Why FlashInfer cannot be imported; "" if it can. Imports it."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (pip install radixserve[cuda])"
+    try:
+        load_library()
+    except Exception as error:
+        return f"importing FlashInfer failed: {type(error).__name__}: {error}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The arguments that all plans of a pool have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # as the kernels read the pool
+    dtype: torch.dtype
+
+    def as_arguments(self) -> dict[str, Any]:
+        """For both wrappers' plans. The scale of the scores is given to `run`."""
+        return {
+            "num_qo_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "page_size": self.page_size,
+            "pos_encoding_mode": "NONE",
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+            "sm_scale": 1.0,
+        }
+
+
+class PagedCalls(ABC):
+    """See `Launch`: a wrapper of FlashInfer's, planned for one launch after another."""
+
+    def __init__(
+        self,
+        library: Library,
+        heads: HeadShape,
+        pages: list[tuple[Tensor, Tensor]],  # each layer's K and V [num_pages, page_size, Hkv, D]
+        graph: tuple[GraphBuffers, Tensor] | None,
+    ) -> None:
+        """`graph`: for a CUDA graph the buffers, of the sizes that all plans have, and an int
+        workspace, uint8, where a plan is left on the device until the next one."""
+        self._library, self._heads, self._pages = library, heads, pages
+        self._is_graph = graph is not None
+        self._wrapper: Any = None
+
+    @abstractmethod
+    def plan(self, metadata: LaunchMetadata) -> None:
+        """The first one compiles or loads the kernels."""
+
+    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
+        pages = self._pages[layer]
+        self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
+
+
+class DecodeCalls(PagedCalls):
+    """Rows of one token; for a graph always as many rows.
+
+    Without a graph CUDA cores only: the fast plan of the kernel for tensor cores copies
+    last_page_len back from the device; PrefillCalls run that kernel, too.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        heads: HeadShape,
+        pages: list[tuple[Tensor, Tensor]],
+        workspace: Tensor,
+        graph: tuple[GraphBuffers, Tensor] | None = None,
+        *,
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(library, heads, pages, graph)
+        assert graph is not None or not use_tensor_cores
+        more: dict[str, Any] = {}
+        if graph is not None:
+            more = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": graph[0].kv_indptr,
+                "paged_kv_indices_buffer": graph[0].kv_indices,
+                "paged_kv_last_page_len_buffer": graph[0].last_page_len,
+            }
+        self._wrapper = library.decode_wrapper(
+            workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2", **more
+        )
+        if graph is not None:
+            self._wrapper.reset_workspace_buffer(workspace, graph[1])
+        self._is_planned = False
+
+    def plan(self, metadata: LaunchMetadata) -> None:
+        arguments = self._heads.as_arguments() | {"head_dim": self._heads.head_dim}
+        host = metadata.host
+        if not self._is_planned:
+            self._wrapper.plan(
+                host.kv_indptr,
+                metadata.kv_indices,
+                host.last_page_len,
+                non_blocking=True,
+                **arguments,
+            )
+            self._is_planned = True
+            return
+        # In a graph the arrays lie in the wrapper's buffers already, and those given here are only
+        # measured; without one they become its arrays.
+        side = host if self._is_graph else metadata.device
+        self._library.fast_decode_plan(
+            self._wrapper,
+            side.kv_indptr,
+            metadata.kv_indices,
+            side.last_page_len,
+            non_blocking=True,
+            global_override_indptr_cpu=host.kv_indptr,
+            **arguments,
+        )
+
+
+class PrefillCalls(PagedCalls):
+    """Rows of any number of tokens, or groups of them over shared pages.
+
+    For a graph the first plan must be of as many tokens as any later one.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        heads: HeadShape,
+        pages: list[tuple[Tensor, Tensor]],
+        workspace: Tensor,
+        graph: tuple[GraphBuffers, Tensor] | None = None,
+    ) -> None:
+        super().__init__(library, heads, pages, graph)
+        more: dict[str, Any] = {}
+        if graph is not None:
+            more = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": graph[0].qo_indptr,
+                "paged_kv_indptr_buf": graph[0].kv_indptr,
+                "paged_kv_indices_buf": graph[0].kv_indices,
+                "paged_kv_last_page_len_buf": graph[0].last_page_len,
+            }
+        self._wrapper = library.prefill_wrapper(workspace, "NHD", backend="fa2", **more)
+        if graph is not None:
+            self._wrapper.reset_workspace_buffer(workspace, graph[1])
+
+    def plan(self, metadata: LaunchMetadata) -> None:
+        plan, host = metadata.plan, metadata.host
+        self._wrapper.plan(
+            host.qo_indptr,
+            host.kv_indptr,
+            metadata.kv_indices,
+            host.last_page_len,
+            head_dim_qk=self._heads.head_dim,
+            head_dim_vo=self._heads.head_dim,
+            causal=plan.is_causal and plan.max_q > 1,
+            non_blocking=True,
+            seq_lens=host.kv_lens,
+            max_token_per_sequence=plan.max_q,
+            **self._heads.as_arguments(),
+        )
+
+
+def compile_modules(heads: HeadShape) -> None:
+    """Compile all kernels that these heads need, side by side: about a minute on 16 cores where
+    they are not in FlashInfer's cache. Without this the first plans and runs do it one by one."""
+    from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.cascade import gen_cascade_module
+    from flashinfer.jit.core import build_jit_specs
+
+    dtype, dim = heads.dtype, heads.head_dim
+    no_position_encoding = 0
+    common = (dtype, dtype, dtype, torch.int32, dim, dim, no_position_encoding, False, False)
+    build_jit_specs(
+        [
+            gen_batch_decode_module(*common),
+            gen_batch_prefill_module("fa2", *common, False),
+            gen_cascade_module(),
+        ]
+    )

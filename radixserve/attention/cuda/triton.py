@@ -1,0 +1,137 @@
+"""The `triton` backend: paged attention from our own Triton kernels, for CUDA without FlashInfer.
+
+Rows of one token run in the decode kernel, which splits their keys, others in the extend kernel,
+shared pages in that one without a mask; planning and merging are backend.py's. On CPU tensors the
+kernels' torch references compute the same, slowly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from radixserve.attention.base import check_dtype
+from radixserve.attention.cuda.backend import GraphBuffers, PagedBackend
+from radixserve.attention.cuda.metadata import LaunchArrays, LaunchMetadata
+from radixserve.attention.cuda.plan import LaunchPlan
+from radixserve.errors import ModelNotSupported
+from radixserve_kernels import gpu_ops
+
+TILE_QUERIES = 64  # queries x query heads of a K/V head that one program of `extend` works on
+H200_SMS = 132
+
+
+class TritonBackend(PagedBackend):
+    """See `AttentionBackend`; float32, bfloat16 or float16.
+
+    `shares`, `kernel_page_size`: see `PagedBackend`. Raises ModelNotSupported for other dtypes.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        kv: Tensor,
+        num_heads: int,
+        *,
+        shares: bool = True,
+        kernel_page_size: int | None = None,
+    ) -> None:
+        if not check_dtype(kv.dtype) and kv.dtype != torch.float16:
+            raise ModelNotSupported(
+                f"the triton backend takes float32, bfloat16 or float16, not {kv.dtype}"
+            )
+        super().__init__(kv, num_heads, shares=shares, kernel_page_size=kernel_page_size)
+        self._num_sms = H200_SMS
+        if kv.is_cuda:
+            properties = torch.cuda.get_device_properties(kv.device)
+            self._num_sms = properties.multi_processor_count
+
+    def make_launch(
+        self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None
+    ) -> TritonLaunch:
+        plan, arrays = metadata.plan, metadata.device
+        if buffers is None:
+            max_keys, kv_indices = int(plan.kv_lens.max()), metadata.kv_indices
+        else:  # of the longest request in any later plan
+            kv_indices = buffers.kv_indices
+            max_keys = min(len(kv_indices) * self.kernel_page_size, len(self._slots[0][0]))
+        if plan.is_decode:
+            num_splits, fixed_splits = gpu_ops.choose_splits(
+                plan.num_requests, self.num_kv_heads, max_keys, self._num_sms
+            )
+        else:
+            num_tiles = count_tiles(plan, self.num_heads // self.num_kv_heads)
+            num_splits = fixed_splits = gpu_ops.choose_num_splits(
+                num_tiles, self.num_kv_heads, max_keys, self._num_sms
+            )
+        return TritonLaunch(
+            slots=self._slots,
+            arrays=arrays,
+            kv_indices=kv_indices,
+            page_size=self.kernel_page_size,
+            num_splits=num_splits,
+            fixed_splits=fixed_splits,
+            max_q=plan.max_q,
+            is_decode=plan.is_decode,
+            is_causal=plan.is_causal,
+        )
+
+    def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        gpu_ops.merge_states(out, lse, other, other_lse, out=out, lse=lse)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonLaunch:
+    """See `Launch`."""
+
+    slots: list[tuple[Tensor, Tensor]]  # each layer's K and V [num_slots, Hkv, D]
+    arrays: LaunchArrays  # on the device
+    kv_indices: Tensor
+    page_size: int
+    num_splits: int
+    fixed_splits: int
+    max_q: int
+    is_decode: bool
+    is_causal: bool
+
+    def plan(self, metadata: LaunchMetadata) -> None:
+        """The kernels read a graph's buffers, which hold the new arrays already."""
+
+    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
+        arrays, slots = self.arrays, self.slots[layer]
+        pages = arrays.kv_indptr, self.kv_indices, arrays.last_page_len
+        if self.is_decode:
+            gpu_ops.decode(
+                q,
+                *slots,
+                *pages,
+                self.page_size,
+                scale,
+                num_splits=self.num_splits,
+                out=out,
+                lse=lse,
+                fixed_splits=self.fixed_splits,
+            )
+        else:
+            gpu_ops.extend(
+                q,
+                *slots,
+                arrays.qo_indptr,
+                *pages,
+                self.page_size,
+                scale,
+                causal=self.is_causal,
+                max_q=self.max_q,
+                num_splits=self.num_splits,
+                out=out,
+                lse=lse,
+            )
+
+
+def count_tiles(plan: LaunchPlan, group_size: int) -> int:
+    """About how many programs of `extend` a launch makes for a K/V head, without splits."""
+    lengths = plan.qo_indptr[1:] - plan.qo_indptr[:-1]
+    return max(1, int((-(-lengths * group_size // TILE_QUERIES)).sum()))

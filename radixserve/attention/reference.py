@@ -1,0 +1,144 @@
+"""The `torch` backend: paged attention from PyTorch's own operations.
+
+The reference that the other backends are tested against, and the CPU's backend where there is no
+compiler. It is plain: K and V are gathered by slot, pages that rows share are read once a row.
+
+Each row's new tokens are cut into blocks of queries. Blocks of as many queries and of similar
+numbers of keys are padded to one call of scaled_dot_product_attention, in which the query heads of
+a K/V head become query positions: [B, Hkv, G * N, D] against [B, Hkv, K, D], so that K and V are
+never repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from radixserve.attention.base import (
+    AttentionBackend,
+    ForwardBatch,
+    HostIndex,
+    IndexArray,
+    check_dtype,
+)
+from radixserve.errors import ModelNotSupported
+
+BLOCK_QUERIES = 64  # of a row in one block
+SHORT_KEYS = 512  # up to here padding keys costs less than another call
+CALL_KEYS = 1 << 15  # K/V tokens gathered for one call, padding included, unless one block has more
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """B blocks of queries, of one or several rows, in the order of their numbers of keys."""
+
+    row: IndexArray  # [B]
+    first_token: IndexArray  # [B] index into the batch's T tokens
+    num_queries: IndexArray  # [B]
+    num_keys: IndexArray  # [B] of the row, up to and with the block's last token
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCall:
+    """B blocks of N queries each, padded to K keys."""
+
+    size: int  # B
+    tokens: Tensor  # [B * N] int64, the queries among the batch's T tokens
+    slots: Tensor  # [B * K] int64; padding repeats a block's last one
+    mask: Tensor | None  # [B, 1, 1 or G * N, K] 0 or -inf; None: every query sees every key
+
+
+class ReferenceBackend(AttentionBackend):
+    """See `AttentionBackend`; float32 or bfloat16, on any device.
+
+    `shares` changes nothing: shared pages are never read together.
+    """
+
+    name = "torch"
+
+    def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
+        del shares
+        if not check_dtype(kv.dtype):
+            raise ModelNotSupported(f"the torch backend takes float32 or bfloat16, not {kv.dtype}")
+        super().__init__(kv, num_heads)
+        self._calls: list[PaddedCall] = []
+
+    def plan(self, batch: ForwardBatch) -> None:
+        blocks = cut_blocks(batch.host)
+        self._calls = [self._pad(batch.host, blocks, part) for part in group_blocks(blocks)]
+        self._slot_mapping = batch.slot_mapping
+
+    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+        assert self._calls, "attend before plan"
+        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+        heads = self.num_kv_heads, self.num_heads // self.num_kv_heads  # Hkv, G
+        out = q.new_empty(q.shape)
+        for call in self._calls:
+            queries = q.index_select(0, call.tokens).view(call.size, -1, *heads, self.head_dim)
+            queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * N, D]
+            keys, values = (
+                slots.index_select(0, call.slots).unflatten(0, (call.size, -1)).transpose(1, 2)
+                for slots in self._slots[layer]
+            )  # each [B, Hkv, K, D]
+            found = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=call.mask, scale=scale
+            )
+            found = found.unflatten(2, (heads[1], -1)).permute(0, 3, 1, 2, 4)  # [B, N, Hkv, G, D]
+            out.index_copy_(0, call.tokens, found.reshape(-1, *q.shape[1:]))
+        return out
+
+    def _pad(self, host: HostIndex, blocks: Blocks, members: slice) -> PaddedCall:
+        """The blocks `members`, all of N queries, in one call."""
+        row, num_keys = blocks.row[members], blocks.num_keys[members][:, None]
+        steps = np.arange(blocks.num_queries[members][0])  # [N]
+        tokens = blocks.first_token[members][:, None] + steps  # [B, N]
+        places = np.minimum(np.arange(num_keys.max()), num_keys - 1)  # [B, K] positions in the row
+        pages = host.kv_indices[host.kv_indptr[row][:, None] + places // self.page_size]
+        slots = pages.astype(np.int64) * self.page_size + places % self.page_size
+        last_seen = num_keys - len(steps) + steps  # [B, N] position of each query
+        hidden = np.arange(num_keys.max()) > last_seen[..., None]  # [B, N, K]
+        mask = None
+        if hidden.any():
+            bias = np.where(hidden, np.float32(-np.inf), np.float32(0))
+            if len(steps) > 1:
+                bias = np.tile(bias, (1, self.num_heads // self.num_kv_heads, 1))
+            mask = torch.from_numpy(bias[:, None]).to(self.kv.device, self.kv.dtype)
+        return PaddedCall(len(row), self._index(tokens), self._index(slots), mask)
+
+    def _index(self, index: IndexArray) -> Tensor:
+        return torch.from_numpy(index.ravel()).to(self.kv.device)
+
+
+def cut_blocks(host: HostIndex) -> Blocks:
+    """Every new token once; those of a row in blocks of BLOCK_QUERIES and a rest."""
+    num_new = np.diff(host.qo_indptr)
+    count = -(-num_new // BLOCK_QUERIES)  # blocks of each row
+    row = np.repeat(np.arange(len(count)), count)
+    done = (np.arange(len(row)) - (np.cumsum(count) - count)[row]) * BLOCK_QUERIES
+    num_queries = np.minimum(num_new[row] - done, BLOCK_QUERIES)
+    num_keys = host.start[row] + done + num_queries
+    order = np.lexsort((num_keys, num_queries))
+    first_token = host.qo_indptr[row] + done
+    return Blocks(*(array[order] for array in (row, first_token, num_queries, num_keys)))
+
+
+def group_blocks(blocks: Blocks) -> list[slice]:
+    """Neighbouring blocks for one call each: of as many queries, and padded to at most twice their
+    keys or SHORT_KEYS, and to CALL_KEYS in all."""
+    groups: list[slice] = []
+    first, shapes = 0, list(zip(blocks.num_queries.tolist(), blocks.num_keys.tolist(), strict=True))
+    for at, (num_queries, num_keys) in enumerate(shapes):
+        allowed = max(2 * shapes[first][1], SHORT_KEYS)
+        if (
+            num_queries != shapes[first][0]
+            or num_keys > allowed
+            or (at > first and (at + 1 - first) * num_keys > CALL_KEYS)
+        ):
+            groups.append(slice(first, at))
+            first = at
+    return [*groups, slice(first, len(shapes))]

@@ -1,0 +1,1 @@
+"""Whole blocks found by chained hashes: `HashBlockCache` and its parts."""

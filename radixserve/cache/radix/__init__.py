@@ -1,0 +1,1 @@
+"""The token-level radix tree: `RadixCache` and its parts."""

@@ -1,0 +1,122 @@
+"""Which child shares most of a page with a key: the part of a page that two siblings may share.
+
+Needed at page sizes above 1 only, where children are keyed by whole pages. Many children are
+indexed by their first token; those with the same first token in byte order, where neighbours share
+the longest heads. Cost: O(1) for distinct first tokens, O(log n) among n with the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sortedcontainers import SortedList
+
+from radixserve.cache.radix.node import Node
+from radixserve.cache.tokens import TOKEN_BYTES
+
+_SCAN_UP_TO = 8  # up to this many keys a scan is faster than an index
+
+
+def add_key(node: Node, key: bytes) -> None:
+    """`key` is among `node.children` now."""
+    first_token_index = node.first_token_index
+    if first_token_index is None:
+        if len(node.children) > _SCAN_UP_TO:
+            node.first_token_index = {}
+            for known in node.children:
+                _add(node.first_token_index, known)
+    else:
+        _add(first_token_index, key)
+
+
+def remove_key(node: Node, key: bytes) -> None:
+    """`key` is no longer among `node.children`."""
+    first_token_index = node.first_token_index
+    if first_token_index is None:
+        return
+    token = key[:TOKEN_BYTES]
+    keys = first_token_index[token]
+    keys.remove(key)
+    if not keys:
+        del first_token_index[token]
+
+
+def closest_child(node: Node, key: bytes) -> tuple[Node | None, int]:
+    """The child that shares most leading tokens with `key`, and how many (None, 0 if none)."""
+    candidates: Iterable[bytes] = node.children
+    if node.first_token_index is not None:
+        keys = node.first_token_index.get(key[:TOKEN_BYTES], ())
+        candidates = keys
+        if isinstance(keys, SortedList):
+            at = keys.bisect_left(key)
+            candidates = keys[max(0, at - 1) : at + 1]
+    best, most = None, 0
+    for candidate in candidates:
+        agreed = common_head(candidate, key)
+        if agreed > most:
+            best, most = candidate, agreed
+    return (None, 0) if best is None else (node.children[best], most)
+
+
+def child_covering(node: Node, head: bytes) -> Node | None:
+    """A child whose first page begins with all of `head` (shorter than a page)."""
+    child, agreed = closest_child(node, head)
+    return child if agreed * TOKEN_BYTES == len(head) else None
+
+
+def has_longer(node: Node, key: bytes) -> bool:
+    """Whether another child's first page begins with all of the child `key` and goes on."""
+    candidates: Iterable[bytes] = node.children
+    if node.first_token_index is not None:
+        keys = node.first_token_index.get(key[:TOKEN_BYTES], ())
+        candidates = keys
+        if isinstance(keys, SortedList):
+            at = keys.bisect_right(key)
+            candidates = keys[at : at + 1]
+    return any(len(other) > len(key) and other.startswith(key) for other in candidates)
+
+
+def covered_children(node: Node, key: bytes) -> list[Node]:
+    """The children whose tokens are a proper head of `key`: leaves shorter than a page."""
+    candidates: Iterable[bytes] = node.children
+    if node.first_token_index is not None:
+        candidates = node.first_token_index.get(key[:TOKEN_BYTES], ())
+        if isinstance(candidates, SortedList):
+            ends = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
+            candidates = [key[:end] for end in ends if key[:end] in node.children]
+    size = len(key)
+    found = [other for other in candidates if len(other) < size and key.startswith(other)]
+    return [node.children[other] for other in found]
+
+
+def check_index(node: Node) -> None:
+    """AssertionError unless the index holds exactly the children."""
+    if node.first_token_index is None:
+        return
+    found = [key for keys in node.first_token_index.values() for key in keys]
+    assert sorted(found) == sorted(node.children), f"node {node.node_id}: wrong index of children"
+    for token, keys in node.first_token_index.items():
+        assert keys, f"node {node.node_id}: an empty entry in the index of children"
+        assert all(key.startswith(token) for key in keys), f"node {node.node_id}: misplaced child"
+
+
+def common_head(left: bytes, right: bytes) -> int:
+    """Leading tokens that two keys (at most a page each) have in common."""
+    size = min(len(left), len(right))
+    differs = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
+    if not differs:
+        return size // TOKEN_BYTES
+    return ((differs & -differs).bit_length() - 1) // (8 * TOKEN_BYTES)
+
+
+def _add(first_token_index: dict[bytes, list[bytes] | SortedList], key: bytes) -> None:
+    token = key[:TOKEN_BYTES]
+    keys = first_token_index.get(token)
+    if keys is None:
+        first_token_index[token] = [key]
+    elif isinstance(keys, list):
+        keys.append(key)
+        if len(keys) > _SCAN_UP_TO:
+            first_token_index[token] = SortedList(keys)
+    else:
+        keys.add(key)

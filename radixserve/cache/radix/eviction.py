@@ -1,0 +1,119 @@
+"""In which order unused nodes are dropped: the interface, and the default.
+
+The other policies are in `policies`, what is known of sessions in `session_eviction`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from radixserve.cache.radix.evicted_history import EvictionPoint
+from radixserve.cache.radix.node import Node
+
+
+class PathUse(NamedTuple):
+    """What a sequence did with the path that it lets go."""
+
+    reused: int  # it found whole pages up to this position
+    has_published: bool  # it published what was not there
+    priority: int
+
+
+class EvictionOrder(ABC):
+    """All unlocked nodes of living namespaces. Only the tree calls it; it writes `policy_key`.
+
+    No operation may cost more than O(log nodes), amortized, whatever the tree's size. The tree adds
+    the nodes of a path deepest first, and locks (discards) a node before anything below it changes.
+    An order must keep this law, by which a victim is always a leaf: in `queues`, a node comes
+    before its parent or in an earlier queue.
+    """
+
+    initial_key = 0  # of a new node
+    tracks_use = False  # whether `on_path_used` is called
+    tracks_evictions = False  # whether `on_evicted` is called
+
+    @abstractmethod
+    def add(self, node: Node) -> None:
+        """`node` was unlocked just now."""
+
+    @abstractmethod
+    def discard(self, node: Node) -> None:
+        """`node` was locked or is gone; it may not be here."""
+
+    @abstractmethod
+    def victim(self) -> Node | None:
+        """The leaf to drop next; it stays here until it is discarded."""
+
+    def pop(self, num_pages: int) -> Node | None:
+        """The victim; it is discarded if it has at most so many pages."""
+        node = self.victim()
+        if node is not None and len(node.pages) <= num_pages:
+            self.discard(node)
+        return node
+
+    @abstractmethod
+    def queues(self) -> list[Iterable[Node]]:
+        """What is here, each queue in its order, for audits."""
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
+        """A sequence anchored in `node` is about to let go: before its path is unlocked."""
+
+    def on_resized(self, node: Node) -> None:  # noqa: B027
+        """An unlocked node was cut short, by an eviction or a split."""
+
+    def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:  # noqa: B027
+        """Eviction takes the last `num_pages` of `node`; they begin at `point`. It was discarded
+        before if that is all of it."""
+
+
+class LRU(EvictionOrder):
+    """Least recently used first; every operation is O(1), amortized.
+
+    A path is added deepest first, so a parent is always younger than its children and the oldest
+    entry is always a leaf: no heap, no search. Nodes lie under ascending ticks, which they bear as
+    their marks: neighbours in age are neighbours in memory.
+    """
+
+    _MAX_STEPS = 1_000
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, Node] = {}  # by tick, ascending
+        self._next = 1
+        self._oldest = 1  # no tick before it is in use
+
+    def add(self, node: Node) -> None:
+        tick = node.policy_key = self._next
+        self._next = tick + 1
+        self._nodes[tick] = node
+
+    def discard(self, node: Node) -> None:
+        nodes, tick = self._nodes, node.policy_key
+        if nodes.get(tick) is node:  # a split copies marks
+            del nodes[tick]
+            if tick == self._oldest:
+                self._oldest = tick + 1
+
+    def victim(self) -> Node | None:
+        nodes, tick = self._nodes, self._oldest
+        node = nodes.get(tick)
+        if node is None and nodes:
+            last = tick + self._MAX_STEPS
+            while node is None:
+                tick += 1
+                if tick == last:
+                    tick = next(iter(nodes))  # a long gap; walks over all that was deleted before
+                node = nodes.get(tick)
+            self._oldest = tick
+        return node
+
+    def pop(self, num_pages: int) -> Node | None:
+        node = self._nodes.get(self._oldest) or self.victim()
+        if node is not None and len(node.pages) <= num_pages:
+            del self._nodes[self._oldest]
+            self._oldest += 1
+        return node
+
+    def queues(self) -> list[Iterable[Node]]:
+        return [self._nodes.values()]

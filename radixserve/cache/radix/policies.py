@@ -1,0 +1,305 @@
+"""The eviction policies besides LRU: FIFO, LFU, priority, SLRU, ARC; `make_eviction` picks one.
+
+A node's `policy_key` is theirs: a stamp, a count, a priority or a segment. Along a path keys never
+rise towards the leaves, which makes every victim a leaf.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from sortedcontainers import SortedDict
+
+from radixserve.cache.radix.evicted_history import EvictionPoint
+from radixserve.cache.radix.eviction import LRU, EvictionOrder, PathUse
+from radixserve.cache.radix.node import Node, path
+from radixserve.cache.tokens import TOKEN_BYTES
+
+
+def make_eviction(policy: str, num_pages: int) -> EvictionOrder:
+    """The order for one of EVICTION_POLICIES over a pool of `num_pages`."""
+    if policy == "arc":
+        return ARC(num_pages)
+    if policy == "slru":
+        return SLRU(num_pages)
+    plain: dict[str, type[EvictionOrder]] = {
+        "lru": LRU,
+        "lfu": LFU,
+        "fifo": FIFO,
+        "priority": Priority,
+    }
+    return plain[policy]()
+
+
+class Ranked(EvictionOrder):
+    """Lowest mark first, least recently used among equals. O(log nodes)."""
+
+    tracks_use = True
+
+    def __init__(self) -> None:
+        self._tick = 0
+        self._nodes: SortedDict = SortedDict()  # rank -> node
+        self._ranks: dict[Node, tuple[int, ...]] = {}
+
+    def add(self, node: Node) -> None:
+        self._tick += 1
+        rank = self._ranks[node] = self.rank(node, self._tick)
+        self._nodes[rank] = node
+
+    def discard(self, node: Node) -> None:
+        rank = self._ranks.pop(node, None)
+        if rank is not None:
+            del self._nodes[rank]
+
+    def victim(self) -> Node | None:
+        if not self._nodes:
+            return None
+        node: Node = self._nodes.peekitem(0)[1]
+        return node
+
+    def queues(self) -> list[Iterable[Node]]:
+        return [self._nodes.values()]
+
+    def rank(self, node: Node, tick: int) -> tuple[int, ...]:
+        return (node.policy_key, tick)
+
+    @abstractmethod
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        """Marks what a sequence has used."""
+
+
+class LFU(Ranked):
+    """Least often reused first. The count is of sequences that found the node in the cache.
+
+    Nothing ages: what was popular once stays for as long as it takes others to be more popular.
+    """
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        for at in path(node):
+            if at.start < use.reused:
+                at.policy_key += 1
+
+
+class Priority(Ranked):
+    """Lowest priority first: that of the most important sequence that ever reached the node."""
+
+    initial_key = -(2**63)
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        for at in path(node):
+            if at.policy_key >= use.priority:
+                return  # so has all above
+            at.policy_key = use.priority
+
+
+class FIFO(Ranked):
+    """Oldest first, by when something was last published in a node or below; reuse counts nothing.
+
+    O(depth) a sequence that published something.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stamp = 0
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        if use.has_published:
+            for at in path(node):
+                self._stamp += 1
+                at.policy_key = self._stamp
+
+    def rank(self, node: Node, tick: int) -> tuple[int, ...]:
+        return (node.policy_key, -node.start, tick)  # a split gives both parts one stamp
+
+
+class _Segment:
+    """Nodes in order of recency, and the pages in them."""
+
+    __slots__ = ("num_pages", "sizes")
+
+    def __init__(self) -> None:
+        self.sizes: OrderedDict[Node, int] = OrderedDict()  # oldest first, with their pages
+        self.num_pages = 0
+
+    def add(self, node: Node) -> None:
+        size = self.sizes[node] = len(node.pages)
+        self.num_pages += size
+
+    def discard(self, node: Node) -> None:
+        self.num_pages -= self.sizes.pop(node, 0)
+
+    def resize(self, node: Node) -> None:
+        if node in self.sizes:
+            size = len(node.pages)
+            self.num_pages += size - self.sizes[node]
+            self.sizes[node] = size
+
+    def oldest(self) -> Node | None:
+        return next(iter(self.sizes), None)
+
+
+class _Segmented(EvictionOrder):
+    """Two segments: seen once, and seen again (mark 1). O(1)."""
+
+    tracks_use = True
+
+    def __init__(self) -> None:
+        self._once = _Segment()
+        self._again = _Segment()
+
+    def add(self, node: Node) -> None:
+        (self._again if node.policy_key else self._once).add(node)
+
+    def discard(self, node: Node) -> None:
+        self._once.discard(node)
+        self._again.discard(node)
+
+    def on_resized(self, node: Node) -> None:
+        self._once.resize(node)
+        self._again.resize(node)
+
+    def queues(self) -> list[Iterable[Node]]:
+        return [self._once.sizes, self._again.sizes]
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        for at in path(node):
+            if at.start < use.reused:
+                if at.policy_key:
+                    return  # so has all above
+                at.policy_key = 1
+
+
+class SLRU(_Segmented):
+    """Segmented LRU: what was reused is protected, up to a share of the pool.
+
+    Beyond it the oldest protected nodes go back among the others, as their youngest.
+    """
+
+    _PROTECTED_SHARE = 0.8
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__()
+        self._max_protected = int(num_pages * self._PROTECTED_SHARE)
+
+    def add(self, node: Node) -> None:
+        if node.policy_key and node.parent is not None:
+            node.parent.policy_key = 1  # it may have been demoted while this one was held elsewhere
+        super().add(node)
+        while self._again.num_pages > self._max_protected:
+            oldest = self._again.oldest()
+            assert oldest is not None
+            self._again.discard(oldest)
+            oldest.policy_key = 0
+            self._once.add(oldest)
+
+    def victim(self) -> Node | None:
+        return self._once.oldest() or self._again.oldest()
+
+
+class ARC(_Segmented):
+    """Adaptive replacement (Megiddo and Modha, FAST 2003), counted in pages.
+
+    Two LRU lists, seen once and seen again, and for each a memory of what it lost. Coming back to
+    what one list has lost makes that list's share of the pool larger.
+    """
+
+    tracks_evictions = True
+    _MAX_POINTS = 1 << 16  # places remembered of each list
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__()
+        self._num_pages = num_pages
+        self._share = 0.0  # pages that the nodes seen once may fill
+        self._evicted_once = _EvictedList(num_pages, self._MAX_POINTS)
+        self._evicted_again = _EvictedList(num_pages, self._MAX_POINTS)
+
+    def victim(self) -> Node | None:
+        once, again = self._once.oldest(), self._again.oldest()
+        if once is None or again is None:
+            return once or again
+        if self._once.num_pages > self._share or again.children:
+            return once
+        return again
+
+    def on_path_used(self, node: Node, use: PathUse) -> None:
+        for at in path(node):
+            assert at.parent is not None
+            if at.start >= use.reused:  # new: or was it lost?
+                token = bytes(at.tokens[:TOKEN_BYTES])
+                if self._take_evicted((at.parent.node_id, at.start, token)):
+                    at.policy_key = 1
+                continue
+            cut = (use.reused - at.start) * TOKEN_BYTES  # where it had been cut short
+            if cut < len(at.tokens):
+                self._take_evicted(
+                    (at.node_id, use.reused, bytes(at.tokens[cut : cut + TOKEN_BYTES]))
+                )
+            break
+        super().on_path_used(node, use)
+        self._mark_above(node)
+
+    def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:
+        lost = self._evicted_again if node.policy_key else self._evicted_once
+        lost.remember(node.node_id, point, num_pages)
+
+    def _mark_above(self, node: Node) -> None:
+        """What lies above a marked node is marked, too."""
+        is_marked = False
+        for at in path(node):
+            if at.policy_key and is_marked:
+                return
+            is_marked = is_marked or bool(at.policy_key)
+            at.policy_key = int(is_marked)
+
+    def _take_evicted(self, point: EvictionPoint) -> bool:
+        """Whether that place is remembered; it is not any more, and the shares are adapted."""
+        once, again = self._evicted_once, self._evicted_again
+        in_once, in_again = max(1, once.num_pages), max(1, again.num_pages)
+        pages = once.forget(point)
+        if pages:
+            more = pages * max(1.0, in_again / in_once)
+            self._share = min(float(self._num_pages), self._share + more)
+            return True
+        pages = again.forget(point)
+        if pages:
+            less = pages * max(1.0, in_once / in_again)
+            self._share = max(0.0, self._share - less)
+        return bool(pages)
+
+
+class _EvictedList:
+    """Places where pages were evicted, oldest first, up to a number of pages and of places."""
+
+    __slots__ = ("_max_pages", "_max_places", "_pages", "_tails", "num_pages")
+
+    def __init__(self, max_pages: int, max_places: int) -> None:
+        self._max_pages = max_pages
+        self._max_places = max_places
+        self._pages: OrderedDict[EvictionPoint, int] = OrderedDict()
+        self._tails: dict[
+            int | str, EvictionPoint
+        ] = {}  # node serial -> where its tail was cut off
+        self.num_pages = 0
+
+    def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:
+        """`num_pages` of the node `node_id` are lost from `point` on, and its tail before."""
+        tail = self._tails.get(node_id)
+        if tail is not None:
+            num_pages += self.forget(tail)
+        self.forget(point)
+        self._pages[point] = num_pages
+        self.num_pages += num_pages
+        if point[0] == node_id:
+            self._tails[node_id] = point
+        while self.num_pages > self._max_pages or len(self._pages) > self._max_places:
+            self.forget(next(iter(self._pages)))
+
+    def forget(self, point: EvictionPoint) -> int:
+        """The pages lost from there on; 0 if that is not remembered."""
+        pages = self._pages.pop(point, 0)
+        self.num_pages -= pages
+        if pages and self._tails.get(point[0]) == point:
+            del self._tails[point[0]]
+        return pages

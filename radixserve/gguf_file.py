@@ -1,0 +1,189 @@
+"""GGUF files: metadata and tensors of a model in one file, memory-mapped.
+
+The layout is that of the format's specification (ggml's docs/gguf.md; versions 2 and 3, little
+endian). The gguf package reads the same with a numpy array per string, which takes 4 s for a
+vocabulary of 49,152 tokens and 0.1 s here; its tensor types and dequantisation are used.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.errors import InvalidRequest, ModelNotSupported
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_MAX_DIMENSIONS = 4
+_MAX_LENGTH = 1 << 31  # entries of an array, bytes of a string
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies in the file and how its numbers are stored."""
+
+    name: str
+    shape: tuple[int, ...]  # as in PyTorch: the fastest dimension last
+    type_id: int  # gguf.GGMLQuantizationType
+    offset: int  # bytes from the start of the file
+
+
+class GgufFile:
+    """An open file. Raises InvalidRequest where it is truncated or no GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fields: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._read_header()
+        except (OSError, ValueError, struct.error, IndexError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{path} is not a complete GGUF file: {error}") from error
+
+    @property
+    def architecture(self) -> str:
+        return str(self.fields.get("general.architecture", ""))
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """The field of the model's architecture: "context_length" is llama.context_length."""
+        return self.fields.get(f"{self.architecture}.{name}", default)
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """The numbers of a tensor, widened to float32, in its shape.
+
+        Raises ModelNotSupported for a type that cannot be widened, InvalidRequest where the file
+        ends before the tensor does.
+        """
+        gguf = _gguf_package()
+        tensor = self.tensors[name]
+        try:
+            kind = gguf.GGMLQuantizationType(tensor.type_id)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ModelNotSupported(
+                f"{self.path}: tensor {name} has the unknown type {tensor.type_id}"
+            ) from None
+        count = math.prod(tensor.shape)
+        end = tensor.offset + count // block * block_bytes
+        if tensor.shape[-1] % block or end > len(self._data):
+            raise InvalidRequest(f"{self.path} is truncated or corrupt at tensor {name}")
+        raw = np.frombuffer(self._data, np.uint8, end - tensor.offset, tensor.offset)
+        rows = raw.reshape(*tensor.shape[:-1], -1)
+        try:
+            if kind.name in ("F32", "F16"):
+                rows = rows.view(np.float32 if kind.name == "F32" else np.float16)
+            numbers = gguf.quants.dequantize(rows, kind)
+        except NotImplementedError:
+            raise ModelNotSupported(
+                f"{self.path}: tensor {name} is of type {kind.name}, which cannot be widened"
+            ) from None
+        return numbers.reshape(tensor.shape).astype(np.float32, copy=False)
+
+    def _read_header(self) -> None:
+        if self._data[:4] != _MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        at = 4
+        version, num_tensors, num_fields = struct.unpack_from("<IQQ", self._data, at)
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} is not one of {_VERSIONS}")
+        at += 20
+        for _ in range(num_fields):
+            name, at = self._string(at)
+            (kind,) = struct.unpack_from("<I", self._data, at)
+            self.fields[name], at = self._value(kind, at + 4)
+        found = []
+        for _ in range(num_tensors):
+            name, at = self._string(at)
+            (num_dimensions,) = struct.unpack_from("<I", self._data, at)
+            if num_dimensions > _MAX_DIMENSIONS:
+                raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+            shape = struct.unpack_from(f"<{num_dimensions}Q", self._data, at + 4)
+            at += 4 + 8 * num_dimensions
+            type_id, offset = struct.unpack_from("<IQ", self._data, at)
+            at += 12
+            found.append((name, shape[::-1], type_id, offset))
+        alignment = int(self.fields.get("general.alignment", 32))
+        start = -(-at // alignment) * alignment
+        for name, shape, type_id, offset in found:
+            self.tensors[name] = GgufTensor(name, shape, type_id, start + offset)
+
+    def _string(self, at: int) -> tuple[str, int]:
+        (length,) = struct.unpack_from("<Q", self._data, at)
+        at += 8
+        if length > len(self._data) - at:
+            raise ValueError(f"a string of {length} bytes ends after the file")
+        return self._data[at : at + length].decode(), at + length
+
+    def _value(self, kind: int, at: int) -> tuple[Any, int]:
+        if kind == _STRING:
+            return self._string(at)
+        if kind in _NUMBERS:
+            form = "<" + _NUMBERS[kind]
+            return struct.unpack_from(form, self._data, at)[0], at + struct.calcsize(form)
+        if kind != _ARRAY:
+            raise ValueError(f"a field has the unknown type {kind}")
+        inner, length = struct.unpack_from("<IQ", self._data, at)
+        at += 12
+        if length > min(_MAX_LENGTH, len(self._data)):
+            raise ValueError(f"an array of {length} entries ends after the file")
+        if inner in _NUMBERS:
+            values = np.frombuffer(self._data, np.dtype("<" + _NUMBERS[inner]), length, at)
+            return values.tolist(), at + values.nbytes
+        found = []
+        for _ in range(length):
+            value, at = self._value(inner, at)
+            found.append(value)
+        return found, at
+
+
+def find_gguf(model_path: str) -> GgufFile | None:
+    """The GGUF file that a path names: itself, or the only one of a folder without config.json.
+
+    None where it names none. Raises InvalidRequest for a missing file, or for a folder of several.
+    """
+    path = Path(model_path).expanduser()
+    if path.suffix == SUFFIX:
+        if not path.is_file():
+            raise InvalidRequest(f"there is no file {path}")
+        return GgufFile(path)
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        names = ", ".join(one.name for one in found)
+        raise InvalidRequest(f"{path} holds several GGUF files ({names}): name one of them")
+    return GgufFile(found[0]) if found else None
+
+
+def _gguf_package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise InvalidRequest(
+            'GGUF files need the gguf package: pip install "radixserve[gguf]"'
+        ) from None
+    return gguf
