@@ -55,7 +55,7 @@ class Decoder(LanguageModel):
         self._embedding, self._norm = tensors.embedding, tensors.norm
         self._lm_head = Linear(tensors.lm_head)  # H -> V, or the rank's part of V
         self._layers: tuple[DecoderLayer[Linear], ...] = tensors.layers
-        self._cos_sin = cos_sin
+        self.cos_sin = cos_sin
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         eps, last = self._shape.eps, len(self._layers) - 1
@@ -89,7 +89,7 @@ class Decoder(LanguageModel):
             layer.qkv(x),
             batch.positions,
             batch.slot_mapping,
-            self._cos_sin,
+            self.cos_sin,
             slots[0],
             slots[1],
             self._shape.num_heads,
@@ -149,7 +149,7 @@ def _pack_layer(tensors: LayerTensors) -> DecoderLayer[Linear]:
 
 
 def _stacked(first: WeightAndBias, second: WeightAndBias) -> WeightAndBias:
-    """One projection that gives the features of both, one after the other; bias both or neither."""
+    """One projection that gives the features of both, concatenated; bias both or neither."""
     bias = None
     if first[1] is not None and second[1] is not None:
         bias = torch.cat((first[1], second[1]))

@@ -17,6 +17,7 @@ import pytest
 
 from radixserve import (
     Completion,
+    EngineConfig,
     EngineDead,
     InvalidRequest,
     Runtime,
@@ -418,6 +419,18 @@ class TestBadInput:
         ):
             with pytest.raises(InvalidRequest, match=says):
                 Runtime(str(folder), **bad)
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ("chunk_size", "chunked_prefill_size"),
+            ("max_running", "max_running_requests"),
+            ("tree_attention", "cascade_attention"),
+        ],
+    )
+    def test_former_names_of_settings(self, old: str, new: str) -> None:
+        with pytest.raises(InvalidRequest, match=f"'{old}'; {old} is now {new}; allowed: device, "):
+            EngineConfig(**{old: 1})
 
     def test_the_hash_cache_reuses_whole_blocks_and_can_be_looked_into(self, folder: Path) -> None:
         with Runtime(str(folder), num_pages=64, page_size=16, cache="hash") as rt:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -16,32 +14,21 @@ from tests.attention.test_backends import check
 from tests.attention.test_paged_graph import store
 from tests.attention.test_paged_plan import same_prefix
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
 SHAPE = {"heads": 4, "kv_heads": 2, "dim": 16}
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@needs_triton
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_every_kind(dtype: torch.dtype) -> None:
     check(TritonBackend, Case(LENGTHS["chunks and decodes"], 2, **SHAPE, dtype=dtype))
 
 
-@needs_triton
 @pytest.mark.usefixtures("interpreted", "always_share")
 def test_shared_pages() -> None:
     lengths, groups = SHARED["different depths"]
     check(TritonBackend, SharedCase(lengths, 2, groups, **SHAPE))
 
 
-@needs_triton
 @pytest.mark.usefixtures("interpreted", "always_share")
 def test_a_graph() -> None:
     """Rows that are padded, groups without pages and without queries: the kernels take them."""

@@ -139,10 +139,9 @@ def test_bfloat16(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_kernels_themselves(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter, instead of their twins."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_themselves(tmp_path: Path, family: str) -> None:
+    """In Triton's interpreter, instead of their references."""
     fields = {"hidden_size": 48, "head_dim": 16, "vocab_size": 61, "num_hidden_layers": 2}
     source = checkpoint(make_checkpoint(tmp_path, family, eos_token_id=2, **fields))
     ours = World(load_decoder(source, torch.float32, CPU), "triton", 2)

@@ -179,18 +179,18 @@ def test_table_of_rotations_is_bounded(
 ) -> None:
     source = find_model("random:tiny-llama")  # 512 positions, heads of 16: 64 bytes each
     model = load_decoder(source, torch.float32, CPU)
-    assert model._cos_sin.shape == (512, 16)
-    assert load_decoder(source, torch.float32, CPU, None, 100)._cos_sin.shape == (100, 16)
-    assert load_decoder(source, torch.float32, CPU, None, 900)._cos_sin.shape == (512, 16)
+    assert model.cos_sin.shape == (512, 16)
+    assert load_decoder(source, torch.float32, CPU, None, 100).cos_sin.shape == (100, 16)
+    assert load_decoder(source, torch.float32, CPU, None, 900).cos_sin.shape == (512, 16)
     monkeypatch.setattr(decoder, "TABLE_BYTES", 64 * 200)
     model = load_decoder(source, torch.float32, CPU)
-    assert (len(model._cos_sin), model.info.max_positions) == (200, 200)
+    assert (len(model.cos_sin), model.info.max_positions) == (200, 200)
     assert "limited to 200 of the model's 512 positions" in caplog.text
     model = load_decoder(source, torch.float32, CPU, None, 300)
-    assert (len(model._cos_sin), model.info.max_positions) == (300, 512)
+    assert (len(model.cos_sin), model.info.max_positions) == (300, 512)
     read = read_decoder(source, torch.float32, CPU, lambda _: None)
     pairs = torch.view_as_real(read.rotary.up_to(300)[:300, 0])  # [n, D/2, 2]
-    assert torch.equal(model._cos_sin, pairs.transpose(1, 2).flatten(1))
+    assert torch.equal(model.cos_sin, pairs.transpose(1, 2).flatten(1))
 
 
 @pytest.mark.parametrize(

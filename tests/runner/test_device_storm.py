@@ -118,10 +118,9 @@ def test_long_storm(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.long
-def test_with_the_kernels_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not their twins: the whole path with Triton's interpreter in their place."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_with_the_kernels_themselves(folder: Path) -> None:
+    """Not their references: the whole path with Triton's interpreter in their place."""
     runner = device_runner(
         folder, num_pages=40, page_size=4, max_running_requests=2, chunked_prefill_size=24
     )
