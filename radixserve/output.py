@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from radixserve.schedule import SampleOutput
 
+
 class Lookup(NamedTuple):
     """How much of a prompt is cached, and why not more.
 
