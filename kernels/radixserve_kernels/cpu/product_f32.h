@@ -1,8 +1,8 @@
 // float32 products by vector instructions, on every processor, of weights in float32 or bfloat16. Each sum
 // runs over k in order, whatever the number of rows: a product row has the same bits in a batch of any size.
 //
-// bfloat16 weights are read as they are and widened: in registers for so few rows that each number is used
-// once, else part by part into memory that stays in the first or second level cache.
+// bfloat16 weights are widened: in registers where all rows fit into one pass over a panel, else a panel
+// at a time into memory that stays in the cache.
 #pragma once
 
 #include "panels.h"
@@ -81,7 +81,9 @@ template <class T> class VectorF32 {
     static constexpr int STEPS = 6;          // of k, without a branch
     static constexpr int FETCH_DEPTH = 36;   // rows of k between two calls of fetch
     static constexpr int FETCH_ROWS = 2;     // output rows of a call of fetch
-    static constexpr int FEW_ROWS = 24, FEW_ROWS_DEPTH = 64;
+    // Up to here several panels are read at a time: measured. bfloat16 is not widened twice.
+    static constexpr int FEW_ROWS = sizeof(T) == 2 ? ROWS / 2 : LANES == 16 ? 24 : 6;
+    static constexpr int FEW_ROWS_DEPTH = 64;
     static constexpr int SPLIT_PANELS = 128;  // panels whose partial sums are held at a time
 
     // Number of parts that K is cut into, each multiplied with all panels before the next: a shallower
@@ -191,7 +193,7 @@ template <class T> class VectorF32 {
 
     // `tile` for bfloat16 panels, which are widened in registers.
     template <int M, int P>
-    static void narrow_tile(const float *x, int64_t stride, const bf16 *panel, int64_t panel_size, int64_t depth,
+    static void widening_tile(const float *x, int64_t stride, const bf16 *panel, int64_t panel_size, int64_t depth,
                             float *out, int64_t out_stride) {
         constexpr int N = 2 * P;
         vec sums[M][N] = {};
@@ -219,45 +221,35 @@ template <class T> class VectorF32 {
     // P panels for all rows, out[rows][P * PANEL]. With more than one block of rows, each takes its turn
     // with one part of K while that part of the panels is in the first-level cache.
     template <int P>
-    static void few_rows_panels(const float *x, int64_t stride, int rows, const T *panel, int64_t panel_size,
-                                int64_t depth, float *out) {
+    static void few_rows_panels(const float *x, int64_t stride, int rows, const float *panel,
+                                int64_t panel_size, int64_t depth, float *out) {
         const int64_t width = P * PANEL, part = rows * P <= ROWS ? depth : FEW_ROWS_DEPTH;
-        if constexpr (sizeof(T) == 2)
-            if (rows * P <= ROWS)
-                return with_row_count<ROWS / P>(rows, [&](auto count) {
-                    narrow_tile<count, P>(x, stride, panel, panel_size, depth, out, width);
-                });
-        alignas(64) float widened[sizeof(T) == 4 ? 1 : P * FEW_ROWS_DEPTH * PANEL];
         for (int64_t k = 0; k < depth; k += part) {
             const int64_t deep = min(depth - k, part);
-            const float *from;
-            int64_t size = panel_size;
-            if constexpr (sizeof(T) == 4) {
-                from = panel + k * PANEL;
-            } else {
-                from = widened, size = FEW_ROWS_DEPTH * PANEL;
-                for (int p = 0; p < P; p++) {
-                    const T *narrow = panel + p * panel_size + k * PANEL;
-                    for (int64_t i = 0; i < deep * PANEL; i += 32) prefetch<64, 3>(narrow + part * PANEL + i);
-                    widen_panel(narrow, deep, widened + p * size);
-                }
-            }
             auto block = [&](int first, int some) {
                 PanelPrefetch panel_prefetch;
                 NoPrefetch no_prefetch;
                 auto multiply = [&](auto output, auto &prefetcher) {
-                    tile_rows<P, output>(some, x + first * stride + k, stride, from, size, deep,
-                                         out + first * width, width, prefetcher);
+                    tile_rows<P, output>(some, x + first * stride + k, stride, panel + k * PANEL, panel_size,
+                                         deep, out + first * width, width, prefetcher);
                 };
                 auto accumulate = [&](auto &prefetcher) {
                     k ? multiply(OutputConstant<Accumulate>(), prefetcher)
                       : multiply(OutputConstant<Store>(), prefetcher);
                 };
-                // The first block loads the part.
-                first || sizeof(T) == 2 ? accumulate(no_prefetch) : accumulate(panel_prefetch);
+                first ? accumulate(no_prefetch) : accumulate(panel_prefetch);  // the first block loads the part
             };
             for_row_blocks(rows, block, ROWS / P);
         }
+    }
+
+    template <int P>
+    static void few_rows_panels(const float *x, int64_t stride, int rows, const bf16 *panel, int64_t panel_size,
+                                int64_t depth, float *out) {
+        with_row_count<FEW_ROWS>(rows, [&](auto count) {
+            if constexpr (count * P <= ROWS)
+                widening_tile<count, P>(x, stride, panel, panel_size, depth, out, P * PANEL);
+        });
     }
 
     // See panels_product, for up to FEW_ROWS rows.
