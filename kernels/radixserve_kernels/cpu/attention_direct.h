@@ -33,6 +33,7 @@ template <class T> struct Values {
 
 #if defined(__AVX512F__)
 
+// A register of numbers, in the type in which they are multiplied with those of the second argument.
 inline __m512 load_step(const float *from, const float *) { return _mm512_loadu_ps(from); }
 inline __m512 load_step(const bf16 *from, const float *) { return (__m512)load(from); }
 inline __m512 add_products(__m512 sum, const float *a, __m512 b) {
@@ -55,8 +56,6 @@ inline __m512 reduce_quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
                          _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
 }
 
-// load_step: a register of numbers as they are multiplied with those at the second argument.
-//
 // Scores of four keys, which begin at keys[...] + at, for H rows, to scores[row * stride + key].
 template <int H, class T>
 inline void qk_dot4(const Operand<T> *queries, int64_t depth, const T *const *keys, int64_t at, int64_t dim,
