@@ -6,10 +6,11 @@
     a  random samples of one prompt       b  decoding over a shared prefix, tree and flat
     c  chat sessions of several turns     d  beam search           e  forking a long branch
 
-The model is a Llama shape with seeded random weights and the demo model's tokenizer, float32; in e
-a smaller one, because a fork's cost depends on no model. branch_players.py says who takes part.
-`--page docs/branching.md` puts the tables between that page's markers. Ends with 1 when something
-that is claimed beside the tables is not so.
+radix is radixserve as it is, cold the same with cache="off": every request is computed whole;
+transformers is its `generate` on the same checkpoint. The model is a Llama shape with seeded random
+weights and the demo model's tokenizer, float32; in e a smaller one, because a fork's cost depends
+on no model. `--page docs/branching.md` puts the tables between that page's markers. Ends with 1
+when a claim beside the tables does not hold.
 """
 
 from __future__ import annotations
@@ -19,30 +20,43 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from branch_attention import backend_name, measure_attention
-from branch_forks import measure_forks
-from branch_players import (
-    DTYPE,
-    Beams,
-    Chats,
-    Samples,
-    chat_prompts,
-    random_prompt,
-    random_words,
+from branching.attention import backend_name, measure_attention
+from branching.forks import measure_forks
+from branching.work import Beams, Chats, Samples, random_prompt, random_words
+from engine.base import Setup, Work
+from engine.turns import Record, take_turns
+from harness.machine import describe_machine
+from harness.processes import Processes
+from harness.report import (
+    Cell,
+    Report,
+    Section,
+    Table,
+    add_report_arguments,
+    parse_names,
+    replace_block,
 )
-from branch_report import Case, Run, race
-from branch_stage import Stage
-from engine_models import SHAPES, Shape, save_checkpoint
-from engine_report import describe_run
+from harness.shapes import SHAPES, Shape, save_checkpoint
 
 DEMO = Path(__file__).parent.parent / "radixserve" / "models" / "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 VOCAB = 4_096  # the demo tokenizer's
+DTYPE = "float32"
 SCORE_TOLERANCE = 1e-3  # of a beam's score
+ENGINES = {"radix": "radix", "cold": "off", "transformers": "transformers"}
+# What the engines import, as far as that computes nothing.
+PRELOAD = ("branching.attention", "branching.forks", "engine.transformers_engines",
+           "radixserve.models.decoder")  # fmt: skip
+NOTES = (
+    "Medians of the repeats. s: wall clock; CPU s: of all threads of the process; x: over the first"
+    " row. computed: prompt tokens computed, padding included. peak: most resident memory of the"
+    " process while the case ran, with interpreter, libraries and weights. Engines run in processes"
+    " of their own, in turns, each turn with nothing cached. Lines that begin with ok were checked"
+    " in this run; a run in which one fails ends with an error."
+)
 
 
 @dataclass(frozen=True)
@@ -63,40 +77,84 @@ QUICK = Sizes((64, 4, 6), (4, 96), (2, 2, 6, 4), (3,), (24, 5), 256 + 9, 20)
 
 
 @dataclass(frozen=True)
+class Case:
+    """One table; `checks`: claims about this run and whether they hold."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+    checks: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def table(self) -> Table:
+        return Table(self.columns, self.rows)
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{self.name}: {claim}" for claim, holds in self.checks.items() if not holds]
+
+    def section(self) -> Section:
+        lines = [f"{'ok' if holds else 'FAILED'}: {claim}" for claim, holds in self.checks.items()]
+        return Section(f"{self.name}  {self.title}", self.table, lines)
+
+
+@dataclass(frozen=True)
 class Bench:
     """Settings of a run and the means to measure."""
 
-    stage: Stage
+    processes: Processes
     sizes: Sizes
+    shape: Shape
     folder: Path  # the model's
     long_folder: Path  # a small model's, for long branches
     repeats: int
 
+    def compare(self, names: tuple[str, ...], work: Work) -> dict[str, Record]:
+        engines = {name: ENGINES[name] for name in names}
+        setup = Setup(self.folder, DTYPE, work)
+        records, absent = take_turns(self.processes, engines, setup, self.repeats)
+        assert not absent, absent
+        return records
 
-def samples_case(bench: Bench) -> Case:
+
+def make_case(name: str, title: str, records: dict[str, Record], checks: dict[str, bool]) -> Case:
+    """The table of engines that took turns; times are held against the first one's."""
+    first = next(iter(records.values()))
+    rows: list[tuple[Cell, ...]] = [
+        (
+            label,
+            record.wall_s,
+            record.cpu_s,
+            f"{record.wall_s / first.wall_s:.2f}",
+            record.num_computed,
+            None if record.peak_bytes is None else round(record.peak_bytes / 2**20),
+        )
+        for label, record in records.items()
+    ]
+    return Case(name, title, ("", "s", "CPU s", "x", "computed", "peak MiB"), rows, checks)
+
+
+def samples_case(bench: Bench) -> list[Case]:
     length, count, num_new = bench.sizes.samples
     work = Samples(random_prompt(length, VOCAB, 1), count, num_new)
-    names = ("radix", "cold", "transformers")
-    records = bench.stage.take_turns(names, work, bench.folder, bench.repeats)
-    radix, cold = records["radix"].played, records["cold"].played
-    return race(
-        "a",
-        f"{count} samples of {num_new} tokens from a prompt of {length:,} tokens",
-        records,
-        {
-            "the prompt is computed once, exactly": radix.num_computed == length,
-            "cold requests compute it as often as it is sent": cold.num_computed == length * count,
-            "the same samples as those of cold requests": radix.outputs == cold.outputs,
-        },
-    )
+    records = bench.compare(("radix", "cold", "transformers"), work)
+    radix, cold = records["radix"], records["cold"]
+    checks = {
+        "the prompt is computed once, exactly": radix.num_computed == length,
+        "cold requests compute it as often as it is sent": cold.num_computed == length * count,
+        "the same samples as those of cold requests": radix.outputs == cold.outputs,
+    }
+    title = f"{count} samples of {num_new} tokens from a prompt of {length:,} tokens"
+    return [make_case("a", title, records, checks)]
 
 
-def attention_case(bench: Bench) -> Case:
-    num_rows, num_shared = bench.sizes.rows
-    repeats = 3 * bench.repeats
-    figures = bench.stage.call(measure_attention, bench.folder, num_rows, num_shared, repeats)
+def attention_case(bench: Bench) -> list[Case]:
+    num_rows, shared = bench.sizes.rows
+    arguments = (bench.folder, bench.shape, DTYPE, num_rows, shared, 3 * bench.repeats)
+    figures = bench.processes.call(measure_attention, *arguments)
     both, tree = figures.pop("both"), figures["tree"]
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (
             name,
             one["attention_ms"],
@@ -108,94 +166,81 @@ def attention_case(bench: Bench) -> Case:
         for name, one in figures.items()
     ]
     columns = ("", "attention ms", "x", "plan ms", "step ms", "x")
-    title = f"a decode step of {num_rows} sequences over {num_shared:,} shared tokens"
-    is_same = both["difference"] < 1e-4 * both["size"]
-    return Case("b", title, columns, rows, {"both compute the same": is_same})
+    title = f"a decode step of {num_rows} sequences over {shared:,} shared tokens"
+    checks = {"both compute the same": both["difference"] < 1e-4 * both["size"]}
+    return [Case("b", title, columns, rows, checks)]
 
 
-def chats_case(bench: Bench) -> Case:
+def chats_case(bench: Bench) -> list[Case]:
     sessions, turns, words, num_new = bench.sizes.chats
     said = tuple(
         tuple(random_words(words, 100 * turn + session) for session in range(sessions))
         for turn in range(turns)
     )
     work = Chats(said, num_new)
-    prompts = bench.stage.call(chat_prompts, bench.folder, work)
-    work = replace(work, prompts=prompts)
-    records = bench.stage.take_turns(("radix", "cold"), work, bench.folder, bench.repeats)
-    radix, cold = records["radix"].played, records["cold"].played
-    expected, sent = _new_tokens(prompts, num_new), sum(len(p) for turn in prompts for p in turn)
-    return race(
-        "c",
-        f"chat, {sessions} sessions x {turns} turns, {num_new} tokens an answer",
-        records,
-        {
-            "what is new is computed, once, and nothing else": radix.num_computed == expected,
-            "a cold engine computes every history whole": cold.num_computed == sent,
-            "the same answers": radix.outputs == cold.outputs,
-        },
-    )
+    records = bench.compare(("radix", "cold"), work)
+    radix, cold = records["radix"], records["cold"]
+    answers = radix.samples[0].answers
+    sent = sum(len(answer.prompt) for answer in answers)
+    checks = {
+        "new tokens are computed, once, and no others": radix.num_computed
+        == work.new_tokens(answers),
+        "a cold engine computes every history whole": cold.num_computed == sent,
+        "the same answers": radix.outputs == cold.outputs,
+    }
+    title = f"chat, {sessions} sessions x {turns} turns, {num_new} tokens an answer"
+    return [make_case("c", title, records, checks)]
 
 
-def _new_tokens(prompts: tuple[tuple[tuple[int, ...], ...], ...], num_new: int) -> int:
-    """Tokens of the turns whose K and V no turn before has left: what was said, the template around
-    it, and the last token of each answer. What the first turns have in common counts once."""
-    known = {prompt[:end] for prompt in prompts[0] for end in range(1, len(prompt))}
-    first = len(known) + len(prompts[0])  # the last token of a prompt is always computed
-    return first + sum(
-        len(now) - (len(before) + num_new - 1)
-        for last, turn in pairwise(prompts)
-        for before, now in zip(last, turn, strict=True)
-    )
-
-
-def beams_case(bench: Bench, width: int) -> Case:
+def beams_case(bench: Bench) -> list[Case]:
     length, num_new = bench.sizes.beam_lengths
-    work = Beams(random_prompt(length, VOCAB, 2), width, num_new)
-    records = bench.stage.take_turns(("radix", "transformers"), work, bench.folder, bench.repeats)
-    radix, peer = records["radix"].played, records["transformers"].played
-    gaps = [abs(a - b) for a, b in zip(radix.scores, peer.scores, strict=True)]
-    return race(
-        f"d{width}",
-        f"beam search of width {width}, {num_new} tokens behind a prompt of {length:,}",
-        records,
-        {
+    cases = []
+    for width in bench.sizes.beams:
+        work = Beams(random_prompt(length, VOCAB, 2), width, num_new)
+        records = bench.compare(("radix", "transformers"), work)
+        radix, peer = records["radix"], records["transformers"]
+        pairs = zip(radix.samples[0].answers, peer.samples[0].answers, strict=True)
+        gap = max(abs(mine.score - other.score) for mine, other in pairs)
+        checks = {
             "the same answers in the same order": radix.outputs == peer.outputs,
-            f"scores differ by less than {SCORE_TOLERANCE:g}": max(gaps) < SCORE_TOLERANCE,
+            f"scores differ by less than {SCORE_TOLERANCE:g}": gap < SCORE_TOLERANCE,
             "the prompt is computed once, exactly": radix.num_computed == length,
-        },
-    )
+        }
+        title = f"beam search of width {width}, {num_new} tokens after a prompt of {length:,}"
+        cases.append(make_case(f"d{width}", title, records, checks))
+    return cases
 
 
-def forks_case(bench: Bench) -> Case:
+def forks_case(bench: Bench) -> list[Case]:
     length, repeats = bench.sizes.forked, bench.sizes.fork_repeats
     figures = [
-        bench.stage.call(measure_forks, bench.long_folder, length, page_size, repeats)
+        bench.processes.call(measure_forks, bench.long_folder, DTYPE, length, page_size, repeats)
         for page_size in (1, 16)
     ]
     names = ("fork_us", "moved_by_forks", "moved_after", "computed_after")
-    rows = [(f"page size {one['page_size']}", *(one[name] for name in names)) for one in figures]
+    rows: list[tuple[Cell, ...]] = [
+        (f"page size {one['page_size']}", *(one[name] for name in names)) for one in figures
+    ]
     columns = ("", "us a fork", "bytes moved by forks", "by 8 first answers", "tokens computed")
     heads = 8 * (length % 16) * figures[1]["bytes_per_token"]
     checks = {
         "a fork moves no K and V": all(one["moved_by_forks"] == 0 for one in figures),
         "at page size 1 nothing is ever moved": figures[0]["moved_after"] == 0,
         "at page size 16 the head of one page each": figures[1]["moved_after"] == heads,
-        "what the forks share is not computed again": all(
+        "tokens that the forks share are not computed again": all(
             one["computed_after"] == 8 for one in figures
         ),
     }
-    return Case("e", f"forking a branch of {length:,} tokens", columns, rows, checks)
+    return [Case("e", f"forking a branch of {length:,} tokens", columns, rows, checks)]
 
 
-def cases(bench: Bench) -> dict[str, Callable[[], list[Case]]]:
-    return {
-        "a": lambda: [samples_case(bench)],
-        "b": lambda: [attention_case(bench)],
-        "c": lambda: [chats_case(bench)],
-        "d": lambda: [beams_case(bench, width) for width in bench.sizes.beams],
-        "e": lambda: [forks_case(bench)],
-    }
+CASES: dict[str, Callable[[Bench], list[Case]]] = {
+    "a": samples_case,
+    "b": attention_case,
+    "c": chats_case,
+    "d": beams_case,
+    "e": forks_case,
+}
 
 
 def save_models(shape: Shape, folder: Path, long_folder: Path, longest: int) -> None:
@@ -206,28 +251,25 @@ def save_models(shape: Shape, folder: Path, long_folder: Path, longest: int) -> 
     save_checkpoint(replace(SHAPES["tiny"], max_positions=longest + 64), DTYPE, long_folder)
 
 
-def measure(bench: Bench, names: list[str], run: Run, show: Callable[[str], None]) -> None:
-    show("\n".join(run.header()) + "\n")
-    for name in names:
-        for case in cases(bench)[name]():
-            run.cases.append(case)
-            show(case.table())
+def write_page(page: Path, report: Report, cases: list[Case]) -> None:
+    """Put the tables between the markers of a page."""
+    names = ("cpu", "cores", "python", "torch", "transformers", "model", "attention", "threads")
+    facts = ", ".join(f"{k} {report.settings[k]}" for k in names if k in report.settings)
+    tables = [f"**{case.title}**\n\n{case.table.markdown()}" for case in cases]
+    text = "\n\n".join([f"Measured with: {facts}.", *tables])
+    page.write_text(replace_block(page.read_text(), "branch-cpu", text))
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default="a,b,c,d,e", metavar="CASES", help="such as a,c")
-    parser.add_argument("--threads", type=int, default=1, help="for everyone (default: 1)")
+    parser.add_argument("--only", default=",".join(CASES), metavar="CASES", help="such as a,c")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
     parser.add_argument("--repeats", type=int, help="default: 3, quick: 1")
     parser.add_argument("--quick", action="store_true", help="everything, shrunk")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write branch-cpu.md and .json")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the tables into this page")
+    add_report_arguments(parser)
     args = parser.parse_args()
-    args.only = args.only.split(",")
-    unknown = sorted(set(args.only) - set("abcde"))
-    if unknown:
-        parser.error(f"no such case: {', '.join(unknown)}; there are a, b, c, d, e")
+    args.only = parse_names(parser, "case", args.only, CASES)
     args.repeats = (1 if args.quick else 3) if args.repeats is None else args.repeats
     if min(args.threads, args.repeats) < 1:
         parser.error("--threads and --repeats must be at least 1")
@@ -235,31 +277,36 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = arguments()
-
-    def show(text: str) -> None:
-        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
-
-    sizes = QUICK if args.quick else FULL
-    shape = replace(SHAPES["tiny" if args.quick else "small"], vocab=VOCAB)
-    asked = {"threads": args.threads, "repeats": args.repeats, "quick": args.quick}
+    args = parse_arguments()
+    sizes, model = (QUICK, "tiny") if args.quick else (FULL, "small")
+    shape = replace(SHAPES[model], vocab=VOCAB)
+    processes = Processes(args.threads, PRELOAD)
+    cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="bench-branch-") as name:
         folder, long_folder = Path(name) / "model", Path(name) / "long"
-        stage = Stage(args.threads)
-        backend = stage.call(backend_name)
-        run = Run(describe_run(shape, dtype=DTYPE, attention=backend, **asked), [])
-        stage.call(save_models, shape, folder, long_folder, sizes.forked + 1_024)
-        bench = Bench(stage, sizes, folder, long_folder, args.repeats)
-        measure(bench, args.only, run, show)
-    if args.json:
-        print(run.document())
-    if args.save is not None:
-        run.save(args.save)
+        settings = {
+            **describe_machine(("torch", "transformers")),
+            "model": model,
+            "shape": str(shape),
+            "dtype": DTYPE,
+            "attention": processes.call(backend_name, DTYPE),
+            **{name: getattr(args, name) for name in ("threads", "repeats", "quick")},
+        }
+        report = Report("Branches, CPU", settings, NOTES, args)
+        report.begin()
+        processes.call(save_models, shape, folder, long_folder, sizes.forked + 1_024)
+        bench = Bench(processes, sizes, shape, folder, long_folder, args.repeats)
+        for one in args.only:
+            for case in CASES[one](bench):
+                cases.append(case)
+                report.add(case.section())
+    report.finish("branch-cpu", {"cases": [asdict(case) for case in cases]})
     if args.page is not None:
-        run.write_into(args.page)
-    for claim in run.failed:
-        print(f"bench_branch: not so: {claim}", file=sys.stderr)
-    return 1 if run.failed else 0
+        write_page(args.page, report, cases)
+    failed = [claim for case in cases for claim in case.failed]
+    for claim in failed:
+        print(f"bench_branch: does not hold: {claim}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

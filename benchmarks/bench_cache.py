@@ -5,9 +5,9 @@
     A miss   B hit   C chat   D churn   E eviction   F bytes kept   G page sizes   H long prompt
     I scheduling pass
 
-Who takes part: a plain numpy reference, `RadixCache`, `HashBlockCache` with blocks of 16 and 256
-tokens, and SGLang's tree where it can be imported (sglang_tree.py says how to make it so). What
-cannot be had is skipped with a line that says why. cache_targets.py holds the targets.
+Contenders: a plain numpy reference, `RadixCache`, `HashBlockCache` with blocks of 16 and 256
+tokens, and SGLang's tree where it can be imported (cache/sglang.py says how), else a line says why
+it cannot.
 """
 
 from __future__ import annotations
@@ -15,31 +15,46 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 import numpy as np
-from cache_cases import FULL, PROMPT, QUICK, Bench, chat, churn, eviction, long_lookup, miss_and_hit
-from cache_contenders import peers, radix
-from cache_footprint import footprint
-from cache_page_sizes import page_sizes
-from cache_passes import passes
-from cache_report import Run, describe_machine, section
-from cache_targets import REFERENCE, judge
-from stopwatch import Figure, Line, micros
+from cache.cases import (
+    FULL,
+    PROMPT,
+    QUICK,
+    Bench,
+    chat,
+    churn,
+    eviction,
+    long_lookup,
+    miss_and_hit,
+    page_sizes,
+)
+from cache.contenders import peers, radix
+from cache.memory import footprint
+from cache.scheduling import scheduling_pass
+from cache.timing import Figure, micros
+from harness.machine import describe_machine
+from harness.report import Report, Section, Table, add_report_arguments, parse_names
 
 Case = Callable[[Bench], Iterator[Figure]]
-CASES: dict[str, Case] = {
-    "A": miss_and_hit,
-    "B": miss_and_hit,
-    "C": chat,
-    "D": churn,
-    "E": eviction,
-    "F": footprint,
-    "G": page_sizes,
-    "H": long_lookup,
-    "I": passes,
+CASES: dict[str, tuple[str, Case]] = {
+    "A": ("miss: 4,096 unknown tokens among cached prompts", miss_and_hit),
+    "B": ("hit: 4,096 tokens in one edge", miss_and_hit),
+    "C": ("chat: all operations of a request", chat),
+    "D": ("churn: all operations of a request", churn),
+    "E": ("eviction", eviction),
+    "F": ("bytes kept, payload included", footprint),
+    "G": ("larger pages, as a ratio to page size 1", page_sizes),
+    "H": ("a long prompt", long_lookup),
+    "I": ("a scheduling pass", scheduling_pass),
 }
+NOTES = (
+    "Medians of the thread's CPU time; all contenders take turns in one process. The garbage"
+    " collector is off while a case runs and has run before it. look-up: radix says why a match"
+    " ends, SGLang's is match_prefix. Every column but radix keeps its own page size (SGLang: 1)."
+)
 
 
 class Reference:
@@ -56,26 +71,25 @@ class Reference:
         self._samples += [micros(self._compare_and_copy, 200) for _ in range(7)]
 
     def figure(self) -> Figure:
-        return Line(REFERENCE, "compare and copy").figure("numpy", self._samples)
+        return Figure.of("reference", "compare and copy", "numpy", self._samples)
 
     def _compare_and_copy(self) -> None:
         assert (self._left == self._right).all()
         self._pages.copy()
 
 
-def measure(
-    bench: Bench, wanted: list[str], show: Callable[[str], None], *, is_quick: bool
-) -> list[Figure]:
-    """All figures of the wanted cases; `show` gets each case's table when it is done.
+def measure(bench: Bench, wanted: list[str], report: Report) -> list[Figure]:
+    """All figures of the wanted cases.
 
-    Eviction comes first: its figures are about how objects lie in memory, so they are taken before
-    the other cases have left theirs full of holes.
+    Eviction comes first: its figures depend on how objects lie in memory, so they are taken before
+    the other cases have fragmented it.
     """
     reference = Reference(bench)
     reference.measure()
-    show(section([reference.figure()], []))
+    title = "reference: numpy compares 4,096 tokens and copies as many page ids"
+    report.add(Section(title, make_table([reference.figure()])))
     figures: list[Figure] = []
-    cases = dict.fromkeys(CASES[name] for name in wanted)
+    cases = dict.fromkeys(CASES[name][1] for name in wanted)
     for case in sorted(cases, key=lambda case: case is not eviction):
         gc.collect()
         gc.disable()
@@ -85,54 +99,59 @@ def measure(
         figures += found
         for name in dict.fromkeys(figure.key[0] for figure in found):
             mine = [figure for figure in found if figure.key[0] == name]
-            known = [reference.figure(), *figures]
-            show(section(mine, judge(known, is_quick=is_quick)))
+            report.add(Section(f"{name}  {CASES[name][0]}", make_table(mine)))
+    report.sections[1:] = sorted(report.sections[1:], key=lambda section: section.title)
     return [reference.figure(), *sorted(figures, key=lambda figure: figure.key[0])]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--only", default=",".join(CASES), help="cases, such as A,C")
-    parser.add_argument("--quick", action="store_true", help="small sizes, three repeats")
-    parser.add_argument("--page-size", type=int, default=1, help="of radix (default: 1)")
-    parser.add_argument(
-        "--save", type=Path, metavar="DIR", help="write cache-cpu.md and .json there"
-    )
-    args = parser.parse_args()
-    args.only = args.only.split(",")
-    unknown = sorted(set(args.only) - set(CASES))
-    if unknown:
-        parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(CASES)}")
-    return args
+def make_table(figures: Sequence[Figure]) -> Table:
+    """A row for each key, a column for each contender."""
+    columns = list(dict.fromkeys(figure.contender for figure in figures))
+    cells = {(figure.key, figure.contender): format_figure(figure) for figure in figures}
+    rows = [
+        (what, *(cells.get((key, column), "") for column in columns))
+        for key, what in dict.fromkeys((figure.key, figure.what) for figure in figures)
+    ]
+    return Table((figures[0].unit, *columns), rows)
+
+
+def format_figure(figure: Figure) -> str:
+    if figure.unit == "x":
+        return f"{figure.value:.2f}"
+    return f"{figure.value:,.1f}" if figure.value < 1_000 else f"{figure.value:,.0f}"
 
 
 def main() -> None:
-    args = arguments()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default=",".join(CASES), help="cases, such as A,C")
+    parser.add_argument("--quick", action="store_true", help="small sizes, three repeats")
+    parser.add_argument("--page-size", type=int, default=1, help="of radix (default: 1)")
+    add_report_arguments(parser)
+    args = parser.parse_args()
+    wanted = parse_names(parser, "case", args.only, CASES)
     others, absent = peers()
     sizes = QUICK if args.quick else FULL
     bench = Bench((radix(args.page_size), *others), sizes, np.random.default_rng(0))
     settings = {
-        **describe_machine(),
+        **describe_machine(("torch", "sglang")),
         "page_size": args.page_size,
         "repeats": sizes.repeats,
         "quick": args.quick,
     }
-
-    def show(text: str) -> None:
-        if not args.json:
-            print(text, flush=True)
-
-    show("\n".join(Run(settings, absent, []).header()))
+    report = Report("Cache and scheduling pass, CPU", settings, NOTES, args, absent)
+    report.begin()
     wall, busy = time.perf_counter(), time.process_time()
-    figures = measure(bench, args.only, show, is_quick=args.quick)
+    figures = measure(bench, wanted, report)
     share = (time.process_time() - busy) / (time.perf_counter() - wall)
-    run = Run({**settings, "share_of_a_core": round(share, 2)}, absent, figures)
-    show(run.summary())
-    if args.json:
-        print(run.document())
-    if args.save is not None:
-        run.save(args.save)
+    settings["share_of_a_core"] = round(share, 2)
+    data = {
+        "absent": absent,
+        "figures": [
+            {**asdict(f), "ratio": f.value / figures[0].value if f.unit == "us" else None}
+            for f in figures
+        ],
+    }
+    report.finish("cache-cpu", data)
 
 
 if __name__ == "__main__":

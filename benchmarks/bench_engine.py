@@ -7,167 +7,111 @@
     W1 system prompt   W2 chat   W3 few-shot   W4 nothing shared   W5 branches
 
 Models are Llama shapes with seeded random weights; prompts are token ids; greedy, fixed lengths.
-engine_contenders.py says who takes part, engine_limits.py how the floor of each workload is found.
+engine/base.py lists the engines, engine/floor.py says how the floor of each workload is found.
 In a burst everything that may be sent is sent at once; sequential is one request after another.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from engine_contenders import NAMES, Job
-from engine_lanes import Absent, Lane, Lanes, Sample
-from engine_limits import Limits, find_floor, measure_limits
-from engine_models import DTYPES, SHAPES, Shape, save_checkpoint
-from engine_report import Case, Row, Run, compare, describe_run, elsewhere, make_row
-from engine_workloads import WORKLOADS, Workload, make_workload
+from engine.base import NAMES, Setup
+from engine.floor import Limits, find_floor, measure_limits
+from engine.published import published
+from engine.serving import Case, Serving
+from engine.turns import take_turns
+from harness.machine import describe_machine
+from harness.processes import Processes
+from harness.report import Report, add_report_arguments, parse_names
+from harness.shapes import DTYPES, SHAPES, save_checkpoint
+from harness.workloads import FULL, QUICK, make_workload
 
-ARRIVALS = ("burst", "sequential")
-QUICK_WORKLOADS = ("W1", "W4")
+NOTES = (
+    "Medians of the repeats. CPU s: of all threads of the process. first token: from the"
+    " submission of each request. prefilled: prompt tokens computed, padding included. peak: most"
+    " resident memory of the process while the case ran, with interpreter, libraries and weights."
+    " x floor: CPU seconds over the floor. differ: requests whose first token / any token is not"
+    " that of the first engine of the table, of those with the same prompt (a chat's prompt holds"
+    " its answers). Each engine runs in a process of its own; they take turns."
+)
 SEED, WARM_UP_SEED = 0, 1
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Settings of a run and the means to measure."""
-
-    lanes: Lanes
-    shape: Shape
-    dtype: str
-    folder: Path
-    engines: list[str]
-    repeats: int
-    is_quick: bool
-    absent: dict[str, str]  # filled while cases run
-
-    def workload(self, name: str, seed: int) -> Workload:
-        return make_workload(name, self.shape.vocab, seed, is_quick=self.is_quick)
-
-
-def run_case(
-    bench: Bench, name: str, arrival: str, limits: Limits, settings: dict[str, object]
-) -> Case:
-    """Open everyone's lane, let them take turns, compare."""
-    burst = arrival == "burst"
-    workload = bench.workload(name, SEED)
-    lanes = _open_lanes(bench, workload, burst=burst)
-    samples: dict[str, list[Sample]] = {lane.name: [] for lane in lanes}
-    for turn in range(bench.repeats):
-        for lane in lanes if turn % 2 == 0 else reversed(lanes):
-            samples[lane.name].append(lane.run())
-    for lane in lanes:
-        lane.close()
-    floor = find_floor(bench.shape, bench.dtype, limits, workload, burst=burst)
-    rows: list[Row] = []
-    expected = samples[lanes[0].name][0].outputs if lanes else []
-    for lane in lanes:
-        mine = samples[lane.name]
-        agreement = compare(workload, mine[0].outputs, expected)
-        rows.append(make_row(lane.name, mine, lane.base_bytes, floor, agreement))
-    what = f"{workload.what}, {workload.num_new} new each"
-    return Case(name, arrival, what, floor, rows, elsewhere(settings, name, arrival))
-
-
-def _open_lanes(bench: Bench, workload: Workload, *, burst: bool) -> list[Lane]:
-    """Lanes of all engines that can run; the others are noted once."""
-    job = Job(bench.folder, bench.dtype, workload)
-    warm_up = bench.workload(workload.name, WARM_UP_SEED)
-    lanes = []
-    for name in bench.engines:
-        if name in bench.absent:
-            continue
-        lane = bench.lanes.open(name, job, warm_up, burst=burst)
-        if isinstance(lane, Absent):
-            bench.absent[name] = lane.reason
-        else:
-            lanes.append(lane)
-    return lanes
-
-
-def measure(bench: Bench, args: argparse.Namespace, show: Callable[[str], None]) -> Run:
-    """All cases; `show` gets each table when it is there."""
-    settings = describe_run(
-        bench.shape,
-        dtype=bench.dtype,
-        threads=args.threads,
-        repeats=bench.repeats,
-        quick=bench.is_quick,
-    )
-    num_samples = 2 if bench.is_quick else 9
-    limits: Limits = bench.lanes.call(measure_limits, bench.shape, bench.dtype, num_samples)
-    run = Run(settings, limits, bench.absent, [])
-    show("\n".join(run.header()) + "\n")
-    for name in args.workload:
-        for arrival in args.arrival:
-            case = run_case(bench, name, arrival, limits, settings)
-            run.cases.append(case)
-            show(case.table(profiles=args.profile))
-    show("\n".join(run.skipped()))
-    return run
-
-
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--workload", help="such as W1,W3 (default: all)")
-    parser.add_argument("--arrival", choices=(*ARRIVALS, "both"), default="both")
-    parser.add_argument("--threads", type=int, default=1, help="for everyone (default: 1)")
+    parser.add_argument("--arrival", choices=("burst", "sequential", "both"), default="both")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
     parser.add_argument("--repeats", type=int, help="default: 3, quick: 1")
     parser.add_argument("--only-engines", default=",".join(NAMES), metavar="NAMES")
     parser.add_argument("--quick", action="store_true", help="W1 and W4, shrunk")
     parser.add_argument("--profile", action="store_true", help="show where the steps' time went")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write engine-cpu-*.md and .json")
+    add_report_arguments(parser)
     args = parser.parse_args()
-    default = QUICK_WORKLOADS if args.quick else WORKLOADS
-    args.workload = args.workload.split(",") if args.workload else list(default)
-    args.only_engines = args.only_engines.split(",")
-    args.arrival = ARRIVALS if args.arrival == "both" else (args.arrival,)
-    args.repeats = args.repeats or (1 if args.quick else 3)
-    for what, given, known in (
-        ("workload", args.workload, WORKLOADS),
-        ("engine", args.only_engines, NAMES),
-    ):
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            parser.error(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
+    default = "W1,W4" if args.quick else ",".join(FULL)
+    args.workload = parse_names(parser, "workload", args.workload or default, FULL)
+    args.only_engines = parse_names(parser, "engine", args.only_engines, NAMES)
+    args.repeats = (1 if args.quick else 3) if args.repeats is None else args.repeats
     if min(args.threads, args.repeats) < 1:
         parser.error("--threads and --repeats must be at least 1")
     return args
 
 
-def main() -> None:
-    args = arguments()
+def describe_limits(limits: Limits) -> str:
+    flops = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in limits.flops.items())
+    copied = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in limits.bandwidth.items())
+    return f"limits: products {flops} GFLOP/s; copies {copied} GB/s, read and written"
 
-    def show(text: str) -> None:
-        if text.strip():
-            print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    shape = SHAPES[args.model]
-    with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
-        lanes = Lanes(args.threads)
-        lanes.call(save_checkpoint, shape, args.dtype, Path(folder))
-        bench = Bench(
-            lanes=lanes,
-            shape=shape,
-            dtype=args.dtype,
-            folder=Path(folder),
-            engines=args.only_engines,
-            repeats=args.repeats,
-            is_quick=args.quick,
-            absent={},
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    shape, processes = SHAPES[args.model], Processes(args.threads)
+    processes.call(save_checkpoint, shape, args.dtype, folder)
+    limits: Limits = processes.call(measure_limits, shape, args.dtype, 2 if args.quick else 9)
+    settings = {
+        **describe_machine(("torch", "transformers")),
+        "model": args.model,
+        "shape": str(shape),
+        **{name: getattr(args, name) for name in ("dtype", "threads", "repeats", "quick")},
+    }
+    title = f"Engine, {args.model} model, {args.dtype}, CPU"
+    report = Report(title, settings, NOTES, args, [describe_limits(limits)])
+    report.begin()
+    absent: dict[str, str] = {}
+    cases = []
+    sizes = QUICK if args.quick else FULL
+    is_published = not args.quick and args.threads == 1  # with such a run figures can be compared
+    for name in args.workload:
+        workload, warm_up = (
+            make_workload(name, sizes[name], shape.vocab, seed) for seed in (SEED, WARM_UP_SEED)
         )
-        run = measure(bench, args, show)
-    if args.json:
-        print(run.document())
-    if args.save is not None:
-        run.save(args.save)
+        for arrival in ("burst", "sequential") if args.arrival == "both" else (args.arrival,):
+            work = Serving(workload, warm_up, arrival == "burst")
+            engines = {one: one for one in args.only_engines if one not in absent}
+            setup = Setup(folder, args.dtype, work)
+            records, missing = take_turns(processes, engines, setup, args.repeats)
+            absent.update(missing)
+            floor = find_floor(shape, args.dtype, limits, workload, burst=work.is_burst)
+            figures = published(args.model, args.dtype, name, arrival) if is_published else []
+            cases.append(Case(work, floor, records, figures))
+            report.add(cases[-1].section(with_profile=args.profile))
+    data = {
+        "limits": asdict(limits),
+        "absent": absent,
+        "cases": [case.document() for case in cases],
+    }
+    tail = [f"{name}: skipped, {reason}" for name, reason in absent.items()]
+    report.finish(f"engine-cpu-{args.model}-{args.dtype}", data, tail=tail)
+
+
+def main() -> None:
+    args = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
+        measure(args, Path(folder))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/hit_rates.py --traces DIR [--out docs] [--only NAMES] [--limit N]
 
 Writes hit-rates.json, img/hit-rates-NAME.png for every trace, and the tables in cache.md between
-its markers. Then the first requests of each trace go through the scheduler. Caches that this
-version does not have are skipped with a line. Everything but the seconds is deterministic.
+its markers. Then the first requests of each trace go through the scheduler. Everything
+but the seconds is deterministic.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hit_rates_page import block, orders_block, with_block
+from harness.report import Table, replace_block
 
 from radixserve import __version__
-from radixserve.errors import InvalidRequest
 from radixserve.replay import CacheSpec, Serving, Study, read_trace, study_trace
 from radixserve.replay.caches import DEFAULT_KV_BYTES
 from radixserve.replay.pictures import draw
-from radixserve.replay.report import study_document
+from radixserve.replay.report import format_tokens, study_document
+from radixserve.replay.study import best_fits, next_gigabyte, page_losses
 
 K, M = 10**3, 10**6
 SIZES = {  # from where little fits to where nearly all does
@@ -54,6 +54,7 @@ CACHES: tuple[dict[str, Any], ...] = (
 # The lines that a picture has room for.
 DRAWN = {("lru", 1), ("lru+sessions", 1), ("arc", 1), ("lfu", 1), ("hash", 16), ("hash", 256)}
 NUM_SCHEDULED = 1_000  # requests of each trace
+_LRU = ("lru", 1)  # label and page size
 
 
 def main() -> int:
@@ -81,7 +82,7 @@ def main() -> int:
 def measure(name: str, path: Path, limit: int | None) -> Study:
     trace = read_trace(path, limit=limit)
     say(f"{name}: {len(trace):,} requests, {trace.prompt_tokens:,} prompt tokens")
-    specs = [CacheSpec(size, **cache) for cache in known_caches() for size in SIZES[name]]
+    specs = [CacheSpec(size, **cache) for cache in CACHES for size in SIZES[name]]
     return study_trace(trace, specs, watch=watch)
 
 
@@ -91,19 +92,6 @@ def measure_orders(name: str, path: Path, limit: int | None) -> Study:
     small, large = SIZES[name][1], SIZES[name][-1]
     specs = [CacheSpec(small), CacheSpec(large), CacheSpec(large, page_size=16, index="hash")]
     return study_trace(trace, specs, [Serving(order="lpm"), Serving(order="fcfs")], watch=watch)
-
-
-def known_caches() -> list[dict[str, Any]]:
-    """Those that this version has."""
-    known = []
-    for cache in CACHES:
-        try:
-            CacheSpec(M, **cache)
-        except InvalidRequest as error:
-            say(f"{cache}: skipped, {error}")
-        else:
-            known.append(cache)
-    return known
 
 
 def save(study: Study, orders: Study, name: str, seconds: float, out: Path) -> None:
@@ -130,8 +118,103 @@ def save(study: Study, orders: Study, name: str, seconds: float, out: Path) -> N
     few = [run for run in study.direct if (run.spec.label, run.spec.page_size) in DRAWN]
     draw([replace(study, direct=few)], out / "img" / f"hit-rates-{name}.png")
     if page.exists():
-        text = with_block(page.read_text(), name, block(study))
-        page.write_text(with_block(text, "orders", orders_block(document["traces"])))
+        text = replace_block(page.read_text(), f"hit-rates {name}", block(study))
+        page.write_text(replace_block(text, "hit-rates orders", orders_block(document["traces"])))
+
+
+def block(study: Study) -> str:
+    """A table and its figures in words."""
+    lines = [*_best(study), *_gigabyte(study), *_page_losses(study)]
+    return "\n".join([_facts(study), "", _table(study), "", *lines])
+
+
+def orders_block(traces: dict[str, Any]) -> str:
+    """One table for all traces of hit-rates.json."""
+    columns = (
+        *("trace", "cache", "tokens", "order", "hit rate, %", "TTFT mean", "p99", "ratio"),
+        "overtaken",
+    )
+    rows = [
+        (
+            name,
+            _name(run["label"], run["page_size"]),
+            format_tokens(run["cache_tokens"]),
+            run["order"],
+            f"{100 * run['hit_rate']:.2f}",
+            f"{run['ttft_mean_s']:.2f} s",
+            f"{run['ttft_p99_s']:.2f} s",
+            f"{run['compute_once_ratio']:.3f}",
+            str(run["max_overtaken"]),
+        )
+        for name, found in traces.items()
+        for run in found["scheduled"]
+    ]
+    return Table(columns, rows).markdown()
+
+
+def _facts(study: Study) -> str:
+    trace, paths = study.trace, study.paths
+    sessions = f", {trace.num_sessions:,} sessions" if trace.num_sessions else ""
+    inferred = " (inferred)" if trace.sessions_inferred else ""
+    return (
+        f"{len(trace):,} requests{sessions}{inferred}, {trace.prompt_tokens / 1e6:,.1f} M prompt "
+        f"tokens, {paths.distinct_tokens / 1e6:,.2f} M distinct ones; "
+        f"**{100 * study.ideal_rate:.2f} %** are reusable at all."
+    )
+
+
+def _table(study: Study) -> str:
+    sizes = sorted(study.bounds)
+    rates: dict[tuple[str, int], dict[int, str]] = {}
+    for run in study.direct:
+        row = rates.setdefault((run.spec.label, run.spec.page_size), {})
+        row[run.spec.cache_tokens] = f"{100 * run.hit_rate:.2f}"
+    rows = [(_name(*kind), *(row.get(size, "") for size in sizes)) for kind, row in rates.items()]
+    bounds = (f"**{100 * study.bound_rate(size):.2f}**" for size in sizes)
+    rows.append(("**clairvoyant bound**", *bounds))
+    return Table(("hit rate, %", *map(format_tokens, sizes)), rows).markdown()
+
+
+def _name(label: str, page_size: int) -> str:
+    name = label.replace("+", " + ").replace("lru", "LRU").replace("arc", "ARC")
+    name = {"slru": "SLRU", "sLRU": "SLRU", "lfu": "LFU", "fifo": "FIFO"}.get(name, name)
+    if label == "hash":
+        return f"hash, blocks of {page_size}"
+    return name if page_size == 1 else f"{name}, pages of {page_size}"
+
+
+def _best(study: Study) -> list[str]:
+    fits = best_fits(study)
+    parts = [
+        f"{_name(fit.label, fit.page_size)} at {format_tokens(fit.cache_tokens)} "
+        f"({100 * fit.gap:.1f} points below the bound)"
+        for fit in fits
+    ]
+    return ["- Best: " + ", ".join(parts) + "."]
+
+
+def _gigabyte(study: Study) -> list[str]:
+    gains = [g for g in next_gigabyte(study, DEFAULT_KV_BYTES) if (g.label, g.page_size) == _LRU]
+    prompts = study.trace.prompt_tokens
+    parts = [
+        f"{100 * gain.tokens_per_gib / prompts:+.3f} points from"
+        f" {format_tokens(gain.from_tokens)} to {format_tokens(gain.to_tokens)}"
+        for gain in gains
+    ]
+    text = "- One more GiB (8,192 tokens of 128 KiB), LRU: " + ", ".join(parts) + "."
+    return [text] if parts else []
+
+
+def _page_losses(study: Study) -> list[str]:
+    """In the largest cache only a page or block size still makes a difference."""
+    size = max(study.bounds)
+    parts = [
+        f"{_name(loss.label, loss.page_size)} {100 * loss.rate:.2f} points"
+        for loss in page_losses(study)
+        if loss.cache_tokens == size
+    ]
+    text = f"- Lost to pages or blocks at {format_tokens(size)}: " + ", ".join(parts) + "."
+    return [text] if parts else []
 
 
 @contextlib.contextmanager

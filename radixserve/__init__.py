@@ -25,9 +25,10 @@ if TYPE_CHECKING:
         RadixServeError,
     )
     from radixserve.output import Chunk, Completion, Metrics, Score, Usage
-    from radixserve.request import SamplingParams
+    from radixserve.request import BeamParams, SamplingParams
 
 __all__ = [
+    "BeamParams",
     "Branch",
     "CachedSequence",
     "ChatSession",
@@ -54,34 +55,28 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Branch": "api.branch",
-    "CachedSequence": "cache",
-    "ChatSession": "api.chat",
-    "Chunk": "output",
-    "Completion": "output",
-    "Score": "output",
-    "EngineConfig": "config",
-    "EngineDead": "errors",
-    "HistoryRewritten": "api.chat",
-    "InvalidRequest": "errors",
-    "Lookup": "cache",
-    "Metrics": "output",
-    "ModelNotSupported": "errors",
-    "OutOfPages": "errors",
-    "RadixCache": "cache",
-    "RadixServeError": "errors",
-    "Runtime": "api.runtime",
-    "SamplingParams": "request",
-    "Usage": "output",
-    "generate_all": "api.branch",
-    "score_all": "api.branch",
+    "api.branch": ("Branch", "generate_all", "score_all"),
+    "api.chat": ("ChatSession", "HistoryRewritten"),
+    "api.runtime": ("Runtime",),
+    "cache": ("CachedSequence", "Lookup", "RadixCache"),
+    "config": ("EngineConfig",),
+    "errors": (
+        "EngineDead",
+        "InvalidRequest",
+        "ModelNotSupported",
+        "OutOfPages",
+        "RadixServeError",
+    ),
+    "output": ("Chunk", "Completion", "Metrics", "Score", "Usage"),
+    "request": ("BeamParams", "SamplingParams"),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name == "search":
         return import_module("radixserve.api.search")
-    home = _HOMES.get(name)
+    home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'radixserve' has no attribute {name!r}")
     return getattr(import_module(f"radixserve.{home}"), name)

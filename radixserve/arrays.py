@@ -1,4 +1,4 @@
-"""The array types that cross the borders of the thinking wing."""
+"""The array types of the control plane."""
 
 import numpy as np
 from numpy.typing import NDArray

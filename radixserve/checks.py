@@ -14,7 +14,7 @@ from radixserve.errors import InvalidRequest
 
 
 class StrictFields:
-    """Base of keyword-only records whose unknown names raise and say what is allowed.
+    """Base of keyword-only frozen records; unknown names raise and say what is allowed.
 
     `RENAMED` maps a former name to the present one, which the error then names.
     """
@@ -29,25 +29,44 @@ class StrictFields:
                 f"{cls.__name__} takes keyword arguments only; allowed: {', '.join(allowed)}"
             )
         unknown = sorted(set(fields) - set(allowed))
-        for name in unknown:
-            if name in cls.RENAMED:
-                raise InvalidRequest(f"{cls.__name__} name {name!r} is now {cls.RENAMED[name]!r}")
         if unknown:
+            renamed = [
+                f"{name} is now {cls.RENAMED[name]}" for name in unknown if name in cls.RENAMED
+            ]
             raise InvalidRequest(
                 f"unknown {cls.__name__} name {', '.join(map(repr, unknown))}; "
-                f"allowed: {', '.join(allowed)}"
+                f"{''.join(f'{one}; ' for one in renamed)}allowed: {', '.join(allowed)}"
             )
         return super().__new__(cls)
+
+    def _check_ints(self, **ranges: tuple[int, int | None]) -> None:
+        """Make each field a plain int in [low, high]; None is left where it is the default."""
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if value is not None or getattr(type(self), name) is not None:
+                object.__setattr__(self, name, check_int(name, value, low, high))
+
+    def _check_floats(self, **ranges: tuple[float, float]) -> None:
+        """Make each field a plain float in [low, high]."""
+        for name, (low, high) in ranges.items():
+            value = check_float(name, getattr(self, name), low, high)
+            object.__setattr__(self, name, value)
+
+    def _check_bools(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InvalidRequest(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_int(name: str, value: object, low: int, high: int | None = None) -> int:
     """`value` as an int in [low, high]; InvalidRequest for anything else, bools included."""
-    limit = f">= {low}" if high is None else f"between {low} and {high}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequest(f"{name} must be an integer {limit}, got {shown(value)}")
-    number = operator.index(value)
-    if number < low or (high is not None and number > high):
-        raise InvalidRequest(f"{name} must be {limit}, got {shown(value)}")
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    number = operator.index(value) if is_int else low  # type: ignore[arg-type]
+    if not is_int or number < low or (high is not None and number > high):
+        limit = f">= {low}" if high is None else f"between {low} and {high}"
+        kind = "" if is_int else "an integer "
+        raise InvalidRequest(f"{name} must be {kind}{limit}, got {shown(value)}")
     return number
 
 
@@ -55,13 +74,13 @@ def check_float(
     name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> float:
     """`value` as a finite float in [low, high], or in (low, high]; else InvalidRequest."""
-    left = f"above {low:g}" if open_low else f">= {low:g}"
-    limit = left if math.isinf(high) else f"{left} and <= {high:g}"
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
             number = float(value)
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
+        left = f"above {low:g}" if open_low else f">= {low:g}"
+        limit = left if math.isinf(high) else f"{left} and <= {high:g}"
         raise InvalidRequest(f"{name} must be a number {limit}, got {shown(value)}")
     return number
 

@@ -6,14 +6,12 @@ import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from radixserve.checks import (
     StrictFields,
     check_choice,
     check_float,
-    check_int,
     check_str,
     shown,
 )
@@ -51,7 +49,7 @@ class EngineConfig(StrictFields):
     attention_backend   "cpu" (kernels compiled for this processor when they are first used),
                         "torch" (PyTorch's operations), on CUDA "flashinfer" and "triton", or
                         "auto": "cpu", on CUDA "flashinfer", else "triton", where it can be had
-    cuda_graphs         on CUDA, run decode steps as graphs that were recorded at load
+    cuda_graphs         on CUDA, run decode steps as graphs that were captured at load
     overlap             on CUDA, schedule the next step while the device computes the present one
     cascade_attention   read pages that running requests share once for all of them, where that pays
     trace               file to which every finished request is appended, for `radixserve replay`
@@ -88,57 +86,50 @@ class EngineConfig(StrictFields):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        put = partial(object.__setattr__, self)  # numpy numbers become plain ones
+        self._check_ints(
+            tensor_parallel_size=(1, 64),
+            page_size=(1, 4096),
+            num_pages=(1, 2**31 - 1),
+            chunked_prefill_size=(1, None),
+            max_running_requests=(1, None),
+            max_seq_len=(2, None),
+            max_overtake=(0, None),
+            trace_hash_block=(1, 4096),
+            seed=(0, 2**63 - 1),
+        )
+        name = "gpu_memory_utilization"
+        share = check_float(name, self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
+        object.__setattr__(self, name, share)
+        self._check_bools("cuda_graphs", "overlap", "cascade_attention")
         _check_device(self.device)
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_choice("cache", self.cache, ("radix", "hash", "off"))
+        check_choice("eviction", self.eviction, EVICTION_POLICIES)
+        check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.dtype == "float16" and self.device == "cpu":
             raise InvalidRequest(
                 'dtype="float16" needs a CUDA device; device="cpu" has float32 and bfloat16'
             )
-        size = check_int("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
-        put("tensor_parallel_size", size)
-        if size > 1 and ":" in self.device:
+        if self.tensor_parallel_size > 1 and ":" in self.device:
             raise InvalidRequest(
-                f'device="{self.device}" is one device, and tensor_parallel_size={size} needs as '
-                'many: give "cuda", and choose among them with CUDA_VISIBLE_DEVICES'
+                f'device="{self.device}" is one device, and '
+                f"tensor_parallel_size={self.tensor_parallel_size} needs as many: "
+                'give "cuda", and choose among them with CUDA_VISIBLE_DEVICES'
             )
-        put("page_size", check_int("page_size", self.page_size, 1, 4096))
-        if self.num_pages is not None:
-            put("num_pages", check_int("num_pages", self.num_pages, 1, 2**31 - 1))
         if self.kv_cache_memory is not None:
             if self.num_pages is not None:
                 raise InvalidRequest("give num_pages or kv_cache_memory, not both")
             parse_bytes(self.kv_cache_memory)
-        share = check_float(
-            "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
-        )
-        put("gpu_memory_utilization", share)
-        put("chunked_prefill_size", check_int("chunked_prefill_size", self.chunked_prefill_size, 1))
-        put("max_running_requests", check_int("max_running_requests", self.max_running_requests, 1))
-        if self.max_seq_len is not None:
-            put("max_seq_len", check_int("max_seq_len", self.max_seq_len, 2))
-        check_choice("cache", self.cache, ("radix", "hash", "off"))
-        check_choice("eviction", self.eviction, EVICTION_POLICIES)
         if self.cache == "hash" and self.eviction != "lru":
             raise InvalidRequest(
                 f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '
                 f'cache="radix" has {", ".join(EVICTION_POLICIES)}'
             )
-        check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
-        put("max_overtake", check_int("max_overtake", self.max_overtake, 0))
-        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        for name in ("cuda_graphs", "overlap", "cascade_attention"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(
-                    f"{name} must be True or False, got {shown(getattr(self, name))}"
-                )
         if self.trace is not None and not check_str("trace", self.trace):
             raise InvalidRequest("trace must be None or the path of a file, got ''")
-        if self.trace_hash_block is not None:
-            if self.trace is None:
-                raise InvalidRequest("trace_hash_block needs a trace to record")
-            put("trace_hash_block", check_int("trace_hash_block", self.trace_hash_block, 1, 4096))
-        put("seed", check_int("seed", self.seed, 0, 2**63 - 1))
+        if self.trace_hash_block is not None and self.trace is None:
+            raise InvalidRequest("trace_hash_block needs a trace to record")
 
 
 def _check_device(device: object) -> None:

@@ -6,7 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixserve.cache import Lookup
+
+class Lookup(NamedTuple):
+    """How much of a prompt is cached, and why not more.
+
+    reason is one of
+      full        all that may be reused is cached
+      diverged    cached sequences go on with another token at `position`
+      evicted     the next tokens were cached and have been evicted
+      namespace   another namespace holds more of these tokens
+      never_seen  no cached or remembered sequence goes on from here
+
+    cached_len is less than position, by a part of a page, where no page is free for the copy of
+    that page's head. A reset forgets; evicted tokens are remembered up to a bound.
+    """
+
+    cached_len: int  # tokens that acquire() would reuse now
+    reason: str
+    position: int  # first position at which the prompt and the cached tokens differ
+    expected: int | None = None  # for diverged: a token cached at that position
+    found: int | None = None  # for diverged: the prompt's token there
 
 
 @dataclass(frozen=True, slots=True)

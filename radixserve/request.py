@@ -66,35 +66,33 @@ class SamplingParams(StrictFields):
     namespace: str = ""
 
     def __post_init__(self) -> None:
-        put = partial(object.__setattr__, self)  # numpy numbers become plain ones
-        put("max_tokens", check_int("max_tokens", self.max_tokens, 1))
-        put("min_tokens", check_int("min_tokens", self.min_tokens, 0, self.max_tokens))
-        put("temperature", check_float("temperature", self.temperature, 0.0, 100.0))
+        put = partial(object.__setattr__, self)
+        self._check_ints(
+            max_tokens=(1, None),
+            top_k=(-1, None),
+            seed=(0, 2**63 - 1),
+            n=(1, MAX_SAMPLES),
+            logprobs=(0, MAX_LOGPROBS),
+            prompt_logprobs=(0, MAX_LOGPROBS),
+            priority=(-(2**31), 2**31 - 1),
+        )
+        self._check_ints(min_tokens=(0, self.max_tokens), best_of=(self.n, MAX_SAMPLES))
+        self._check_floats(
+            temperature=(0.0, 100.0),
+            min_p=(0.0, 1.0),
+            presence_penalty=(-2.0, 2.0),
+            frequency_penalty=(-2.0, 2.0),
+            repetition_penalty=(0.01, 100.0),
+        )
+        put("top_p", check_float("top_p", self.top_p, 0.0, 1.0, open_low=True))
         if 0.0 < self.temperature < LEAST_TEMPERATURE:
             raise InvalidRequest(
                 f"temperature must be 0 (greedy) or >= {LEAST_TEMPERATURE:g}, "
                 f"got {self.temperature}"
             )
-        put("top_k", check_int("top_k", self.top_k, -1))
-        put("top_p", check_float("top_p", self.top_p, 0.0, 1.0, open_low=True))
-        put("min_p", check_float("min_p", self.min_p, 0.0, 1.0))
-        for name in ("presence_penalty", "frequency_penalty"):
-            put(name, check_float(name, getattr(self, name), -2.0, 2.0))
-        name = "repetition_penalty"
-        put(name, check_float(name, self.repetition_penalty, 0.01, 100.0))
         put("stop", _stop_strings(self.stop))
         put("stop_token_ids", _stop_ids(self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
-        if self.seed is not None:
-            put("seed", check_int("seed", self.seed, 0, 2**63 - 1))
-        put("n", check_int("n", self.n, 1, MAX_SAMPLES))
-        if self.best_of is not None:
-            put("best_of", check_int("best_of", self.best_of, self.n, MAX_SAMPLES))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                put(name, check_int(name, getattr(self, name), 0, MAX_LOGPROBS))
-        put("priority", check_int("priority", self.priority, -(2**31), 2**31 - 1))
+        self._check_bools("ignore_eos")
         check_str("namespace", self.namespace)
 
     @property
@@ -185,19 +183,16 @@ class Request:
     seed: int  # of its random stream; params.seed or one drawn by the owner
     end_ids: frozenset[int]  # tokens that end it: the model's (unless ignored) and its own
     max_len: int  # most tokens of prompt and output together
-    session: str = ""  # who will come back to what it leaves cached (a chat, a branch); "": nobody
-    logprob_targets: IntArray | None = (
-        None  # [k] to be scored behind the last k tokens; none is drawn then
-    )
-    also_generate: bool = (
-        False  # `logprob_targets` are to be scored one token earlier, and then tokens are drawn
-    )
-    twin_of: str = ""  # the request, added before, whose prompt is the same; "": none
-    beams: BeamParams | None = None  # it is a beam search; neither a twin nor with targets then
+    session: str = ""  # the cache session that claims what it leaves cached; "": none
+    logprob_targets: IntArray | None = None
+    # [k] token ids to score, one after each of the last k tokens; no token is drawn then
+    also_generate: bool = False
+    # `logprob_targets` are scored after each of the k tokens before the last, then tokens are drawn
+    beams: BeamParams | None = None  # it is a beam search, without targets
 
     @property
     def score_start(self) -> int:
-        """The first position behind which something is scored; where nothing is, the length."""
+        """The first position after which a token is scored; the length where none is."""
         if self.logprob_targets is None:
             return len(self.token_ids)
         return len(self.token_ids) - len(self.logprob_targets) - self.also_generate

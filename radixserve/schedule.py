@@ -67,17 +67,9 @@ class ScheduledRequest(NamedTuple):
         return self.start + len(self.token_ids)
 
 
-class Twin(NamedTuple):
-    """Another request with the prompt that a row completes: it draws from the row's logits too."""
-
-    request_id: str
-    row: int  # the index of that row
-    sample: SampleSpec
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step: the copies, then one forward over all rows, then a token a sampled row and twin."""
+    """One step: the copies, then one forward over all rows, then a token for each sampled row."""
 
     step: int
     rows: tuple[ScheduledRequest, ...]
@@ -86,7 +78,6 @@ class SchedulerOutput:
     )
     num_prefill_tokens: int
     num_decode_tokens: int
-    twins: tuple[Twin, ...] = ()
 
 
 class Candidates(NamedTuple):
@@ -113,7 +104,7 @@ class SampleOutput(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """The answer to a `SchedulerOutput`: one entry a row, None where nothing was to be sampled or
-    scored, and then one a twin."""
+    scored."""
 
     outputs: tuple[SampleOutput | None, ...]
     seconds: dict[str, float]  # prepare, forward, sample

@@ -2,6 +2,18 @@
 
 import os
 
+import pytest
+
 # The models here are so small that a second thread costs more than it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpu_ops runs its Triton kernels on CPU tensors, in Triton's interpreter."""
+    pytest.importorskip("triton", reason="there is no Triton for this system")
+    from radixserve_kernels import gpu_ops
+    from tests.kernels.interpreter import interpret
+
+    monkeypatch.setattr(gpu_ops, "cpu_launcher", interpret)

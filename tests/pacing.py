@@ -9,24 +9,28 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from radixserve import Runtime
+from radixserve.engine.engine import Engine
 from radixserve.output import RequestOutput
 
 
 @contextmanager
 def held(rt: Runtime, steps: int = 3) -> Iterator[None]:
-    """The engine takes `steps` more steps, then none until the block ends; it answers meanwhile."""
-    engine, left = rt._worker._engine, steps
-    step = engine.step
+    """Engines take `steps` more steps, then none until the block ends; they answer meanwhile.
 
-    def held_step(**how: bool) -> list[RequestOutput]:
+    `rt` is the one that has work.
+    """
+    assert rt.cache_stats() is not None  # it is alive, and between two steps
+    left, step = steps, Engine.step
+
+    def held_step(engine: Engine, **how: bool) -> list[RequestOutput]:
         nonlocal left
         if left == 0:
             time.sleep(0.001)
             return []
         left -= 1
-        return step(**how)
+        return step(engine, **how)
 
-    with patch.object(engine, "step", held_step):
+    with patch.object(Engine, "step", held_step):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -13,12 +14,13 @@ ROOT = Path(__file__).parent.parent
 # From the ground up. A module may import from its own floor and from those below.
 FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
-    ["radixserve.checks"],
+    ["radixserve.checks", "radixserve.gguf_file"],
     ["radixserve.config"],
     ["radixserve.request"],
     ["radixserve.schedule"],
+    ["radixserve.output"],
     ["radixserve.cache", "radixserve_kernels"],
-    ["radixserve.output", "radixserve.attention"],
+    ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models"],
     ["radixserve.runner", "radixserve.text"],
     ["radixserve.engine"],
@@ -27,9 +29,9 @@ FLOORS = [
     ["radixserve"],  # the face, which names everything below it
     ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
 ]
-THINKING = ("radixserve.cache", "radixserve.scheduler")
-COMPUTING = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
-LIGHT = {"numpy", "sortedcontainers"}  # what the thinking wing may import from elsewhere
+CONTROL_PLANE = ("radixserve.cache", "radixserve.scheduler")
+WORKERS = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
+LIGHT = {"numpy", "sortedcontainers"}  # what the control plane may import from elsewhere
 LAZY = {"xxhash"}  # what it may import inside a function, where somebody asks for it
 
 
@@ -94,9 +96,9 @@ def test_there_is_no_ring() -> None:
     TopologicalSorter({name: ours(name) - {name} for name in MODULES}).prepare()
 
 
-def test_the_wings_do_not_know_each_other() -> None:
+def test_control_plane_and_workers_do_not_import_each_other() -> None:
     for name in MODULES:
-        for mine, theirs in ((THINKING, COMPUTING), (COMPUTING, THINKING)):
+        for mine, theirs in ((CONTROL_PLANE, WORKERS), (WORKERS, CONTROL_PLANE)):
             if any(belongs(name, package) for package in mine):
                 crossing = {o for o in ours(name) if any(belongs(o, p) for p in theirs)}
                 assert not crossing, f"{name} imports {crossing}"
@@ -110,17 +112,17 @@ def test_kernels_do_not_import_radixserve() -> None:
             )
 
 
-def test_the_thinking_wing_needs_only_numpy_and_sortedcontainers() -> None:
+def test_the_control_plane_needs_only_numpy_and_sortedcontainers() -> None:
     standard = sys.stdlib_module_names
     for name in MODULES:
-        if any(belongs(name, package) for package in THINKING):
+        if any(belongs(name, package) for package in CONTROL_PLANE):
             for at_load, allowed in ((True, LIGHT), (False, LIGHT | LAZY)):
                 tops = {other.split(".")[0] for other in imports(name, at_load=at_load)}
                 foreign = tops - standard - {"radixserve"}
                 assert foreign <= allowed, f"{name} imports {foreign - allowed}"
 
 
-def test_the_thinking_wing_imports_with_torch_blocked() -> None:
+def test_the_control_plane_imports_with_torch_blocked() -> None:
     code = """
 import sys
 for blocked in ("torch", "transformers", "safetensors", "tqdm", "rich", "tokenizers", "xxhash"):
@@ -140,7 +142,7 @@ assert radixserve.__version__
 def test_replay_needs_no_torch() -> None:
     for name in MODULES:
         if belongs(name, "radixserve.replay"):
-            crossing = {o for o in ours(name) if any(belongs(o, p) for p in COMPUTING)}
+            crossing = {o for o in ours(name) if any(belongs(o, p) for p in WORKERS)}
             assert not crossing, f"{name} imports {crossing}"
     code = """
 import sys
@@ -167,3 +169,24 @@ def test_the_face_is_sorted_and_complete() -> None:
 
 def test_there_is_no_package_called_kernels() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_the_picture_of_the_packages_is_up_to_date() -> None:
+    picture = subprocess.run(
+        [sys.executable, "tools/draw_architecture.py", "--output", "-"],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    drawn = (ROOT / "docs" / "img" / "architecture.svg").read_text()
+    assert picture == drawn, "run python tools/draw_architecture.py"
+
+
+def test_files_named_in_the_architecture_page_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = set(re.findall(r"`([\w/]+\.(?:py|h|md))`", text))
+    kernels = ROOT / "kernels" / "radixserve_kernels" / "cpu"
+    homes = (ROOT, ROOT / "radixserve", kernels)
+    missing = {name for name in names if not any((home / name).exists() for home in homes)}
+    assert not missing

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 
-import kernel_truth as truth
 import numpy as np
 import torch
-from gpu_bench import Bench
-from kernel_tally import ATTENTION, LSE, NAMES, Tally
+from gpu import kernel_truth as truth
+from gpu.bench import Bench
+from gpu.kernel_tally import ATTENTION, LSE, NAMES, Tally
 from torch import Tensor
 
 from radixserve.schedule import ScheduledRequest
@@ -98,50 +98,31 @@ def queries(bench: Bench, count: int, heads: Heads, dtype: torch.dtype) -> Tenso
 def check_direct(
     bench: Bench, dtype: torch.dtype, page_size: int, heads: Sequence[Heads], label: str = ""
 ) -> None:
-    kind = f"{NAMES[dtype]} pages of {page_size}{label}"
-    decode = Tally(bench, f"decode, {kind}", DIRECT)
-    extend = Tally(bench, f"extend, {kind}", DIRECT)
-    merge = Tally(bench, f"merge_states, {NAMES[dtype]}{label}", DIRECT)
-    for shape in heads:
-        for splits in bench.pick(((1, 1), (8, 8), (8, 2)), ((1, 1), (8, 2)), ((1, 1), (3, 2))):
-            what = f"{shape} splits {splits}"
-            decode.case(
-                what,
-                1.0,
-                lambda shape=shape, splits=splits: _decode_error(
-                    bench, dtype, page_size, shape, splits
-                ),
-            )
-        for causal, (name, new), splits in product(
-            (True, False), _extensions(bench).items(), bench.pick((1, 3), (1, 3), (1,))
-        ):
-            what = f"{shape} {name}{' causal' if causal else ''} splits {splits}"
-            extend.case(
-                what,
-                1.0,
-                lambda shape=shape, new=new, splits=splits, causal=causal: _extend_error(
-                    bench, dtype, page_size, shape, new, splits, causal=causal
-                ),
-            )
-        merge.case(str(shape), 1.0, lambda shape=shape: _merge_error(bench, dtype, shape))
-    decode.tell()
-    extend.tell()
-    if page_size == 16:
-        merge.tell()
-
-
-def _lengths(bench: Bench) -> list[int]:
-    return bench.pick(
-        [1, 0, 17, 128, 129, 1_000, 64, 5_003], [1, 0, 17, 129, 1_000], [1, 0, 17, 40]
-    )
+    """The kernels decode, extend and merge_states, called directly."""
+    tally, kind = Tally(bench, DIRECT), f"{NAMES[dtype]} pages of {page_size}{label}"
+    all_splits = bench.pick(((1, 1), (8, 8), (8, 2)), ((1, 1), (8, 2)), ((1, 1), (3, 2)))
+    for shape, splits in product(heads, all_splits):
+        what = f"{shape} splits {splits}"
+        tally.case(f"decode, {kind}", what, 1.0, _decode_error, dtype, page_size, shape, splits)
+    for shape, causal, (name, new), splits in product(
+        heads, (True, False), _extensions(bench).items(), bench.pick((1, 3), (1, 3), (1,))
+    ):
+        what = f"{shape} {name}{' causal' if causal else ''} splits {splits}"
+        args = (dtype, page_size, shape, new, splits, causal)
+        tally.case(f"extend, {kind}", what, 1.0, _extend_error, *args)
+    for shape in heads if page_size == 16 else ():
+        kernel = f"merge_states, {NAMES[dtype]}{label}"
+        tally.case(kernel, str(shape), 1.0, _merge_error, dtype, shape)
+    tally.tell()
 
 
 def _extensions(bench: Bench) -> dict[str, list[tuple[int, int]]]:
     """Tokens before and new ones of each row, for each block size of the kernel."""
     long = [(9, 300), (0, 64), (1_000, 1), (700, 130)]
+    few = [(300, 2), (0, 1), (64, 2)]
     return bench.pick(
-        {"long": long, "short": [(5, 16), (900, 9), (0, 3)], "few": [(300, 2), (0, 1), (64, 2)]},
-        {"long": long, "few": [(300, 2), (0, 1), (64, 2)]},
+        {"long": long, "short": [(5, 16), (900, 9), (0, 3)], "few": few},
+        {"long": long, "few": few},
         {"short": [(5, 16), (20, 9), (0, 3)]},
     )
 
@@ -159,7 +140,10 @@ def share_of_allowed(
 def _decode_error(
     bench: Bench, dtype: torch.dtype, page_size: int, heads: Heads, splits: tuple[int, int]
 ) -> float:
-    case = make_rows(bench, [(n, 0) for n in _lengths(bench)], heads, page_size, dtype)
+    lengths = bench.pick(
+        [1, 0, 17, 128, 129, 1_000, 64, 5_003], [1, 0, 17, 129, 1_000], [1, 0, 17, 40]
+    )
+    case = make_rows(bench, [(n, 0) for n in lengths], heads, page_size, dtype)
     count = len(case.rows)
     q = queries(bench, count, heads, dtype)
     out, lse = torch.full_like(q, math.nan), q.new_full(q.shape[:2], math.nan, dtype=torch.float32)
@@ -187,7 +171,6 @@ def _extend_error(
     heads: Heads,
     new: Lengths,
     num_splits: int,
-    *,
     causal: bool,
 ) -> float:
     case = make_rows(bench, new, heads, page_size, dtype)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import kernel_truth as truth
 import torch
-from gpu_bench import Bench
-from gpu_clock import captured
-from kernel_attention import LAYER, Heads, Lengths, Paged, make_rows, queries, share_of_allowed
-from kernel_tally import NAMES, Tally
+from gpu import kernel_truth as truth
+from gpu.bench import Bench
+from gpu.clock import captured
+from gpu.kernel_attention import LAYER, Heads, Lengths, Paged, make_rows, queries, share_of_allowed
+from gpu.kernel_tally import NAMES, Tally
 
 from radixserve.attention.choice import make_backend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 
 SHARED = 64  # tokens that rows of the cases have in common: whole pages of every size
 STEPS: dict[str, tuple[Lengths, Sequence[tuple[Sequence[int], int]]]] = {
@@ -37,30 +37,14 @@ def check_backend(
     bench: Bench, name: str, dtype: torch.dtype, page_size: int, heads: Heads
 ) -> None:
     """Steps of every kind outside of graphs, and one-token rows inside of them."""
-    kind = f"{NAMES[dtype]} pages of {page_size}"
-    section = f"backend {name}"
-    steps, graphs = (
-        Tally(bench, f"steps, {kind}", section),
-        Tally(bench, f"graphs, {kind}", section),
-    )
+    tally, kind = Tally(bench, f"backend {name}"), f"{NAMES[dtype]} pages of {page_size}"
     for what, (lengths, shared) in STEPS.items():
-        steps.case(
-            what,
-            1.0,
-            lambda lengths=lengths, shared=shared: _step_error(
-                bench, name, make_rows(bench, lengths, heads, page_size, dtype, shared), heads
-            ),
-        )
+        case = make_rows(bench, lengths, heads, page_size, dtype, shared)
+        tally.case(f"steps, {kind}", what, 1.0, _step_error, name, case, heads)
     for num_levels in (0, 1):
-        graphs.case(
-            f"{num_levels} shared levels",
-            1.0,
-            lambda num_levels=num_levels: _graph_error(
-                bench, name, dtype, page_size, heads, num_levels
-            ),
-        )
-    steps.tell()
-    graphs.tell()
+        what, args = f"{num_levels} shared levels", (name, dtype, page_size, heads, num_levels)
+        tally.case(f"graphs, {kind}", what, 1.0, _graph_error, *args)
+    tally.tell()
 
 
 def _step_error(bench: Bench, name: str, case: Paged, heads: Heads) -> float:
@@ -85,7 +69,7 @@ def _graph_error(
     backend = make_backend(name, case.kv, heads[0])
     backend.prepare()
     most = sum(len(row.page_ids) for row in case.rows) + NUM_GRAPH_ROWS
-    graph = backend.capture_backend(NUM_GRAPH_ROWS, most, num_levels)  # type: ignore[attr-defined]
+    graph = backend.capture_backend(NUM_GRAPH_ROWS, most, num_levels)
     all_q = queries(bench, NUM_GRAPH_ROWS, heads, dtype).contiguous()
     q = all_q.clone()
     replay, out = captured(lambda: graph.attend(q, LAYER), bench.device)

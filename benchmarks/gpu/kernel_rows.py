@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from itertools import product
 
-import kernel_truth as truth
 import torch
-from gpu_bench import Bench
-from kernel_tally import EXACT, NAMES, ROUNDED, TWICE, Tally, same
+from gpu import kernel_truth as truth
+from gpu.bench import Bench
+from gpu.kernel_tally import EXACT, NAMES, ROUNDED, TWICE, Tally, same
 from torch import Tensor
 
 from radixserve_kernels import gpu_ops
@@ -17,16 +17,52 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SECTION = "rows, pages, logits"
 EPS = 1e-5
 SLACK = 1e-4  # of sums and random numbers, within which another token may be drawn
+PARAMS = (  # temperature, top_k, top_p, min_p
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 20, 0.95, 0.0),
+    (1.3, 0, 0.5, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (2.0, 3, 0.3, 0.01),
+    (0.6, 0, 1.0, 0.0),
+    (1.0, 4_000, 0.99, 0.0),
+)
 
 
 def check_rows(bench: Bench) -> None:
-    for check in (_norms, _activations, _rotations, _copies, _indices):
-        check(bench)
+    tally, pick = Tally(bench, SECTION), bench.pick
+    sizes = pick((100, 1_024, 4_096, 8_192), (100, 4_096), (100,))
+    for dtype, rows, size in product(DTYPES, pick((1, 3, 257), (1, 257), (3,)), sizes):
+        case = f"{NAMES[dtype]} {rows} x {size}", ROUNDED[dtype]
+        tally.case("rms_norm", *case, _norm_error, dtype, rows, size)
+        tally.case("add_rms_norm", *case, _add_norm_error, dtype, rows, size)
+    sizes = pick((70, 3_072, 14_336), (70, 14_336), (70,))
+    for dtype, rows, size in product(DTYPES, pick((1, 130), (130,), (3,)), sizes):
+        case = f"{NAMES[dtype]} {rows} x {size}", ROUNDED[dtype]
+        tally.case("silu_and_mul", *case, _activation_error, dtype, rows, size)
+    shapes = pick(((32, 8, 128), (16, 8, 128), (5, 1, 64)), ((32, 8, 128),), ((4, 2, 16),))
+    for dtype, shape, has_norm, rows in product(DTYPES, shapes, (False, True), (1, 70)):
+        what = f"{NAMES[dtype]} {shape} {rows} rows{' qk_norm' if has_norm else ''}"
+        allowed = ROUNDED[dtype] * (TWICE if has_norm else 1)
+        tally.case("rope_and_store", what, allowed, _rotation_error, dtype, shape, rows, has_norm)
+    for dtype, page_size in product(DTYPES, (1, 16, 64)):
+        what = f"{NAMES[dtype]} pages of {page_size}"
+        tally.case("copy_heads", what, EXACT, _copy_error, dtype, page_size)
+    for width in pick((5, 2_500, 70_000), (2_500,), (50,)):
+        tally.case("flat_indices", f"60 rows of up to {width} pages", EXACT, _index_error, width)
+    tally.tell()
 
 
 def check_draws(bench: Bench) -> None:
-    _best(bench)
-    _samples(bench)
+    tally = Tally(bench, SECTION)
+    vocabularies = bench.pick((128_256, 151_936, 4_099), (128_256,), (300,))
+    for vocab in vocabularies:
+        tally.case("argmax", f"{vocab:,} tokens", EXACT, _argmax_error, vocab)
+        tally.case("token_logprob", f"{vocab:,} tokens", 1e-4, _logprob_error, vocab)
+    for vocab, ties in product(vocabularies, (False, True)):
+        what = f"{vocab:,} tokens{' with ties' if ties else ''}"
+        tally.case("sample", what, EXACT, _draw_error, vocab, ties)
+    tally.tell()
 
 
 def poisoned(*shape: int, like: Tensor) -> Tensor:
@@ -39,72 +75,31 @@ def _strided(bench: Bench, rows: int, columns: int, dtype: torch.dtype) -> Tenso
     return wide.to(dtype)[:, :columns]
 
 
-def _norms(bench: Bench) -> None:
-    norm, add = Tally(bench, "rms_norm", SECTION), Tally(bench, "add_rms_norm", SECTION)
-    sizes = bench.pick((100, 1_024, 4_096, 8_192), (100, 4_096), (100,))
-    for dtype, rows, size in product(DTYPES, bench.pick((1, 3, 257), (1, 257), (3,)), sizes):
-        what = f"{NAMES[dtype]} {rows} x {size}"
-        x, weight = _strided(bench, rows, size, dtype), torch.randn(size, device=bench.device)
-        weight = weight.to(dtype)
-        residual = _strided(bench, rows, size, dtype)
-        total = residual + x
-
-        def plain(x: Tensor = x, weight: Tensor = weight) -> float:
-            out = gpu_ops.rms_norm(x, weight, EPS, out=poisoned(*x.shape, like=x))
-            return truth.error(out, truth.rms_norm(x, weight, EPS))
-
-        def added(
-            x: Tensor = x,
-            residual: Tensor = residual,
-            weight: Tensor = weight,
-            total: Tensor = total,
-        ) -> float:
-            out, _ = gpu_ops.add_rms_norm(x, residual, weight, EPS, out=poisoned(*x.shape, like=x))
-            wrong = same(residual, total)
-            return max(wrong, truth.error(out, truth.rms_norm(total, weight, EPS)))
-
-        norm.case(what, ROUNDED[dtype], plain)
-        add.case(what, ROUNDED[dtype], added)
-    norm.tell()
-    add.tell()
+def _norm_error(bench: Bench, dtype: torch.dtype, rows: int, size: int) -> float:
+    x = _strided(bench, rows, size, dtype)
+    weight = torch.randn(size, device=bench.device).to(dtype)
+    out = gpu_ops.rms_norm(x, weight, EPS, out=poisoned(*x.shape, like=x))
+    return truth.error(out, truth.rms_norm(x, weight, EPS))
 
 
-def _activations(bench: Bench) -> None:
-    tally = Tally(bench, "silu_and_mul", SECTION)
-    sizes = bench.pick((70, 3_072, 14_336), (70, 14_336), (70,))
-    for dtype, rows, size in product(DTYPES, bench.pick((1, 130), (130,), (3,)), sizes):
-
-        def run(rows: int = rows, size: int = size, dtype: torch.dtype = dtype) -> float:
-            x = _strided(bench, rows, 2 * size, dtype)
-            out = gpu_ops.silu_and_mul(x, poisoned(rows, size, like=x))
-            return truth.error(out, truth.silu_and_mul(x))
-
-        tally.case(f"{NAMES[dtype]} {rows} x {size}", ROUNDED[dtype], run)
-    tally.tell()
+def _add_norm_error(bench: Bench, dtype: torch.dtype, rows: int, size: int) -> float:
+    x, residual = (_strided(bench, rows, size, dtype) for _ in range(2))
+    weight = torch.randn(size, device=bench.device).to(dtype)
+    total = residual + x
+    out, _ = gpu_ops.add_rms_norm(x, residual, weight, EPS, out=poisoned(*x.shape, like=x))
+    return max(same(residual, total), truth.error(out, truth.rms_norm(total, weight, EPS)))
 
 
-def _rotations(bench: Bench) -> None:
-    tally = Tally(bench, "rope_and_store", SECTION)
-    shapes = bench.pick(((32, 8, 128), (16, 8, 128), (5, 1, 64)), ((32, 8, 128),), ((4, 2, 16),))
-    for dtype, shape, has_norm, rows in product(DTYPES, shapes, (False, True), (1, 70)):
-
-        def run(
-            dtype: torch.dtype = dtype,
-            shape: tuple[int, int, int] = shape,
-            has_norm: bool = has_norm,
-            rows: int = rows,
-        ) -> float:
-            return _rotation_error(bench, dtype, shape, rows, has_norm=has_norm)
-
-        name = f"{NAMES[dtype]} {shape} {rows} rows{' qk_norm' if has_norm else ''}"
-        tally.case(name, ROUNDED[dtype] * (TWICE if has_norm else 1), run)
-    tally.tell()
+def _activation_error(bench: Bench, dtype: torch.dtype, rows: int, size: int) -> float:
+    x = _strided(bench, rows, 2 * size, dtype)
+    out = gpu_ops.silu_and_mul(x, poisoned(rows, size, like=x))
+    return truth.error(out, truth.silu_and_mul(x))
 
 
 def _rotation_error(
-    bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], rows: int, *, has_norm: bool
+    bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], rows: int, has_norm: bool
 ) -> float:
-    """Of q, of what is stored, and of what has to stay as it is."""
+    """The error of q, of the stored cells, and of the cells that have to stay as they are."""
     num_heads, num_kv_heads, dim = shape
     num_all, device = num_heads + 2 * num_kv_heads, bench.device
     qkv = _strided(bench, rows, num_all * dim, dtype)
@@ -150,105 +145,56 @@ def _rotation_error(
     return max(errors)
 
 
-def _copies(bench: Bench) -> None:
-    tally = Tally(bench, "copy_heads", SECTION)
-    for dtype, page_size in product(DTYPES, (1, 16, 64)):
-
-        def run(dtype: torch.dtype = dtype, page_size: int = page_size) -> float:
-            kv = torch.randn(3, 2, 9, page_size, 2, 64, device=bench.device).to(dtype)
-            kv[:, :, 4] = math.nan
-            heads = [(0, 1, page_size), (0, 6, (page_size + 1) // 2), (4, 3, 1), (5, 2, 0)]
-            expected = kv.clone()
-            for source, target, count in heads:
-                expected[:, :, target, :count] = kv[:, :, source, :count]
-            gpu_ops.copy_heads(kv, torch.tensor(heads, dtype=torch.int32, device=bench.device))
-            return same(kv, expected)
-
-        tally.case(f"{NAMES[dtype]} pages of {page_size}", EXACT, run)
-    tally.tell()
+def _copy_error(bench: Bench, dtype: torch.dtype, page_size: int) -> float:
+    kv = torch.randn(3, 2, 9, page_size, 2, 64, device=bench.device).to(dtype)
+    kv[:, :, 4] = math.nan
+    heads = [(0, 1, page_size), (0, 6, (page_size + 1) // 2), (4, 3, 1), (5, 2, 0)]
+    expected = kv.clone()
+    for source, target, count in heads:
+        expected[:, :, target, :count] = kv[:, :, source, :count]
+    gpu_ops.copy_heads(kv, torch.tensor(heads, dtype=torch.int32, device=bench.device))
+    return same(kv, expected)
 
 
-def _indices(bench: Bench) -> None:
-    tally = Tally(bench, "flat_indices", SECTION)
-    for width in bench.pick((5, 2_500, 70_000), (2_500,), (50,)):
-
-        def run(width: int = width) -> float:
-            make = {"dtype": torch.int32, "device": bench.device}
-            table = torch.randint(0, 99, (40, width), **make)
-            row_of = torch.randint(-1, 40, (60,), **make)
-            counts = torch.randint(0, width + 1, (60,), **make)
-            indptr = torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
-            out = torch.full((int(indptr[-1]) + 7,), -7, **make)
-            expected = out.clone()
-            for row, (source, count) in enumerate(zip(row_of, counts, strict=True)):
-                if source >= 0:
-                    expected[indptr[row] : indptr[row + 1]] = table[source, :count]
-            return same(gpu_ops.flat_indices(table, row_of, counts, indptr, out), expected)
-
-        tally.case(f"60 rows of up to {width} pages", EXACT, run)
-    tally.tell()
+def _index_error(bench: Bench, width: int) -> float:
+    make = {"dtype": torch.int32, "device": bench.device}
+    table = torch.randint(0, 99, (40, width), **make)
+    row_of = torch.randint(-1, 40, (60,), **make)
+    counts = torch.randint(0, width + 1, (60,), **make)
+    indptr = torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
+    out = torch.full((int(indptr[-1]) + 7,), -7, **make)
+    expected = out.clone()
+    for row, (source, count) in enumerate(zip(row_of, counts, strict=True)):
+        if source >= 0:
+            expected[indptr[row] : indptr[row + 1]] = table[source, :count]
+    return same(gpu_ops.flat_indices(table, row_of, counts, indptr, out), expected)
 
 
-def _vocabularies(bench: Bench) -> tuple[int, ...]:
-    return bench.pick((128_256, 151_936, 4_099), (128_256,), (300,))
+def _argmax_error(bench: Bench, vocab: int) -> float:
+    logits = torch.randn(9, vocab, device=bench.device).round(decimals=1)  # ties
+    logits[1, 7], logits[2], logits[3, 5] = math.nan, -math.inf, math.inf
+    ids, finite = gpu_ops.argmax(logits)
+    flags = torch.ones(9, dtype=torch.bool)
+    flags[1:4] = False
+    wanted = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1).cpu()
+    wanted[1:4] = 0
+    return max(same(finite, flags), same(ids, wanted))
 
 
-def _best(bench: Bench) -> None:
-    best, logprob = Tally(bench, "argmax", SECTION), Tally(bench, "token_logprob", SECTION)
-    for vocab in _vocabularies(bench):
-
-        def run_best(vocab: int = vocab) -> float:
-            logits = torch.randn(9, vocab, device=bench.device).round(decimals=1)  # ties
-            logits[1, 7], logits[2], logits[3, 5] = math.nan, -math.inf, math.inf
-            ids, finite = gpu_ops.argmax(logits)
-            flags = torch.ones(9, dtype=torch.bool)
-            flags[1:4] = False
-            wanted = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1).cpu()
-            wanted[1:4] = 0
-            return max(same(finite, flags), same(ids, wanted))
-
-        def run_logprob(vocab: int = vocab) -> float:
-            logits = 8 * torch.randn(6, vocab, device=bench.device)
-            logits[2, 1:] = -math.inf
-            ids = torch.randint(0, vocab, (6,), device=bench.device)
-            ids[2] = 0
-            wanted = truth.double(logits).log_softmax(-1).gather(1, ids.cpu()[:, None])[:, 0]
-            found = gpu_ops.token_logprob(logits, ids)
-            return float((truth.double(found) - wanted).abs().nan_to_num(math.inf).max())
-
-        best.case(f"{vocab:,} tokens", EXACT, run_best)
-        logprob.case(f"{vocab:,} tokens", 1e-4, run_logprob)
-    best.tell()
-    logprob.tell()
+def _logprob_error(bench: Bench, vocab: int) -> float:
+    logits = 8 * torch.randn(6, vocab, device=bench.device)
+    logits[2, 1:] = -math.inf
+    ids = torch.randint(0, vocab, (6,), device=bench.device)
+    ids[2] = 0
+    wanted = truth.double(logits).log_softmax(-1).gather(1, ids.cpu()[:, None])[:, 0]
+    found = gpu_ops.token_logprob(logits, ids)
+    return float((truth.double(found) - wanted).abs().nan_to_num(math.inf).max())
 
 
-PARAMS = (  # temperature, top_k, top_p, min_p
-    (1.0, 0, 1.0, 0.0),
-    (0.7, 20, 0.95, 0.0),
-    (1.3, 0, 0.5, 0.0),
-    (1.0, 1, 1.0, 0.0),
-    (1.0, 0, 1.0, 0.1),
-    (2.0, 3, 0.3, 0.01),
-    (0.6, 0, 1.0, 0.0),
-    (1.0, 4_000, 0.99, 0.0),
-)
-
-
-def _samples(bench: Bench) -> None:
-    tally = Tally(bench, "sample", SECTION)
-    for vocab, ties in product(_vocabularies(bench), (False, True)):
-
-        def run(vocab: int = vocab, ties: bool = ties) -> float:
-            logits = 3 * torch.randn(len(PARAMS) + 2, vocab, device=bench.device)
-            logits = logits.round() if ties else logits
-            return _wrong_draws(logits, bench)
-
-        tally.case(f"{vocab:,} tokens{' with ties' if ties else ''}", EXACT, run)
-    tally.tell()
-
-
-def _wrong_draws(logits: Tensor, bench: Bench) -> float:
-    """Rows whose token is none that may be drawn; the last two are greedy and broken."""
+def _draw_error(bench: Bench, vocab: int, ties: bool) -> float:
+    """inf where a token is none that may be drawn; the last two rows are greedy and broken."""
+    logits = 3 * torch.randn(len(PARAMS) + 2, vocab, device=bench.device)
+    logits = logits.round() if ties else logits
     count = len(PARAMS)
     columns = [*zip(*PARAMS, strict=True)]
     make = {"device": bench.device}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from gpu_bench import Bench
+from gpu.bench import Bench
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # |out - truth| over |truth|: of attention, whose inputs are rounded once more on the way, and of
@@ -20,54 +20,63 @@ EXACT = 0.0
 
 
 @dataclass
-class Tally:
+class Cases:
     """Of one kernel."""
 
-    bench: Bench
-    kernel: str
-    section: str
-    num_cases: int = 0
+    count: int = 0
     worst: float = 0.0  # error over what is allowed
     where: str = ""
     failed: str = ""
 
-    def case(self, what: str, allowed: float, run: Callable[[], float]) -> None:
-        """One more: `run` returns its error. What it raises is a failure of this kernel; those of
-        the device end the job."""
-        self.num_cases += 1
+
+class Tally:
+    """A section of the table."""
+
+    def __init__(self, bench: Bench, section: str) -> None:
+        self._bench, self._section = bench, section
+        self._kernels: dict[str, Cases] = {}
+
+    def case(
+        self, kernel: str, what: str, allowed: float, error: Callable[..., float], *args: object
+    ) -> None:
+        """One more case; `error(bench, *args)` is its error. An exception is a failure of this
+        kernel; one of the device ends the job."""
+        cases = self._kernels.setdefault(kernel, Cases())
+        cases.count += 1
         try:
-            found = run()
+            found = error(self._bench, *args)
         except torch.AcceleratorError:
-            self.failed = self.failed or f"{what}: the device gave up"
+            cases.failed = cases.failed or f"{what}: the device gave up"
             self.tell()
             raise
         except Exception as raised:
             text = f"{type(raised).__name__}: {' '.join(str(raised).split())[:120]}"
-            self.failed = self.failed or f"{what}: {text}"
+            cases.failed = cases.failed or f"{what}: {text}"
             return
-        ratio = math.inf if math.isnan(found) else found / allowed if allowed else math.inf * found
-        ratio = 0.0 if math.isnan(ratio) else ratio
-        if ratio > self.worst or not self.where:
-            self.worst, self.where = ratio, what
+        ratio = found / (allowed or 1e-300) if found else 0.0
+        ratio = math.inf if math.isnan(ratio) else ratio
+        if ratio > cases.worst or not cases.where:
+            cases.worst, cases.where = ratio, what
         if ratio > 1:
-            self.failed = self.failed or f"{what}: error {found:.2g}, allowed {allowed:.2g}"
+            cases.failed = cases.failed or f"{what}: error {found:.2g}, allowed {allowed:.2g}"
 
     def tell(self) -> None:
-        """The row, if there was any case."""
-        if self.num_cases:
-            worst = f"{self.worst:.0%}" if math.isfinite(self.worst) else "inf"
-            self.bench.row(
-                self.kernel,
-                {"cases": self.num_cases, "worst error of what is allowed": worst},
-                section=self.section,
-                failed=self.failed,
-                details={"worst case": self.where},
+        """A row for each kernel."""
+        for kernel, cases in self._kernels.items():
+            worst = f"{cases.worst:.0%}" if math.isfinite(cases.worst) else "inf"
+            self._bench.row(
+                kernel,
+                {"cases": cases.count, "worst error of what is allowed": worst},
+                section=self._section,
+                failed=cases.failed,
+                details={"worst case": cases.where},
             )
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> float:
     """0, or inf where a bit differs; NaN equals NaN."""
     found, expected = found.detach().cpu(), expected.detach().cpu()
-    both = found.isnan() & expected.isnan() if found.is_floating_point() else None
-    equal = found == expected if both is None else (found == expected) | both
-    return EXACT if found.shape == expected.shape and bool(equal.all()) else math.inf
+    if found.shape != expected.shape:
+        return math.inf
+    equal = (found == expected) | (found.isnan() & expected.isnan())
+    return EXACT if bool(equal.all()) else math.inf

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from gpu_bench import LLAMA, Bench
-from gpu_limits import beams_s
-from gpu_runtime import open_runtime
+from gpu.bench import LLAMA, Bench
+from gpu.limits import beams_s
 
 PUBLISHED = 551.8  # tokens a second on an H100, the same lengths
 WIDTH = 4
@@ -18,8 +17,7 @@ def run(bench: Bench, group: str) -> None:
     count = bench.pick(100, 24, 2)
     prompt, new = bench.pick((256, 256), (256, 128), (5, 4))
     rng = np.random.default_rng(bench.settings.seed)
-    with open_runtime(
-        bench,
+    with bench.open_runtime(
         LLAMA,
         max_running_requests=bench.pick(256, 256, 8),
         chunked_prefill_size=bench.pick(8_192, 8_192, 64),
@@ -33,7 +31,7 @@ def run(bench: Bench, group: str) -> None:
         answers = rt.beam_search(prompts[2:], **options)
         spent = time.perf_counter() - began
         stats = rt.cache_stats()
-        bench.note(f"{rt.choices}")
+        bench.note(f"{rt.resolved_config}")
     lengths = {len(one.token_ids) for found in answers for one in found}
     widths = {len(found) for found in answers}
     scores = [[one.score for one in found] for found in answers]

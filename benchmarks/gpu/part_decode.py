@@ -6,31 +6,31 @@ overlap included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from gpu_bench import LLAMA, Bench
-from gpu_jobs import Skip
-from gpu_limits import decode_s
-from gpu_profile import describe, profile_steps
-from gpu_stage import DecodeFigures, Stage
+from gpu.bench import LLAMA, Bench
+from gpu.jobs import Skip
+from gpu.limits import decode_s
+from gpu.stage import Stage
+from torch.profiler import ProfilerActivity, profile
+
+from radixserve.arrays import IntArray
 
 TARGET, MOST_ROWS = 0.85, 64  # of the limit, up to so many rows
 MOST_HOST = 0.03
-ROOM = 1_024  # tokens of a sequence behind its prompt
+ROOM = 1_024  # tokens of a sequence after its prompt
+NUM_PROFILED, NUM_KERNELS, NUM_NOTED = 3, 12, 4  # steps profiled; kernels kept, and noted
 
 
 def run(bench: Bench, group: str) -> None:
     """group: the backend; "" is the run's own."""
     contexts = bench.pick((1_024, 8_192), (1_024, 8_192), (16, 48))
     sizes = bench.pick((1, 8, 64, 256), (1, 64), (1, 4))
+    settings = bench.check_group(group)
     if group:
-        if (name := bench.backend_name()) == group:
-            raise Skip(f"{name} is the run's backend already")
-        if reason := bench.unsupported_reason(group):
-            raise Skip(f"no {group}: {reason}")
         sizes = bench.pick((8, 64), (64,), (2,))
-    settings = {"attention_backend": group} if group else {}
     with Stage(
         bench,
         LLAMA,
@@ -40,9 +40,9 @@ def run(bench: Bench, group: str) -> None:
         num_pages=bench.pick(None, None, 2_048),
         **settings,
     ) as stage:
-        bench.note(f"{stage.choices}; pool of {stage.capacity:,} tokens")
+        bench.note(f"{stage.resolved_config}; pool of {stage.capacity:,} tokens")
         for context, size in product(contexts, sizes):
-            name = f"{stage.choices.attention_backend}, batch {size}, context {context:,}"
+            name = f"{stage.resolved_config.attention_backend}, batch {size}, context {context:,}"
             try:
                 stage.check_room(size * (context + ROOM // 4), "rows and keys")
             except Skip as reason:
@@ -63,18 +63,38 @@ def _measure(bench: Bench, stage: Stage, name: str, size: int, context: int) -> 
     checks.append(bench.at_most("host share", found.host_share, MOST_HOST))
     details: dict[str, Any] = {"context_measured": found.num_keys}
     if any(check.is_judged and not check.is_met for check in checks) or (bench.is_dry and size > 1):
-        profile = details["profile"] = profile_steps(bench, stage, prompts)
-        bench.note(f"{name}: {describe(profile)}")
-    bench.row(name, _cells(found, limit), checks=tuple(checks), details=details)
-
-
-def _cells(found: DecodeFigures, limit: float) -> dict[str, float | str | None]:
-    return {
+        details["profile"] = profile_steps(bench, stage, prompts)
+        longest = list(details["profile"].items())[:NUM_NOTED]
+        told = ", ".join(f"{kernel[:36]} {ms:.3g}" for kernel, ms in longest)
+        bench.note(f"{name}: ms by kernel: {told}")
+    cells = {
         **found.step.cells("step ms"),
         "limit ms": limit * 1e3,
-        "of limit": f"{limit / found.step.median:.0%}",
+        "of limit": f"{of_limit:.0%}",
         "device ms": found.device.ms,
         "host share": f"{found.host_share:.1%}",
         "launch ms": found.host_s * 1e3,
         "tok/s": found.num_rows / found.step.median,
     }
+    bench.row(name, cells, checks=tuple(checks), details=details)
+
+
+def profile_steps(bench: Bench, stage: Stage, prompts: Sequence[IntArray]) -> dict[str, float]:
+    """Milliseconds a decode step by kernel, the longest first."""
+    stage.start(prompts, 16 * NUM_PROFILED)
+    activity = ProfilerActivity.CPU if bench.is_dry else ProfilerActivity.CUDA
+    spent: dict[str, float] = {}
+    try:
+        with profile(activities=[activity]) as record:
+            for _ in range(NUM_PROFILED):
+                stage.step()
+            bench.clock.wait()
+        for one in record.key_averages():
+            total = one.self_cpu_time_total if bench.is_dry else one.self_device_time_total
+            if total:
+                spent[one.key[:80]] = total / 1e3 / NUM_PROFILED
+    except RuntimeError as error:  # no profiler here; the figures are there already
+        bench.note(f"no profile, {error}")
+    stage.abort_all()
+    longest = sorted(spent.items(), key=lambda item: -item[1])
+    return {name: round(ms, 4) for name, ms in longest[:NUM_KERNELS]}

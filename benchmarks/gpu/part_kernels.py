@@ -7,12 +7,12 @@ among it; an element that is not written, or read without having been, is found 
 from __future__ import annotations
 
 import torch
-from gpu_bench import Bench
-from gpu_jobs import Skip
-from kernel_attention import check_direct
-from kernel_backends import check_backend
-from kernel_rows import check_draws, check_rows
-from part_shared import always_share
+from gpu.bench import Bench
+from gpu.jobs import Skip
+from gpu.kernel_attention import check_direct
+from gpu.kernel_backends import check_backend
+from gpu.kernel_rows import check_draws, check_rows
+from gpu.part_shared import always_share
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGE_SIZES = (1, 16, 64)  # that each backend is asked for

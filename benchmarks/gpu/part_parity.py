@@ -3,7 +3,7 @@
 A tiny random model; every setting cold, then warm, then without log-probabilities, which takes
 another way. What the CPU says counts, in the same dtype where it has it: another token is accepted
 only where the CPU's own log-probability of it is within rounding of its best one's. That ends the
-comparison of the prompt, for everything behind it differs. Log-probabilities have to agree, too.
+comparison of the prompt, for everything after it differs. Log-probabilities have to agree, too.
 """
 
 from __future__ import annotations
@@ -15,42 +15,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_bench import Bench
-from gpu_jobs import Skip
-from gpu_runtime import open_runtime
+from gpu.bench import Bench
+from gpu.jobs import Skip
 
 from radixserve import Runtime, SamplingParams
-from radixserve.attention.cuda import sharing
+from radixserve.attention.cuda import cascade
+from radixserve.attention.cuda.cascade import NodeFinder
 from radixserve.output import Completion
 from radixserve.runner.cuda_graph import DecodeGraph
 
 MODEL = "bench-tiny"
 NUM_TOP = 5
 TIE = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}  # of log-probabilities
-DTYPES = {name: getattr(torch, name) for name in TIE}
 
 Variant = dict[str, Any]  # settings of an engine
 BASE: Variant = {"dtype": "bfloat16", "page_size": 1}
+COMMON: list[Variant] = [
+    BASE,
+    {"page_size": 16},
+    {"overlap": False},
+    {"cascade_attention": False},
+    {"dtype": "float16", "page_size": 16},
+]
 VARIANTS: dict[str, list[Variant]] = {
     "flashinfer": [
-        BASE,
-        {"page_size": 16},
+        *COMMON,
         {"page_size": 64},
         {"cuda_graphs": False},
-        {"overlap": False},
-        {"cascade_attention": False},
         {"page_size": 16, "cuda_graphs": False, "overlap": False, "cascade_attention": False},
-        {"dtype": "float16", "page_size": 16},
     ],
     "triton": [
-        BASE,
-        {"page_size": 16},
+        *COMMON,
         {"page_size": 64, "cuda_graphs": False},
-        {"overlap": False},
-        {"cascade_attention": False},
         {"dtype": "float32"},
         {"dtype": "float32", "page_size": 16, "cuda_graphs": False, "overlap": False},
-        {"dtype": "float16", "page_size": 16},
     ],
     "torch": [{"dtype": "float32"}, {"page_size": 16}, {"overlap": False, "page_size": 64}],
 }
@@ -71,22 +69,18 @@ class Agreement:
 
 
 def run(bench: Bench, group: str) -> None:
-    if reason := bench.unsupported_reason(group, _probe(group)):
+    probed = torch.float32 if group == "torch" else torch.bfloat16  # which it takes anywhere
+    if reason := bench.unsupported_reason(group, probed):
         raise Skip(f"no {group}: {reason}")
     prompts = make_prompts(bench)
     expected: dict[str, list[Completion]] = {}
     for variant in (DRY_VARIANTS if bench.is_dry else VARIANTS)[group]:
         settings = {**BASE, **variant, "attention_backend": group}
         dtype = settings["dtype"]
-        source = "float32" if dtype == "float16" else dtype  # which the CPU has not
+        source = "float32" if dtype == "float16" else dtype  # the CPU has no float16
         if source not in expected:
             expected[source] = _on_cpu(bench, source, prompts)
         _compare(bench, settings, prompts, expected[source])
-
-
-def _probe(group: str) -> torch.dtype:
-    """A dtype that the backend takes where it can be had at all."""
-    return torch.float32 if group == "torch" else torch.bfloat16
 
 
 def make_prompts(bench: Bench) -> list[list[int]]:
@@ -130,13 +124,13 @@ def _compare(
     }
     with (
         watched(shares=settings.get("cascade_attention", True)) as seen,
-        open_runtime(bench, MODEL, **settings, **sizes) as rt,
+        bench.open_runtime(MODEL, **settings, **sizes) as rt,
     ):
         runs = [
             rt.generate(prompts, _params(bench, logprobs), progress=False)
             for logprobs in (NUM_TOP, NUM_TOP, None)
         ]
-        stats, choices = rt.cache_stats(), rt.choices
+        stats, choices = rt.cache_stats(), rt.resolved_config
     found = [agree(prompts, one, expected, tie) for one in runs]
     wrong = next((one.wrong for one in found if one.wrong), "")
     wrong = wrong or _unused(settings, choices, stats, seen, runs)
@@ -145,21 +139,14 @@ def _compare(
         "ties": sum(one.num_ties for one in found),
         "replays": seen["replays"],
         "shared steps": seen["shared"],
-        "hidden ms": stats["hidden_s"] * 1e3,
+        "hidden ms": stats["overlapped_s"] * 1e3,
     }
     bench.row(name, cells, failed=wrong)
 
 
 def describe(settings: Variant) -> str:
-    off = [
-        word
-        for key, word in (
-            ("cuda_graphs", "no graphs"),
-            ("overlap", "no overlap"),
-            ("cascade_attention", "no cascade"),
-        )
-        if not settings.get(key, True)
-    ]
+    words = {"cuda_graphs": "graphs", "overlap": "overlap", "cascade_attention": "cascade"}
+    off = [f"no {word}" for key, word in words.items() if not settings.get(key, True)]
     parts = [settings["attention_backend"], settings["dtype"], f"pages of {settings['page_size']}"]
     return ", ".join([*parts, *off])
 
@@ -167,7 +154,7 @@ def describe(settings: Variant) -> str:
 def _unused(
     settings: Variant, choices: Any, stats: dict[str, Any], seen: dict[str, int], runs: Any
 ) -> str:
-    """What was to be tried and was not, or the other way round."""
+    """Settings that took no effect, or features that were used in spite of them."""
     backend = settings["attention_backend"]
     has_graphs = settings.get("cuda_graphs", True) and backend != "torch"
     shares = settings.get("cascade_attention", True) and backend != "torch"
@@ -176,7 +163,7 @@ def _unused(
         f"the backend is {choices.attention_backend}": choices.attention_backend == backend,
         f"{seen['replays']} graphs replayed": bool(seen["replays"]) == has_graphs,
         f"{seen['shared']} steps read shared pages together": bool(seen["shared"]) == shares,
-        "overlap": (stats["hidden_s"] > 0) == settings.get("overlap", True),
+        "overlap": (stats["overlapped_s"] > 0) == settings.get("overlap", True),
         "a warm prompt was computed again": all(cached),
     }
     return "; ".join(claim for claim, is_so in claims.items() if not is_so)
@@ -187,8 +174,8 @@ def watched(*, shares: bool) -> Iterator[dict[str, int]]:
     """Counts replayed graphs and steps with shared pages, which are read together if `shares`
     however little that saves."""
     seen = {"replays": 0, "shared": 0}
-    plan, find = DecodeGraph.plan, sharing.find_nodes
-    costs = sharing.SHARE_BYTES, sharing.MERGE_TOKENS
+    plan, find = DecodeGraph.plan, NodeFinder.find
+    costs = cascade.SHARE_BYTES, cascade.MERGE_TOKENS
 
     def counted_plan(self: DecodeGraph, batch: Any) -> Any:
         seen["replays"] += 1
@@ -199,14 +186,14 @@ def watched(*, shares: bool) -> Iterator[dict[str, int]]:
         seen["shared"] += bool(nodes)
         return nodes
 
-    DecodeGraph.plan, sharing.find_nodes = counted_plan, counted_find  # type: ignore[method-assign]
+    DecodeGraph.plan, NodeFinder.find = counted_plan, counted_find  # type: ignore[method-assign]
     if shares:
-        sharing.SHARE_BYTES, sharing.MERGE_TOKENS = 1, 0
+        cascade.SHARE_BYTES, cascade.MERGE_TOKENS = 1, 0
     try:
         yield seen
     finally:
-        DecodeGraph.plan, sharing.find_nodes = plan, find  # type: ignore[method-assign]
-        sharing.SHARE_BYTES, sharing.MERGE_TOKENS = costs
+        DecodeGraph.plan, NodeFinder.find = plan, find  # type: ignore[method-assign]
+        cascade.SHARE_BYTES, cascade.MERGE_TOKENS = costs
 
 
 def agree(
@@ -219,14 +206,8 @@ def agree(
     num_tokens = num_ties = 0
     wrong = ""
     for at, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        same = next(
-            (
-                i
-                for i, pair in enumerate(zip(mine.token_ids, theirs.token_ids, strict=True))
-                if pair[0] != pair[1]
-            ),
-            len(theirs.token_ids),
-        )
+        equal = [a == b for a, b in zip(mine.token_ids, theirs.token_ids, strict=True)]
+        same = [*equal, False].index(False)
         num_tokens += same
         where = f"prompt {at} of {len(prompts[at])} tokens, token {same}"
         if same < len(theirs.token_ids):

@@ -1,7 +1,7 @@
-"""Time to first token of the Llama-3-8B shapes: of cold prompts, and behind what is cached.
+"""Time to first token of the Llama-3-8B shapes: of cold prompts, and after a cached prefix.
 
 One request at a time through the engine, from `add` to its first token, host and all; a request's
-prompt is random but for what is to be cached.
+prompt is random but for the part that is to be cached.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from statistics import median
 
 import numpy as np
-from gpu_bench import LLAMA, Bench
-from gpu_clock import Times
-from gpu_jobs import Skip
-from gpu_limits import prefill_s
-from gpu_stage import Stage
+from gpu.bench import LLAMA, Bench
+from gpu.clock import Times
+from gpu.limits import prefill_s
+from gpu.stage import Stage
 
 TARGET = 0.7  # of the limit, cold
 GAIN = 10.0  # cold over cached
@@ -25,13 +24,9 @@ def run(bench: Bench, group: str) -> None:
     new = bench.pick(NUM_NEW, NUM_NEW, 16)
     cold = bench.pick((512, 4_096, 32_768), (512, 4_096), (16, 64))
     cached = bench.pick((8_192, 32_768), (8_192,), (128,))
+    settings = bench.check_group(group)
     if group:
-        if (name := bench.backend_name()) == group:
-            raise Skip(f"{name} is the run's backend already")
-        if reason := bench.unsupported_reason(group):
-            raise Skip(f"no {group}: {reason}")
         cold, cached = cold[:2], cached[:1]
-    settings = {"attention_backend": group} if group else {}
     with Stage(
         bench,
         LLAMA,
@@ -41,7 +36,9 @@ def run(bench: Bench, group: str) -> None:
         num_pages=bench.pick(None, None, 2_048),
         **settings,
     ) as stage:
-        bench.note(f"{stage.choices}; chunks of {stage.config.chunked_prefill_size:,} tokens")
+        bench.note(
+            f"{stage.resolved_config}; chunks of {stage.config.chunked_prefill_size:,} tokens"
+        )
         stage.first_token(stage.tokens(new))
         for length in cold:
             _measure_cold(bench, stage, length)
@@ -50,7 +47,7 @@ def run(bench: Bench, group: str) -> None:
 
 
 def _measure_cold(bench: Bench, stage: Stage, length: int) -> None:
-    name = f"{stage.choices.attention_backend}, {length:,} cold"
+    name = f"{stage.resolved_config.attention_backend}, {length:,} cold"
     times = _cold(bench, stage, length)
     limit = prefill_s(bench.shape(LLAMA), bench.ceilings, length)
     check = bench.at_least("of the limit", limit / times.median, TARGET)
@@ -67,7 +64,7 @@ def _cold(bench: Bench, stage: Stage, length: int) -> Times:
 
 
 def _measure_cached(bench: Bench, stage: Stage, length: int, new: int) -> None:
-    name = f"{stage.choices.attention_backend}, {new:,} behind {length:,} cached"
+    name = f"{stage.resolved_config.attention_backend}, {new:,} after {length:,} cached"
     stage.check_room(2 * (length + new), "a prompt and its answers")
     prefix = stage.tokens(length)
     stage.first_token(prefix)

@@ -3,28 +3,29 @@
 attention   that of all layers alone, as a graph, over a pool of random K and V
 step        decode steps of the engine; the prefix is computed once and found in the cache
 crossover   from how many tokens on together is faster, (rows - 1) x prefix: SHARE_BYTES of
-            radixserve/attention/cuda/sharing.py over the bytes of a token in a layer
+            radixserve/attention/cuda/cascade.py over the bytes of a token in a layer
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_bench import DTYPE, LLAMA, Bench
-from gpu_clock import Times, captured
-from gpu_jobs import Skip
-from gpu_limits import cascade_s, decode_s, flat_s, matrices_s
-from gpu_stage import DecodeFigures, Stage
+from gpu.bench import DTYPE, LLAMA, Bench
+from gpu.clock import Times, captured
+from gpu.jobs import Skip
+from gpu.limits import cascade_s, decode_s, flat_s, kv_bytes, matrices_s
+from gpu.stage import DecodeFigures, Stage
+from harness.shared_prefix import SharedPrefix
 
 from radixserve.attention.choice import make_backend
-from radixserve.attention.cuda import sharing
-from radixserve.runner.forward_batch import build_forward_batch
-from radixserve.schedule import ScheduledRequest
+from radixserve.attention.cuda import cascade
 
 ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0
 STEP_ROWS = 64  # that the target of the step is for
@@ -39,64 +40,48 @@ def run(bench: Bench, group: str) -> None:
     )
 
 
-class Prefix:
-    """Rows of one token over `shared` tokens in common and `own` ones each, in a random pool."""
+def make_case(bench: Bench, num_layers: int, num_rows: int, shared: int, own: int) -> SharedPrefix:
+    shape = replace(bench.shape(LLAMA), num_layers=num_layers)
+    page_size = bench.settings.page_size
+    return SharedPrefix(
+        shape, num_rows, shared, own, page_size=page_size, dtype=DTYPE, device=bench.device
+    )
 
-    def __init__(
-        self, bench: Bench, name: str, num_layers: int, num_rows: int, shared: int, own: int
-    ) -> None:
-        shape, size = bench.shape(LLAMA), bench.settings.page_size
-        self._bench, self._name, self._heads = bench, name, shape.num_heads
-        self.num_layers = num_layers
-        of_prefix, of_row = -(-shared // size), -(-(own + 1) // size)
-        num_pages = of_prefix + num_rows * of_row
-        dims = (num_layers, 2, num_pages, size, shape.num_kv_heads, shape.head_dim)
-        self._kv = torch.randn(dims, device=bench.device, dtype=DTYPE)
-        self._q = torch.randn(
-            (num_rows, shape.num_heads, shape.head_dim), device=bench.device, dtype=DTYPE
-        )
-        pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32)
-        rows = pages[of_prefix:].reshape(num_rows, of_row)
-        token, start = np.zeros(1, np.int32), of_prefix * size + own
-        self._rows = [
-            ScheduledRequest("", token, start, np.concatenate([pages[:of_prefix], mine]), None)
-            for mine in rows
-        ]
-        self._num_pages = num_rows * (of_prefix + of_row)
 
-    def times(self, *, together: bool, repeats: int) -> Times:
-        """Of all layers; together: whether or not that pays."""
-        backend = make_backend(self._name, self._kv, self._heads, shares=together)
+def time_attention(bench: Bench, case: SharedPrefix, repeats: int) -> tuple[Times, Times]:
+    """Attention of all layers as a graph, flat and cascade, whether or not that pays."""
+    found = []
+    for together in (False, True):
+        num_heads = case.q.shape[1]
+        backend = make_backend(bench.backend_name(), case.kv, num_heads, shares=together)
         backend.prepare()
-        graph = backend.capture_backend(len(self._rows), self._num_pages, int(together))
-        batch = build_forward_batch(self._rows, self._bench.settings.page_size, self._bench.device)
-        if together and not backend.shared_levels(batch):
+        graph = backend.capture_backend(case.num_rows, case.num_row_pages, int(together))
+        if together and not backend.shared_levels(case.batch):
             raise RuntimeError("the backend finds nothing to read together")
-        graph.plan(batch)
+        graph.plan(case.batch)
+        replay, _ = captured(partial(_attend, graph, case), bench.device)
+        found.append(Times.of(bench.clock.samples(replay, repeats)))
+    return found[0], found[1]
 
-        def attend() -> torch.Tensor:
-            out = self._q
-            for layer in range(self.num_layers):
-                out = graph.attend(self._q, layer)
-            return out
 
-        replay, _ = captured(attend, self._bench.device)
-        return Times.of(self._bench.clock.samples(replay, repeats))
+def _attend(graph: Any, case: SharedPrefix) -> torch.Tensor:
+    for layer in range(case.num_layers):
+        out: torch.Tensor = graph.attend(case.q, layer)
+    return out
 
 
 def always_share() -> None:
     """In this process whatever rows have in common is read together."""
-    sharing.SHARE_BYTES, sharing.MERGE_TOKENS = 1, 0
+    cascade.SHARE_BYTES, cascade.MERGE_TOKENS = 1, 0
 
 
 def measure_attention(bench: Bench) -> None:
     always_share()
-    shape, name = bench.shape(LLAMA), bench.backend_name()
+    shape = bench.shape(LLAMA)
     shared, own = bench.pick(8_192, 8_192, 64), bench.pick(OWN, OWN, 8)
     for num_rows in bench.pick((64, 256), (64,), (8,)):
-        case = Prefix(bench, name, shape.num_layers, num_rows, shared, own)
-        repeats = bench.pick(20, 10, 2)
-        flat, cascade = (case.times(together=is_on, repeats=repeats) for is_on in (False, True))
+        case = make_case(bench, shape.num_layers, num_rows, shared, own)
+        flat, cascade = time_attention(bench, case, bench.pick(20, 10, 2))
         limits = (
             flat_s(shape, bench.ceilings, num_rows, shared + own),
             cascade_s(shape, bench.ceilings, num_rows, shared, own),
@@ -110,7 +95,7 @@ def measure_attention(bench: Bench) -> None:
             "gain": f"{gain:.1f} x",
         }
         check = bench.at_least("gain", gain, ATTENTION_GAIN)
-        what = f"{name}, {num_rows} rows, {shared:,} + {own}"
+        what = f"{bench.backend_name()}, {num_rows} rows, {shared:,} + {own}"
         bench.row(what, cells, checks=(check,), section="attention alone, all layers")
 
 
@@ -121,10 +106,11 @@ def find_crossover(bench: Bench) -> None:
     prefixes = bench.pick((128, 256, 512, 1_024, 2_048, 4_096, 8_192), (256, 1_024, 4_096), (8, 32))
     found: list[float] = []
     for num_rows in bench.pick((2, 4, 8, 16, 32, 64, 128, 256), (4, 16, 64), (2, 4)):
-        gains = [
-            _gain(bench, Prefix(bench, name, num_layers, num_rows, shared, bench.pick(OWN, OWN, 4)))
-            for shared in prefixes
-        ]
+        gains = []
+        for shared in prefixes:
+            case = make_case(bench, num_layers, num_rows, shared, bench.pick(OWN, OWN, 4))
+            flat, cascade = time_attention(bench, case, bench.pick(10, 5, 2))
+            gains.append(flat.median / cascade.median)
         cells: dict[str, Any] = {
             str(p): f"{gain:.2f}" for p, gain in zip(prefixes, gains, strict=True)
         }
@@ -133,7 +119,7 @@ def find_crossover(bench: Bench) -> None:
         if at is not None:
             found.append((num_rows - 1) * at)
         bench.row(f"{num_rows} rows", cells, section="flat / cascade by prefix")
-    token_bytes = shape.kv_bytes // shape.num_layers
+    token_bytes = kv_bytes(shape) // shape.num_layers
     if found:
         tokens = median(found)
         bench.note(
@@ -142,12 +128,6 @@ def find_crossover(bench: Bench) -> None:
         )
     else:
         bench.note(f"{name}: no crossing among these prefixes")
-
-
-def _gain(bench: Bench, case: Prefix) -> float:
-    repeats = bench.pick(10, 5, 2)
-    flat, cascade = (case.times(together=is_on, repeats=repeats) for is_on in (False, True))
-    return flat.median / cascade.median
 
 
 def crossing(places: Sequence[int], gains: Sequence[float]) -> float | None:
@@ -204,14 +184,12 @@ def _steps(
         num_pages=-(-bench.pick(262_144, 131_072, 2_048) // bench.settings.page_size),
         cascade_attention=is_on,
     ) as stage:
-        most = shared + max(sizes) * (own + 2 * max(sizes))
-        if most > stage.capacity:
-            raise Skip(f"a pool of {stage.capacity:,} tokens is too small for {most:,}")
+        stage.check_room(shared + max(sizes) * (own + 2 * max(sizes)), "the rows")
         prefix = stage.tokens(shared)
         stage.first_token(prefix)
         found = {}
         for size in sizes:
             prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
             found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
-        bench.note(f"cascade_attention={is_on}: {stage.choices}")
+        bench.note(f"cascade_attention={is_on}: {stage.resolved_config}")
     return found

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from gpu_bench import Bench
-from gpu_jobs import Skip
+from gpu.bench import Bench
+from gpu.jobs import Skip
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ("tests/attention/test_on_device.py",)
 DRY = "test_graphs and cpu and triton"
 COUNTS = ("passed", "failed", "error", "skipped")
@@ -23,9 +22,7 @@ def run(bench: Bench, group: str) -> None:
         raise Skip("the tests are not here")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *FILES]
     command += ["-k", DRY if bench.is_dry else "cuda"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path}
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(result.stdout, result.stderr, flush=True)
     if "No module named pytest" in result.stderr:
         raise Skip("pytest is not installed")

@@ -3,28 +3,49 @@
 lengths    256 requests of 100 to 1,024 random tokens, 100 to 1,024 new ones each, temperature
            0.6: the setting in which nano-vLLM measures itself
 the rest   workloads that share much, little or nothing; runs with the cache on and off take
-           turns. Every run's prompts are new ones, and nothing is forgotten: what earlier runs
-           left is evicted on the way
+           turns. Every run's prompts are new ones, and the cache is never emptied: K and V of
+           earlier runs are evicted on the way
 """
 
 from __future__ import annotations
 
 import time
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from gpu_bench import QWEN, Bench
-from gpu_clock import Times
-from gpu_limits import serving_s
-from gpu_runtime import open_runtime
-from gpu_workloads import DRY, FULL, KINDS, QUICK, Played, ideal_computed, make, play
+from engine.runtime_engine import RuntimeEngine
+from engine.serving import Serving
+from gpu.bench import QWEN, Bench
+from gpu.clock import Times
+from gpu.limits import serving_s
+from harness.workloads import Size, Workload, ideal_computed, make_workload
 
-from radixserve import Runtime, SamplingParams
+from radixserve import SamplingParams
 
 MOST_LOSS = 0.01  # of time, where nothing is shared
 NEAR_IDEAL = 1e-3  # of what an ideal cache leaves to compute, either way
 POOL = 327_680  # tokens
+UNSHARED = "W4"
+FULL = {
+    "W1": Size(1_024, 128, 256, 64),
+    "W2": Size(0, 256, 64, 64, rounds=4),
+    "W3": Size(2_048, 64, 128, 16),
+    "W4": Size(0, 1_024, 256, 64),
+}
+QUICK = {
+    "W1": Size(1_024, 128, 128, 32),
+    "W2": Size(0, 256, 32, 32, rounds=3),
+    "W3": Size(2_048, 64, 64, 8),
+    "W4": Size(0, 512, 128, 32),
+}
+DRY = {
+    "W1": Size(16, 4, 4, 3),
+    "W2": Size(0, 6, 2, 3, rounds=2),
+    "W3": Size(24, 2, 2, 2),
+    "W4": Size(0, 12, 4, 3),
+}
 
 
 def run(bench: Bench, group: str) -> None:
@@ -48,7 +69,7 @@ def measure_lengths(bench: Bench) -> None:
         SamplingParams(max_tokens=new, temperature=0.6, ignore_eos=True, seed=at)
         for at, (_, new) in enumerate(lengths)
     ]
-    with open_runtime(bench, QWEN, **_settings(bench)) as rt:
+    with bench.open_runtime(QWEN, **_settings(bench)) as rt:
         samples = []
         for turn in range(bench.pick(4, 2, 1)):
             rt.flush_cache()
@@ -62,7 +83,7 @@ def measure_lengths(bench: Bench) -> None:
             assert [len(out.token_ids) for out in outs] == [new for _, new in lengths]
             if turn or bench.is_dry:  # the first one warms up
                 samples.append(spent)
-        stats, choices = rt.cache_stats(), rt.choices
+        stats, choices = rt.cache_stats(), rt.resolved_config
     times = Times.of(samples)
     limit = serving_s(bench.shape(QWEN), bench.ceilings, lengths)
     num_out = sum(new for _, new in lengths)
@@ -83,59 +104,80 @@ def measure_lengths(bench: Bench) -> None:
 def measure_workloads(bench: Bench) -> None:
     sizes = bench.pick(FULL, QUICK, DRY)
     with (
-        open_runtime(bench, QWEN, cache="radix", engines=2, **_settings(bench)) as on,
-        open_runtime(bench, QWEN, cache="off", **_settings(bench)) as off,
+        bench.open_runtime(QWEN, cache="radix", engines=2, **_settings(bench)) as on,
+        bench.open_runtime(QWEN, cache="off", **_settings(bench)) as off,
     ):
-        for name in KINDS:
-            pairs = bench.pick(9 if name == "random" else 3, 3 if name == "random" else 2, 1)
-            _compare(bench, name, (on, off), sizes, pairs)
+        vocab = on.model.vocab_size
+        engines = RuntimeEngine(on), RuntimeEngine(off)
+        for name in sizes:
+            pairs = bench.pick(9 if name == UNSHARED else 3, 3 if name == UNSHARED else 2, 1)
+            first = 0 if bench.is_dry else -1  # one pair to warm up
+            found, excess = [], []
+            for pair in range(first, pairs):
+                workload = make_workload(name, sizes[name], vocab, seed=1_000 + pair)
+                order = engines[::-1] if pair % 2 else engines
+                runs = [_play(engine, workload) for engine in order]
+                found.append(tuple(runs[::-1] if pair % 2 else runs))
+                excess.append(found[-1][0].num_computed / ideal_computed(workload))
+            _report(bench, workload, found[-pairs:], excess[-pairs:])
 
 
-def _compare(
-    bench: Bench, name: str, runtimes: tuple[Runtime, Runtime], sizes: Any, pairs: int
+@dataclass(frozen=True)
+class Played:
+    """One run of a workload."""
+
+    seconds: float
+    num_computed: int  # prompt tokens that were not found cached
+    first_s: float  # mean time to the first token
+
+
+def _play(engine: RuntimeEngine, workload: Workload) -> Played:
+    before, began = engine.num_computed, time.perf_counter()
+    answers = Serving(workload, workload, is_burst=True).run(engine)
+    spent = time.perf_counter() - began
+    first_s = fmean(answer.first_s for answer in answers)
+    return Played(spent, engine.num_computed - before, first_s)
+
+
+def _report(
+    bench: Bench, workload: Workload, found: list[tuple[Played, ...]], excess: list[float]
 ) -> None:
-    """Pairs of runs with the cache and without, over the same prompts, taking turns."""
-    found: list[tuple[Played, Played]] = []
-    excess: list[float] = []
-    what = ""
-    for pair in range(0 if bench.is_dry else -1, pairs):  # one to warm up
-        workload = make(name, sizes, runtimes[0].model.vocab_size, seed=1_000 + pair)
-        runs = [play(rt, workload) for rt in (runtimes[::-1] if pair % 2 else runtimes)]
-        if pair % 2:
-            runs.reverse()
-        what = workload.what
-        if pair >= 0:
-            found.append((runs[0], runs[1]))
-            excess.append(runs[0].num_computed / ideal_computed(workload))
+    """found: pairs of runs with the cache and without, over the same prompts. excess: tokens
+    computed with it over those that an ideal cache leaves."""
     gain = median(off.seconds / on.seconds for on, off in found)
     on, off = (
         sorted(side, key=lambda one: one.seconds)[len(side) // 2]
         for side in zip(*found, strict=True)
     )
+    num_out = workload.num_requests * workload.num_new
     cells = {
         "on s": on.seconds,
         "off s": off.seconds,
         "off / on": f"{gain:.3f}",
-        "on tok/s": on.num_out / on.seconds,
-        "off tok/s": off.num_out / off.seconds,
+        "on tok/s": num_out / on.seconds,
+        "off tok/s": num_out / off.seconds,
         "on first ms": on.first_s * 1e3,
         "off first ms": off.first_s * 1e3,
-        "computed": f"{on.num_computed / on.num_prompt:.1%}",
+        "computed": f"{on.num_computed / off.num_computed:.1%}",
         "of ideal": f"{max(excess):.3f}",
     }
-    failed = _judge(excess, bench)
     checks = []
-    if name == "random":
+    if workload.name == UNSHARED:
         loss = median(on.seconds / off.seconds for on, off in found) - 1
         checks.append(bench.at_most("loss without reuse", loss, MOST_LOSS))
     details = {"pairs_s": [[on.seconds, off.seconds] for on, off in found]}
-    row = f"{name}: {what}"
-    section = "cache on and off"
-    bench.row(row, cells, checks=tuple(checks), section=section, failed=failed, details=details)
+    bench.row(
+        workload.what,
+        cells,
+        checks=tuple(checks),
+        section="cache on and off",
+        failed=judge(excess, bench),
+        details=details,
+    )
 
 
-def _judge(excess: list[float], bench: Bench) -> str:
-    """What is wrong with the tokens computed, over those that an ideal cache leaves."""
+def judge(excess: list[float], bench: Bench) -> str:
+    """The fault of the tokens computed, given over those that an ideal cache leaves."""
     if max(excess) > 1 + NEAR_IDEAL:
         return "tokens that were cached were computed again"
     if min(excess) < 1 - NEAR_IDEAL and not bench.is_dry:  # few tokens in all, which may repeat

@@ -1,0 +1,1 @@
+"""C++ kernels for CPUs, Triton kernels for GPUs, and their references in PyTorch."""

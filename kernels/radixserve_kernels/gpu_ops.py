@@ -1,7 +1,6 @@
 """The device operations: Triton kernels for CUDA tensors, torch references for CPU tensors.
 
-With TRITON_INTERPRET=1 in the environment CPU tensors go through Triton's interpreter instead: it
-is slow, and for tests. On CUDA nothing here waits for the device or looks at what is in a tensor:
+On CUDA nothing here waits for the device or looks at what is in a tensor:
 every call can be captured in a CUDA graph. All tensors of a call are on one device, which is the
 current one; features lie dense (stride 1), other axes may be strided if nothing else is said.
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +34,9 @@ MIN_CAPABILITY = (8, 0)  # Ampere
 PROGRAMS_PER_SM = 2  # that keep a multiprocessor's share of the memory busy
 MAX_SPLITS, MAX_LONG_SPLITS = 64, 8
 
+cpu_launcher: Callable[[Any], None] | None = None
+"""Runs the kernels' `Launch`es for CPU tensors; None: gpu/reference.py computes them."""
+
 
 def unsupported_reason() -> str:
     """Why the kernels cannot run on CUDA here; "" if they can."""
@@ -49,20 +51,15 @@ def unsupported_reason() -> str:
 
 
 def _run(x: Tensor, family: str, name: str, *arguments: Any) -> None:
-    """Run `name` of gpu/<family>.py on the device of x; for CPU tensors its function in
-    gpu/reference.py, or the interpreter where Triton's own switch asks for it."""
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    """Run `name` of gpu/<family>.py on the device of x; of gpu/reference.py for CPU tensors."""
+    if not x.is_cuda and cpu_launcher is None:
         getattr(reference, name)(*arguments)
         return
-    launches = getattr(import_module(f"radixserve_kernels.gpu.{family}"), name)(*arguments)
-    if x.is_cuda:
-        for launch in launches:
+    for launch in getattr(import_module(f"radixserve_kernels.gpu.{family}"), name)(*arguments):
+        if x.is_cuda or cpu_launcher is None:
             launch.run()
-        return
-    from radixserve_kernels.gpu.interpreter import interpret
-
-    for launch in launches:
-        interpret(launch)
+        else:
+            cpu_launcher(launch)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +10,44 @@ from numpy.typing import NDArray
 IndexArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
 class HostIndex:
-    """R rows of a step, whose T new tokens are laid end to end; the names are FlashInfer's."""
+    """R rows of a step, whose T new tokens are laid end to end: numpy arrays, each contiguous. The
+    names are FlashInfer's.
 
-    start: IndexArray  # [R] position of each row's first new token
-    qo_indptr: IndexArray  # [R + 1] row r's new tokens are [qo_indptr[r], qo_indptr[r + 1])
-    kv_indptr: IndexArray  # [R + 1] row r's pages are kv_indices[kv_indptr[r] : kv_indptr[r + 1]]
-    kv_indices: NDArray[np.int32]  # [total pages] page ids
-    seq_lens: IndexArray  # [R] tokens of each row after the step
+    kv_indices is put together when it is first read, which copies every page id of every row: a
+    flat plan on a device does without. `release` gives the borrowed page tables back.
+    """
+
+    __slots__ = ("_kv_indices", "kv_indptr", "page_tables", "qo_indptr", "seq_lens", "start")
+
+    def __init__(
+        self,
+        start: IndexArray,
+        qo_indptr: IndexArray,
+        kv_indptr: IndexArray,
+        seq_lens: IndexArray,
+        page_tables: Sequence[NDArray[np.int32]],
+    ) -> None:
+        self.start = start  # [R] position of each row's first new token
+        self.qo_indptr = qo_indptr  # [R + 1] bounds of each row's new tokens
+        self.kv_indptr = kv_indptr  # [R + 1] bounds of each row's pages in kv_indices
+        self.seq_lens = seq_lens  # [R] tokens of each row after the step
+        self.page_tables = page_tables  # end to end they are kv_indices
+        self._kv_indices: NDArray[np.int32] | None = None
+
+    @property
+    def kv_indices(self) -> NDArray[np.int32]:
+        """[total pages] the page ids of all rows."""
+        flat = self._kv_indices
+        if flat is None:
+            flat = self._kv_indices = np.concatenate(self.page_tables, dtype=np.int32)
+        return flat
+
+    @property
+    def is_flattened(self) -> bool:
+        """Whether kv_indices has been put together."""
+        return self._kv_indices is not None
+
+    def release(self) -> None:
+        """Drop the page tables: kv_indices is not read for the first time any more."""
+        self.page_tables = ()

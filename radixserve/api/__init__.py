@@ -1,1 +1,1 @@
-"""What callers hold: `Runtime`, branches, chats, beam search and search over thoughts."""
+"""What programs call: Runtime, branches, chats, beam search, search over thoughts."""

@@ -33,7 +33,7 @@ def read_options(
     Raises InvalidRequest: also for what has no meaning without drawing, such as top_p.
     """
     rest = {name: value for name, value in fields.items() if value is not None}
-    beam_fields = {own: rest.pop(name) for name, own in _BEAM_FIELDS.items() if name in rest}
+    beam_fields = {name: rest.pop(name) for name in _BEAM_FIELDS if name in rest}
     for name, record, kind, own in (
         ("params", params, SamplingParams, rest),
         ("beams", beams, BeamParams, beam_fields),
@@ -48,7 +48,9 @@ def read_options(
     drawing = [name for name in _DRAWING if getattr(params, name) != getattr(default, name)]
     if drawing and (drawing != ["temperature"] or params.temperature):
         raise InvalidRequest(f"a beam search does not draw: {', '.join(drawing)} cannot be given")
-    return replace(params, temperature=0.0), beams or BeamParams(**beam_fields)
+    return replace(params, temperature=0.0), beams or BeamParams(
+        **{_BEAM_FIELDS[name]: value for name, value in beam_fields.items()}
+    )
 
 
 def as_search(

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from radixserve.api.client import EngineClient
 from radixserve.api.request_builder import check_params, params_for
-from radixserve.api.samples import check_single, seed_of
+from radixserve.api.request_handle import RequestHandle
+from radixserve.api.samples import check_single, sample_of, with_prompt_scores
 from radixserve.api.scores import ScoreQuery, score
 from radixserve.api.session_handle import SessionHandle
 from radixserve.arrays import IntArray
@@ -184,14 +185,14 @@ class Branch:
         last token is computed by the next answer. After an error the branch is where it was.
         """
         with self._moving():
-            handle = self._client.submit([self._next_request(params)])
-            return self._finish(*handle.get())
+            completion: Completion = self._submit(params).get()
+            return completion
 
     async def agenerate(self, params: SamplingParams | None = None) -> Completion:
         """`generate` for asyncio. A task that is cancelled leaves the branch where it was."""
         with self._moving():
-            handle = self._client.submit([self._next_request(params)])
-            return self._finish(*await handle.aget())
+            completion: Completion = await self._submit(params).aget()
+            return completion
 
     def stream(self, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """`generate` piece by piece; the branch grows by the tokens of each chunk handed out.
@@ -260,6 +261,10 @@ class Branch:
     def _next_request(self, params: SamplingParams | None) -> Request:
         """`_request` in the name of the branch's session."""
         return replace(self._request(params), session=self._session.take())
+
+    def _submit(self, params: SamplingParams | None) -> RequestHandle[Completion]:
+        request = self._next_request(params)
+        return self._client.submit([request], lambda outputs: self._finish(*outputs))
 
     def _stream(self, params: SamplingParams | None) -> Generator[Chunk, None, None]:
         with self._moving(), self._client.stream(self._next_request(params)) as chunks:
@@ -335,8 +340,8 @@ def generate_all(
     """`Branch.generate` of several branches of one Runtime, in one batch.
 
     Forks that stand where they were made and have equal params are computed like the samples of
-    `n`: what they share once, to the last token, and number i draws with the seed + i. All move,
-    or after an error none. `params`: for all, or one each.
+    `n`: what they share once, but for its last token, and number i draws with the seed + i. All
+    move, or after an error none. `params`: for all, or one each.
     """
     each = params_for(params, len(branches))
     if not branches:
@@ -345,12 +350,13 @@ def generate_all(
     with contextlib.ExitStack() as moves:
         for branch in branches:
             moves.enter_context(branch._moving())
-        requests = _as_twins(branches, each)
+        requests, firsts = _as_samples(branches, each)
         completions: list[Completion] = client.submit(requests).get()
-        for branch, request, completion in zip(branches, requests, completions, strict=True):
+        for at, first in enumerate(firsts):
+            if each[at].prompt_logprobs is not None and first != at:
+                completions[at] = with_prompt_scores(completions[at], completions[first])
+        for branch, completion in zip(branches, completions, strict=True):
             branch._finish(completion)
-            if request.twin_of:
-                branch._session.claim()
         return completions
 
 
@@ -361,15 +367,19 @@ def _common_client(branches: Sequence[Branch]) -> EngineClient:
     return client
 
 
-def _as_twins(branches: Sequence[Branch], params: Sequence[SamplingParams]) -> list[Request]:
-    groups: dict[tuple[int, str, SamplingParams], list[Request]] = {}
-    requests = []
-    for branch, one in zip(branches, params, strict=True):
+def _as_samples(
+    branches: Sequence[Branch], params: Sequence[SamplingParams]
+) -> tuple[list[Request], list[int]]:
+    """The requests, and the index of the first one of each group of equal tokens and params."""
+    groups: dict[tuple[int, str, SamplingParams], list[int]] = {}
+    requests: list[Request] = []
+    firsts = []
+    for at, (branch, one) in enumerate(zip(branches, params, strict=True)):
         request = branch._next_request(one)
         group = groups.setdefault((id(branch._tokens), branch.namespace, one), [])
         if group:
-            first, seed = group[0], seed_of(group[0], len(group))
-            request = replace(request, seed=seed, twin_of=first.request_id)
-        group.append(request)
+            request = sample_of(requests[group[0]], request, len(group))
+        group.append(at)
         requests.append(request)
-    return requests
+        firsts.append(group[0])
+    return requests, firsts

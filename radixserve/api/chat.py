@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from radixserve.api.branch import Branch
-from radixserve.api.chat_file import SavedChat, Turn, read_chat, write_chat
+from radixserve.api.chat_file import ChatRecord, Turn, read_chat, write_chat
 from radixserve.api.client import EngineClient
 from radixserve.api.request_builder import check_params
 from radixserve.arrays import IntArray
@@ -53,16 +53,16 @@ class ChatSession:
     def __init__(
         self,
         client: EngineClient,
-        saved: SavedChat,
+        record: ChatRecord,
         params: SamplingParams | None,
         branch: Branch | None = None,
     ) -> None:
-        """`saved`: its turns may be none. `branch`: stands where they end; None: a new one."""
+        """`branch`: stands where the record's turns end; None: a new one."""
         self._client = client
-        self._saved = saved
-        self._format = ChatFormat(client.tokenizer, saved.template, saved.tools)
+        self._record = record
+        self._format = ChatFormat(client.tokenizer, record.template, record.tools)
         self._params = check_params(params)
-        self._turns = list(saved.turns)
+        self._turns = list(record.turns)
         self._branch = branch or Branch(client, self.tokens.copy(), self._params.namespace)
         self._has_warned = False
         self._turn_lock = threading.Lock()
@@ -84,7 +84,7 @@ class ChatSession:
         if tools is not None and not _are_tools(tools):
             raise InvalidRequest(f"tools must be a list of JSON schemas, got {shown(tools)}")
         schemas = None if tools is None else [dict(tool) for tool in tools]
-        chat = cls(client, SavedChat(model, system, template, schemas), params)
+        chat = cls(client, ChatRecord(model, system, template, schemas), params)
         chat._tokenise(_NEXT)  # refuses a template that cannot be used
         return chat
 
@@ -163,9 +163,9 @@ class ChatSession:
         """
         count = check_int("n", n, 1)
         self._check()
-        saved = replace(self._saved, turns=tuple(self._turns))
+        record = replace(self._record, turns=tuple(self._turns))
         made = [
-            ChatSession(self._client, saved, self._params, branch)
+            ChatSession(self._client, record, self._params, branch)
             for branch in self._branch.fork(count)
         ]
         for chat in made:
@@ -180,7 +180,7 @@ class ChatSession:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation as JSON: messages, exact token ids, and which model it is of."""
-        write_chat(path, replace(self._saved, turns=tuple(self._turns)))
+        write_chat(path, replace(self._record, turns=tuple(self._turns)))
 
     @classmethod
     def load(
@@ -221,9 +221,9 @@ class ChatSession:
             try:
                 yield answer
             except (GeneratorExit, KeyboardInterrupt):
-                self._record(message, answer)
+                self._add_turn(message, answer)
                 raise
-            self._record(message, answer)
+            self._add_turn(message, answer)
 
     def _stream(self, message: Message, params: SamplingParams) -> Generator[Chunk, None, None]:
         with (
@@ -247,7 +247,7 @@ class ChatSession:
         return check_params(params, default=self._params)
 
     def _messages(self) -> list[Message]:
-        text = self._saved.system
+        text = self._record.system
         system = [] if text is None else [{"role": "system", "content": text}]
         answered = (
             (turn.message, {"role": "assistant", "content": turn.answer.text})
@@ -257,7 +257,7 @@ class ChatSession:
 
     def _tokenise(self, message: Message) -> tuple[IntArray, bool]:
         """The ids up to the answer to `message`, and whether no earlier turn is changed."""
-        first = 1 if self._saved.system is None else 2
+        first = 1 if self._record.system is None else 2
         answers = {first + 2 * at: turn.answer for at, turn in enumerate(self._turns)}
         found, is_whole = self._format.tokenise([*self._messages(), message], answers)
         ids = np.asarray(found, np.int32)
@@ -287,7 +287,7 @@ class ChatSession:
         self._branch.extend(ids[kept:])
         return len(ids)
 
-    def _record(self, message: Message, answer: _Answering) -> None:
+    def _add_turn(self, message: Message, answer: _Answering) -> None:
         done, tokens = answer.completion, self._branch.tokens
         if done is not None:
             has_end = self._has_end(done, answer.params)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedChat:
-    """Everything that a file holds."""
+class ChatRecord:
+    """A conversation and its settings, as a file holds them."""
 
     model: Mapping[str, Any]  # facts that have to be equal for ids to mean the same
     system: str | None
@@ -39,7 +40,7 @@ class SavedChat:
     turns: Sequence[Turn] = ()
 
 
-def write_chat(path: str | os.PathLike[str], chat: SavedChat) -> None:
+def write_chat(path: str | os.PathLike[str], chat: ChatRecord) -> None:
     """Raises OSError, or InvalidRequest where a message holds what JSON cannot."""
     whole = chat.turns[-1].tokens.tolist() if chat.turns else []
     document = {
@@ -59,7 +60,9 @@ def write_chat(path: str | os.PathLike[str], chat: SavedChat) -> None:
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def read_chat(path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size: int) -> SavedChat:
+def read_chat(
+    path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size: int
+) -> ChatRecord:
     """Raises OSError, or InvalidRequest for the chat of another model and for other files."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -68,13 +71,15 @@ def read_chat(path: str | os.PathLike[str], model: Mapping[str, Any], vocab_size
         _check_model(path, document["model"], model)
         whole = _ids(document["token_ids"], vocab_size)
         turns = [_turn(turn, whole, vocab_size) for turn in document["turns"]]
-        chat = SavedChat(
+        chat = ChatRecord(
             document["model"],
-            _optional(document["system"], str),
-            _optional(document["template"], str),
-            _tools(document["tools"]),
+            _of(document["system"], str, NoneType),
+            _of(document["template"], str, NoneType),
+            _of(document["tools"], list, NoneType),
             turns,
         )
+        for tool in chat.tools or ():
+            _of(tool, dict)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, InvalidRequest):
             raise
@@ -90,13 +95,6 @@ def _document_of(turn: Turn, whole: list[int]) -> dict[str, Any]:
         # all ids up to the turn's end: the first so many of "token_ids", or others
         "tokens": len(ids) if whole[: len(ids)] == ids else ids,
     }
-
-
-def _tools(value: Any) -> list[Any] | None:
-    tools: list[Any] | None = _optional(value, list)
-    if tools is not None and not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError("a tool is not an object")
-    return tools
 
 
 def _check_model(
@@ -129,11 +127,7 @@ def _ids(value: Any, vocab_size: int) -> list[int]:
     return list(ids)
 
 
-def _of(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} should be of type {kind.__name__}"[:200])
+def _of(value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError(f"{value!r} should be of type {kinds[0].__name__}"[:200])
     return value
-
-
-def _optional(value: Any, kind: type) -> Any:
-    return None if value is None else _of(value, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from radixserve.api.request_builder import RequestBuilder
@@ -37,9 +37,14 @@ class EngineClient:
             raise InvalidRequest("the model has no tokenizer: it knows token ids, but no text")
         return self.reader.tokenizer
 
-    def submit(self, requests: Sequence[Request]) -> RequestHandle[Any]:
-        """To be entered, or asked by `get` or `aget`: then the requests arrive together."""
-        return RequestHandle(self.worker, self.reader.tokenizer, requests)
+    def submit(
+        self, requests: Sequence[Request], finish: Callable[[list[Any]], Any] | None = None
+    ) -> RequestHandle[Any]:
+        """To be entered, or asked by `get` or `aget`: then the requests arrive together.
+
+        `finish`: makes the result of `get` from all outputs, in the requests' order.
+        """
+        return RequestHandle(self.worker, self.reader.tokenizer, requests, finish=finish)
 
     def stream(self, request: Request) -> RequestHandle[Chunk]:
         """To be entered and iterated over."""

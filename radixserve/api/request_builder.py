@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixserve.api.beam_search import as_search
-from radixserve.api.samples import check_single, twins
+from radixserve.api.samples import check_single, fan_out
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
@@ -45,7 +45,7 @@ class RequestBuilder:
         requests: list[Request] = []
         for token_ids, one in zip(ids, each, strict=True):
             first = self.request(token_ids, one, request_id)
-            requests += twins(first, [self._new_id() for _ in range(one.num_samples - 1)])
+            requests += fan_out(first, [self._new_id() for _ in range(one.num_samples - 1)])
         return requests, each
 
     def single(self, prompt: Prompt, params: object, request_id: str | None = None) -> Request:

@@ -6,7 +6,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from radixserve.api.beam_search import BeamTicket
 from radixserve.engine.ticket import Event, Ticket
@@ -19,7 +19,7 @@ Output = TypeVar("Output", Chunk, Completion, tuple[Completion, ...])
 
 
 class RequestHandle(Generic[Output]):
-    """Requests that arrive at the engine together; one thread or task takes what comes back.
+    """Requests that arrive at the engine together; one thread or task takes their outputs.
 
         with client.submit(requests) as handle:      # from here on the engine has them
             for completion in handle: ...            # as they end; or `async for`
@@ -36,20 +36,21 @@ class RequestHandle(Generic[Output]):
         requests: Sequence[Request],
         *,
         streams: bool = False,
+        finish: Callable[[list[Output]], Any] | None = None,
     ) -> None:
+        """`finish`: the result of `get` from all last outputs; None: these themselves."""
         self._worker = worker
-        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the task that waits
-        self._arrival = asyncio.Event()  # set in that loop after an event was put
+        self._finish: Callable[[list[Output]], Any] | None = finish
+        self._queue = _EventQueue()
         self._last: dict[int, Output] = {}  # request's index -> its last output
         self._tickets = [
-            Ticket(request, tokenizer, partial(self._put, at), streams=streams)
+            Ticket(request, tokenizer, partial(self._queue.put, at), streams=streams)
             if request.beams is None
-            else BeamTicket(request, tokenizer, partial(self._put, at))
+            else BeamTicket(request, tokenizer, partial(self._queue.put, at))
             for at, request in enumerate(requests)
         ]
 
-    def get(self, note: Callable[[Output], object] | None = None) -> list[Output]:
+    def get(self, note: Callable[[Output], object] | None = None) -> Any:
         """Block until all have ended; the last output of each, in the requests' order.
 
         `note` is called with each output when it comes.
@@ -58,14 +59,18 @@ class RequestHandle(Generic[Output]):
             for output in self:
                 if note is not None:
                     note(output)
-        return self._in_order()
+        return self._result()
 
-    async def aget(self) -> list[Output]:
+    async def aget(self) -> Any:
         """`get` for asyncio. Cancelling the task aborts the requests."""
         with self:
             async for _ in self:
                 pass
-        return self._in_order()
+        return self._result()
+
+    def __len__(self) -> int:
+        """Requests in all."""
+        return len(self._tickets)
 
     def __enter__(self) -> Self:
         try:
@@ -85,7 +90,7 @@ class RequestHandle(Generic[Output]):
     def __next__(self) -> Output:
         if self._has_ended:
             raise StopIteration
-        return self._take(*self._events.get())
+        return self._take(*self._queue.get())
 
     def __aiter__(self) -> Self:
         return self
@@ -93,26 +98,11 @@ class RequestHandle(Generic[Output]):
     async def __anext__(self) -> Output:
         if self._has_ended:
             raise StopAsyncIteration
-        self._loop = asyncio.get_running_loop()
-        while self._events.empty():
-            self._arrival.clear()
-            await self._arrival.wait()
-        return self._take(*self._events.get_nowait())
+        return self._take(*await self._queue.aget())
 
     @property
     def _has_ended(self) -> bool:
         return len(self._last) == len(self._tickets)
-
-    def _put(self, at: int, event: Event) -> None:
-        """Called in the engine's thread."""
-        self._events.put((at, event))
-        loop = self._loop
-        if loop is not None:
-            try:
-                loop.call_soon_threadsafe(self._arrival.set)
-            except RuntimeError:  # the loop was closed meanwhile
-                if not loop.is_closed():
-                    raise
 
     def _take(self, at: int, event: Event) -> Output:
         if isinstance(event, BaseException):
@@ -122,5 +112,38 @@ class RequestHandle(Generic[Output]):
             self._last[at] = output
         return output
 
-    def _in_order(self) -> list[Output]:
-        return [self._last[at] for at in range(len(self._tickets))]
+    def _result(self) -> Any:
+        outputs = [self._last[at] for at in range(len(self._tickets))]
+        return outputs if self._finish is None else self._finish(outputs)
+
+
+class _EventQueue:
+    """(request's index, event) pairs from the engine's thread to one thread or task.
+
+    Apart from the handle, which the engine's thread must not keep alive.
+    """
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the task that waits
+        self._arrival = asyncio.Event()  # set in that loop after an item was put
+
+    def put(self, at: int, event: Event) -> None:
+        self._items.put((at, event))
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._arrival.set)
+            except RuntimeError:  # the loop was closed meanwhile
+                if not loop.is_closed():
+                    raise
+
+    def get(self) -> tuple[int, Event]:
+        return self._items.get()
+
+    async def aget(self) -> tuple[int, Event]:
+        self._loop = asyncio.get_running_loop()
+        while self._items.empty():
+            self._arrival.clear()
+            await self._arrival.wait()
+        return self._items.get_nowait()

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 from radixserve.api.beam_search import read_options
 from radixserve.api.branch import Branch
@@ -59,7 +59,7 @@ class Runtime:
 
     def _make_runner(self, model_path: str) -> Any:
         """The object that computes the steps; a subclass may have another one."""
-        from radixserve.runner.ranks import make_runner
+        from radixserve.runner.factory import make_runner
 
         return make_runner(model_path, self.config)
 
@@ -67,7 +67,7 @@ class Runtime:
         self.model = runner.info
         self.memory = runner.memory_plan()
         self.attention_backend = runner.backend_name
-        self.choices = runner.choices
+        self.resolved_config = runner.resolved_config
         self.tokenizer = Tokenizer.load(runner.model_path)
         capacity = runner.num_pages * self.config.page_size
         self.max_seq_len, limit_name = _sequence_limit(self.config, self.model, capacity)
@@ -89,26 +89,6 @@ class Runtime:
 
     # -- generating ---------------------------------------------------------------------------
 
-    @overload
-    def generate(
-        self,
-        prompts: str,
-        params: Params = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-    ) -> Completion: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Any,
-        params: Params = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-    ) -> Any: ...
-
     def generate(
         self,
         prompts: Any,
@@ -121,27 +101,22 @@ class Runtime:
 
         A prompt is text, a list of token ids, or a list of chat messages. All prompts are checked
         before any is started. With n > 1 in its params a prompt has a list of n Completions, and is
-        computed once: the first one's usage counts it, the others' count it as cached. `progress`
-        shows a bar: by default for batches on a terminal. `request_id` names a single request for
-        `abort`.
+        computed once: the first one's usage counts it, the others count all but its last token as
+        cached. `progress` shows a bar: by default for batches on a terminal. `request_id` names a
+        single request for `abort`.
         """
         if progress is not None and not isinstance(progress, bool):
             raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
-        batch = is_batch(prompts)
-        requests, each = self._builder.build(prompts if batch else [prompts], params, request_id)
-        is_wanted = progress if batch else progress is True
-        with BatchProgress(len(requests), wanted=is_wanted) as bar:
-            completions = gather(self._client.submit(requests).get(bar.add), each)
-        return completions if batch else completions[0]
+        handle = self._generate(prompts, params, request_id)
+        is_wanted = progress if is_batch(prompts) else progress is True
+        with BatchProgress(len(handle), wanted=is_wanted) as bar:
+            return handle.get(bar.add)
 
     async def agenerate(
         self, prompts: Any, params: Params = None, *, request_id: str | None = None
     ) -> Any:
         """`generate` for asyncio. Cancelling the task aborts its requests."""
-        batch = is_batch(prompts)
-        requests, each = self._builder.build(prompts if batch else [prompts], params, request_id)
-        completions = gather(await self._client.submit(requests).aget(), each)
-        return completions if batch else completions[0]
+        return await self._generate(prompts, params, request_id).aget()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
@@ -186,9 +161,7 @@ class Runtime:
         the best of what there is, at least one.
         """
         fields |= {"beam_width": beam_width, "max_tokens": max_tokens}
-        batch, handle = self._search(prompts, params, beams, fields, request_id)
-        answers = [list(found) for found in handle.get()]
-        return answers if batch else answers[0]
+        return self._beam_search(prompts, params, beams, request_id, fields).get()
 
     async def abeam_search(
         self,
@@ -203,9 +176,7 @@ class Runtime:
     ) -> Any:
         """`beam_search` for asyncio. Cancelling the task aborts it."""
         fields |= {"beam_width": beam_width, "max_tokens": max_tokens}
-        batch, handle = self._search(prompts, params, beams, fields, request_id)
-        answers = [list(found) for found in await handle.aget()]
-        return answers if batch else answers[0]
+        return await self._beam_search(prompts, params, beams, request_id, fields).aget()
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all; their callers get what there is, finish_reason "abort".
@@ -295,6 +266,39 @@ class Runtime:
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _generate(
+        self, prompts: Any, params: Params, request_id: str | None
+    ) -> RequestHandle[Completion]:
+        """The requests, not submitted yet."""
+        is_list = is_batch(prompts)
+        given = prompts if is_list else [prompts]
+        requests, each = self._builder.build(given, params, request_id)
+
+        def finish(completions: list[Completion]) -> Any:
+            found = gather(completions, each)
+            return found if is_list else found[0]
+
+        return self._client.submit(requests, finish)
+
+    def _beam_search(
+        self,
+        prompts: Any,
+        params: SamplingParams | None,
+        beams: BeamParams | None,
+        request_id: str | None,
+        fields: Mapping[str, Any],
+    ) -> RequestHandle[tuple[Completion, ...]]:
+        """The searches, not submitted yet."""
+        params, beams = read_options(params, beams, fields)
+        is_list = is_batch(prompts)
+        given = prompts if is_list else [prompts]
+        requests = self._builder.beam_search(given, params, beams, request_id)
+
+        def finish(found: list[tuple[Completion, ...]]) -> Any:
+            return list(map(list, found)) if is_list else list(found[0])
+
+        return self._client.submit(requests, finish)
+
     def _stream(self, request: Request) -> Iterator[Chunk]:
         with self._client.stream(request) as chunks:
             yield from chunks
@@ -303,21 +307,6 @@ class Runtime:
         with self._client.stream(request) as chunks:
             async for chunk in chunks:
                 yield chunk
-
-    def _search(
-        self,
-        prompts: Any,
-        params: SamplingParams | None,
-        beams: BeamParams | None,
-        fields: Mapping[str, Any],
-        request_id: str | None,
-    ) -> tuple[bool, RequestHandle[Any]]:
-        """Whether it is one of several prompts, and the searches, not submitted yet."""
-        params, beams = read_options(params, beams, fields)
-        batch = is_batch(prompts)
-        given = prompts if batch else [prompts]
-        requests = self._builder.beam_search(given, params, beams, request_id)
-        return batch, self._client.submit(requests)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Several completions of one prompt: a request becomes twins, and their answers one list."""
+"""Several completions of one prompt: a request fans out, and its completions become one list."""
 
 from __future__ import annotations
 
@@ -13,32 +13,45 @@ from radixserve.request import Request, SamplingParams
 NUM_SEEDS = 2**63
 
 
-def twins(request: Request, ids: Sequence[str]) -> list[Request]:
+def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
     """`request` as `params.num_samples` requests for one completion each; `ids`: of the others.
 
-    Number i draws what a request of its own with the seed + i (modulo 2**63) would draw.
+    In-batch prefix sharing computes their prompt once. Number i draws what a request of its own
+    with the seed + i (modulo 2**63) would draw.
     """
     params = request.params
     if params.num_samples == 1:
         return [request]
-    logprobs = params.logprobs or 0  # their sum is told, and decides between them
-    single = replace(params, n=1, best_of=None, logprobs=logprobs)
-    first = replace(request, params=single)
-    others = [
-        replace(
-            first,
-            request_id=request_id,
-            seed=seed_of(request, number),
-            twin_of=first.request_id,
-        )
-        for number, request_id in enumerate(ids, 1)
-    ]
-    return [first, *others]
+    logprobs = params.logprobs or 0  # their sum is reported, and ranks the samples of best_of
+    first = replace(request, params=replace(params, n=1, best_of=None, logprobs=logprobs))
+    others = [replace(first, request_id=request_id) for request_id in ids]
+    return [first, *(sample_of(first, one, number) for number, one in enumerate(others, 1))]
 
 
-def seed_of(first: Request, number: int) -> int:
-    """That of the twin with this number; 0 is the first."""
-    return (first.seed + number) % NUM_SEEDS
+def sample_of(first: Request, request: Request, number: int) -> Request:
+    """`request`, with the prompt and params of `first`, as sample `number` of that prompt.
+
+    It does not score the prompt: `with_prompt_scores` copies what the first one found.
+    """
+    params = request.params
+    if params.prompt_logprobs is not None:
+        params = replace(params, prompt_logprobs=None)
+    return replace(
+        request,
+        params=params,
+        seed=(first.seed + number) % NUM_SEEDS,
+        logprob_targets=None,
+        also_generate=False,
+    )
+
+
+def with_prompt_scores(completion: Completion, first: Completion) -> Completion:
+    """`completion` with the log-probabilities of the prompt that `first` found."""
+    return replace(
+        completion,
+        prompt_logprobs=first.prompt_logprobs,
+        prompt_top_logprobs=first.prompt_top_logprobs,
+    )
 
 
 def gather(
@@ -49,6 +62,8 @@ def gather(
     found: list[Completion | list[Completion]] = []
     for one in params:
         mine = list(islice(rest, one.num_samples))
+        if one.prompt_logprobs is not None:
+            mine = [mine[0], *(with_prompt_scores(c, mine[0]) for c in mine[1:])]
         if one.num_samples > one.n:
             mine = _best(mine, one.n)
         if one.logprobs is None and one.num_samples > 1:
@@ -58,8 +73,8 @@ def gather(
 
 
 def _best(completions: list[Completion], count: int) -> list[Completion]:
-    """The most likely ones, best first; aborted ones, which say less, come last. What computing the
-    prompt cost goes to the best one."""
+    """The most likely ones, best first; aborted ones come last. The best one's usage takes over the
+    prompt of the first sample, which computed it."""
     ranked = sorted(  # stable
         completions, key=lambda c: (c.finish_reason == "abort", -(c.cumulative_logprob or 0.0))
     )

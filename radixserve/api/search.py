@@ -8,7 +8,7 @@
         tree = search.beam(root, search.Sample(4, params), search.Likelihood(), width=2, depth=3)
     print(tree)
 
-What the candidates share is computed once; those of a level run side by side.
+The prefix that candidates share is computed once; those of a level run side by side.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ Expand = Sample | Callable[[Node], "Sample | Sequence[Tokens]"]
 
 
 class Judge(Protocol):
-    """Scores all new nodes of a level together, for instance in one batch of the model."""
+    """Scores all new nodes of a level together, for instance in one batch."""
 
     def values(self, nodes: Sequence[Node]) -> Sequence[float]:
-        """One a node, higher is better; -inf gives the path up."""
+        """One a node, higher is better; -inf prunes the path."""
         ...
 
 
@@ -69,7 +69,7 @@ Score = Judge | Callable[[Node], float]
 class Likelihood:
     """A path's log-probability under the model, given the prompt; `per_token`: their mean.
 
-    Of sampled thoughts it is known already; proposed ones of a level are scored in one batch.
+    Sampled thoughts have theirs already; proposed ones of a level are scored in one batch.
     """
 
     per_token: bool = False
@@ -95,9 +95,9 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Asks the model: how much likelier is `good` than `bad` behind the path and `question`.
+    """How much likelier the model finds `good` than `bad` after the path and `question`.
 
-    The difference of their log-probabilities, for all nodes of a level in one batch.
+    A difference of log-probabilities, computed for all nodes of a level in one batch.
     """
 
     question: str
@@ -115,7 +115,7 @@ class Verdict:
 
 
 class Scored(NamedTuple):
-    """An answer and what `score` said of it."""
+    """An answer and its score."""
 
     score: float
     completion: Completion
@@ -130,7 +130,7 @@ def best_of(
 ) -> list[Scored]:
     """`n` completions of `prompt`, which is computed once, best first by your `score`.
 
-    On a branch `prompt` is what follows there, "" for nothing; the branch does not move.
+    On a branch `prompt` follows there, "" for nothing; the branch does not move.
     """
     count, params = check_int("n", n, 1, MAX_SAMPLES), params or SamplingParams()
     _check_params(params)
@@ -161,21 +161,21 @@ def beam(
     is_done: Callable[[Node], bool] | None = None,
     enough: int | None = None,
 ) -> SearchTree:
-    """Beam search over thoughts behind `root`, which does not move.
+    """Beam search over thoughts after `root`, which does not move.
 
     Level by level, `depth` of them at most: every path of the beam is expanded, all new nodes are
-    scored, the `width` best go on, the others are let go at once.
+    scored, the `width` best go on, the others are released at once.
 
     expand    `Sample(n, params)`, or a function of a node that returns the thoughts which may come
               next, as texts or token ids, or a `Sample`; an empty list ends the path
     score     a function of a node that returns a number, higher is better, or a judge:
-              `Likelihood()`, `Verdict(question)`, or your own; -inf gives the path up
+              `Likelihood()`, `Verdict(question)`, or your own; -inf prunes the path
     is_done   whether a node is complete; it leaves the beam then and stays a result. Without it a
               path is complete when the model ends its text
     enough    end as soon as so many are complete
 
     A path is not expanded where there is no room for another token. Raises InvalidRequest, and
-    whatever your functions raise; every branch of the search is released in any case.
+    any error of your functions; every branch of the search is released in any case.
     """
     check_int("width", width, 1)
     check_int("depth", depth, 1)
@@ -190,13 +190,13 @@ def beam(
     search = _Search(root, expand, score, is_done)
     try:
         for _ in range(depth):
-            children = search.grow()
-            search.judge(children)
+            children = search.expand()
+            search.score(children)
             search.select(children, width)
             if not search.beam or (enough is not None and search.num_done >= enough):
                 break
     finally:
-        search.let_go()
+        search.release()
     return SearchTree(tuple(search.nodes))
 
 
@@ -211,17 +211,17 @@ class _Search:
         self._expand, self._score, self._is_done = expand, score, is_done
         self._num_sampled = 0
         start = self._add(None, root)
-        start.settle()
+        start.place()
         self.beam = [start]
 
-    def let_go(self) -> None:
-        """Of everything: the search is over."""
+    def release(self) -> None:
+        """The search is over: what is still in the beam is an end."""
         for node in self.beam:
             node.state = "end"
         for node in self.nodes:
-            node.let_go()
+            node.release()
 
-    def grow(self) -> list[Node]:
+    def expand(self) -> list[Node]:
         """The children of all nodes of the beam, those that the model draws in one batch."""
         children: list[Node] = []
         drawn: list[tuple[Node, SamplingParams]] = []
@@ -238,16 +238,16 @@ class _Search:
         done = generate_all([kid.branch for kid, _ in drawn], [params for _, params in drawn])
         _check_not_aborted(done)
         for (kid, _), completion in zip(drawn, done, strict=True):
-            kid.settle(completion=completion)
+            kid.place(completion=completion)
         return children
 
-    def judge(self, children: Sequence[Node]) -> None:
-        """Score all of them, but those whose path this level has already."""
+    def score(self, children: Sequence[Node]) -> None:
+        """All of them, except those whose path this level has already."""
         fresh: dict[bytes, Node] = {}
         for node in children:
             if fresh.setdefault(node.branch.tokens.tobytes(), node) is not node:
                 node.state = "duplicate"
-                node.let_go()
+                node.release()
         nodes = list(fresh.values())
         judge = self._score
         if hasattr(judge, "values"):
@@ -260,7 +260,7 @@ class _Search:
             node.score = _as_score(value)
 
     def select(self, children: Sequence[Node], width: int) -> None:
-        """The best go on; the others, and the parents, are let go."""
+        """The best go on; the others, and the parents, are released."""
         going = []
         for node in children:
             if node.state == "duplicate":
@@ -278,14 +278,14 @@ class _Search:
             node.state = "pruned"
         for node in (*parents, *children):
             if node.state != "open":
-                node.let_go()
+                node.release()
 
     def _add(self, parent: Node | None, branch: Branch) -> Node:
         self.nodes.append(Node(len(self.nodes), parent, branch.fork()[0]))
         return self.nodes[-1]
 
     def _wanted(self, node: Node) -> Sample | Sequence[Tokens]:
-        """What to make of a node: nothing where its text has ended or is as long as may be."""
+        """A node's next thoughts: none where its text has ended or has the greatest length."""
         if node.branch.room < 1 or _has_ended(node):
             return []
         wanted = self._expand if isinstance(self._expand, Sample) else self._expand(node)
@@ -301,7 +301,7 @@ class _Search:
         node.branch.extend(thought)
         if node.branch.length == parent.branch.length:
             raise InvalidRequest(f"a thought has no tokens: {shown(thought)}")
-        node.settle(thought if isinstance(thought, str) else None)
+        node.place(thought if isinstance(thought, str) else None)
         return node
 
     def _params(self, sample: Sample) -> SamplingParams:
@@ -316,7 +316,7 @@ class _Search:
 
 
 def _has_ended(node: Node) -> bool:
-    """Whether the model has ended the text: then nothing comes behind it."""
+    """Whether the model has ended the text: then no thought follows."""
     out = node.completion
     return out is not None and out.finish_reason == "stop" and node.branch.has_ended
 

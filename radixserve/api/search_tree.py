@@ -1,4 +1,4 @@
-"""`Node` and `SearchTree`: the thoughts of a search, what became of them, and what they cost.
+"""`Node` and `SearchTree`: the thoughts of a search, their states, and their token counts.
 
 Both draw themselves: `print(tree)`, or `rich.print(tree)` in colour.
 """
@@ -9,13 +9,13 @@ import contextlib
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from radixserve.api.branch import Branch
-from radixserve.api.tree_view import escape, shorten
+from radixserve.api.tree_view import draw_below, escape, shorten
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.output import Completion, Usage, add_usages
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 State = Literal["open", "expanded", "end", "done", "pruned", "duplicate"]
 
-_INDENT = 4  # columns that a level of the picture takes
 _LEAST_LINE = 56  # columns left for a node, as far as the width allows
 _LEAST_TEXT = 12  # of them for its text
-_FULL = 120  # nodes up to which a picture shows also those that were given up
+_FULL = 120  # nodes up to which a picture shows also those that were pruned
 _STYLES = {"done": "bold green", "end": "green", "pruned": "dim", "duplicate": "dim"}
 
 
@@ -42,7 +41,7 @@ class Node:
     text         its own, as proposed or generated, stop strings included; "" without a tokenizer
     completion   the model's, if it was sampled
     logprob      of its tokens given all before them, once the model has said it
-    score        what the search's `score` said; None for the root and for duplicates
+    score        the value of the search's `score`; None for the root and for duplicates
     state        "open" while its path may go on; then "expanded", "end" (kept to the last and not
                  expanded), "done" (complete), "pruned", or "duplicate" (of a path of its level)
     """
@@ -62,7 +61,7 @@ class Node:
         self._branch: Branch | None = branch
         self._usage: Usage | None = None
 
-    def settle(self, text: str | None = None, completion: Completion | None = None) -> None:
+    def place(self, text: str | None = None, completion: Completion | None = None) -> None:
         """The branch stands at the end of the thought now. `text`: as proposed."""
         above = 0 if self.parent is None else self.parent.branch.length
         self.tokens = self.branch.tokens[above:]
@@ -80,11 +79,11 @@ class Node:
     def branch(self) -> Branch:
         """Where it stands, to be asked and forked while it is open; not to be moved.
 
-        InvalidRequest once the search has let go of it.
+        InvalidRequest once the search has released it.
         """
         if self._branch is None:
             raise InvalidRequest(
-                "the search has let go of this node; rt.branch(node.path_tokens) goes on from it"
+                "the search has released this node; rt.branch(node.path_tokens) goes on from it"
             )
         return self._branch
 
@@ -100,7 +99,7 @@ class Node:
 
     @property
     def depth(self) -> int:
-        """Thoughts behind the prompt."""
+        """Thoughts after the prompt."""
         return len(self.path) - 1
 
     @property
@@ -115,11 +114,11 @@ class Node:
 
     @property
     def usage(self) -> Usage:
-        """What making it and scoring it through `branch` took."""
+        """Token counts of making it and of scoring it through `branch`."""
         return self._usage if self._usage is not None else self.branch.usage
 
-    def let_go(self) -> None:
-        """Release its branch. The search does that; a second call does nothing."""
+    def release(self) -> None:
+        """Release its branch; a second call does nothing."""
         if self._branch is not None:
             self._usage = self._branch.usage
             self._branch.release()
@@ -128,7 +127,7 @@ class Node:
 
 @dataclass(frozen=True)
 class SearchTree:
-    """All that a search has made; nothing of it is held in the cache any more."""
+    """All nodes of a search that has ended; their branches are released."""
 
     nodes: tuple[Node, ...]  # by number: parents first
 
@@ -154,13 +153,13 @@ class SearchTree:
 
     @property
     def best(self) -> Node | None:
-        """The best complete one, else the best end; None when every path was given up."""
+        """The best complete one, else the best end; None when every path was pruned."""
         return next(iter([*self.done, *self.ends]), None)
 
     @property
     def usage(self) -> Usage:
-        """Of all nodes. `prompt_tokens` is what would be computed if every request were a prompt of
-        its own, `cached_tokens` what the shared tree saved of that."""
+        """The sum over all nodes. `prompt_tokens` would be computed if every request were a prompt
+        of its own; the shared tree saved `cached_tokens` of them."""
         return add_usages([node.usage for node in self.nodes])
 
     def children(self, node: Node) -> list[Node]:
@@ -177,16 +176,16 @@ class SearchTree:
                 "token_ids": node.tokens.tolist(),
                 "score": node.score,
                 "state": node.state,
-                "usage": _plain(node.usage),
+                "usage": asdict(node.usage),
             }
             for node in self.nodes
         ]
         best = None if self.best is None else self.best.number
-        return {"best": best, "usage": _plain(self.usage), "nodes": nodes}
+        return {"best": best, "usage": asdict(self.usage), "nodes": nodes}
 
     def draw(self, *, width: int, shows_pruned: bool | None = None) -> Tree:
-        """A thought a line, best path marked; what was given up is counted only, if there is a lot
-        of it (None) or always (False)."""
+        """A thought a line, best path marked. Pruned ones are only counted if there are many nodes
+        (None) or always (False)."""
         from rich.text import Text
         from rich.tree import Tree
 
@@ -195,22 +194,22 @@ class SearchTree:
         below: defaultdict[int | None, list[Node]] = defaultdict(list)
         for node in self.nodes:
             below[None if node.parent is None else node.parent.number].append(node)
-        deepest = max(1, (width - _LEAST_LINE) // _INDENT)
+
+        def children(node: Node | int) -> list[Node | int]:
+            """A number stands for so many that are not shown."""
+            if isinstance(node, int):
+                return []
+            kids = below[node.number]
+            shown = [kid for kid in kids if shows_pruned or not _is_pruned(kid)]
+            return [*([len(kids) - len(shown)] if len(shown) < len(kids) else []), *shown]
+
+        def label(node: Node | int, mark: str, columns: int) -> Text:
+            if isinstance(node, int):
+                return Text(f"… {node:,} pruned", "dim")
+            return _line(mark, node, is_best=node in best, width=columns)
+
         picture = Tree(Text("\n".join(_totals(self, width))))
-        stack = [(self.root, picture, 0)]
-        while stack:
-            node, place, level = stack.pop()
-            under = place
-            if level:
-                mark = "↳ " if level > deepest else ""
-                room = width - _INDENT * min(level, deepest)
-                branch = place.add(_line(mark, node, is_best=node in best, width=room))
-                under = branch if level < deepest else place
-            shown = [kid for kid in below[node.number] if shows_pruned or not _is_lost(kid)]
-            hidden = len(below[node.number]) - len(shown)
-            if hidden:
-                under.add(Text(f"… {hidden:,} pruned", "dim"))
-            stack += [(kid, under, level + 1) for kid in reversed(shown)]
+        draw_below(picture, children(self.root), label, children, width=width, least=_LEAST_LINE)
         return picture
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Tree]:
@@ -233,25 +232,20 @@ def _rank(node: Node) -> tuple[float, int]:
     return (-np.inf if node.score is None else -node.score, node.number)
 
 
-def _is_lost(node: Node) -> bool:
+def _is_pruned(node: Node) -> bool:
     return node.state in ("pruned", "duplicate")
 
 
-def _plain(usage: Usage) -> dict[str, int]:
-    names = ("prompt_tokens", "cached_tokens", "computed_tokens", "completion_tokens")
-    return {name: getattr(usage, name) for name in names}
-
-
 def _totals(tree: SearchTree, width: int) -> list[str]:
-    """The first lines of a picture: the prompt, what was kept, what it cost."""
+    """The first lines of a picture: the prompt, thoughts by state, token counts."""
     usage = tree.usage
     states = [node.state for node in tree.nodes[1:]]
-    lost = sum(map(_is_lost, tree.nodes))
+    pruned = sum(map(_is_pruned, tree.nodes))
     head = f"prompt of {len(tree.root.tokens):,} tokens "
     lines = [
         head + _quoted(tree.root, width - len(head)),
         f"{len(states):,} thoughts: {states.count('done'):,} done, "
-        f"{states.count('end') + states.count('open'):,} kept to the end, {lost:,} pruned",
+        f"{states.count('end') + states.count('open'):,} kept to the end, {pruned:,} pruned",
     ]
     if usage.prompt_tokens:
         saved = 100 * usage.cached_tokens / usage.prompt_tokens

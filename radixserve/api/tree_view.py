@@ -6,15 +6,16 @@ Both take the nested dicts of `RadixCache.dump`; `decode` turns token ids into t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
+T = TypeVar("T")
 Decode = Callable[[Sequence[int]], str]
 
-_INDENT = 4  # columns that a level of the picture takes
+INDENT = 4  # columns that a level of the picture takes
 _LEAST_TEXT = 12  # columns left for the text of an edge
 _LEAST_LABEL = 48  # columns left for a node, as far as the width allows
 _GAP = " … "
@@ -29,23 +30,44 @@ def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> 
     from rich.tree import Tree
 
     picture = Tree(_summary(dump), highlight=False)
-    deepest = max(1, (width - _LEAST_LABEL) // _INDENT)
     spaces: Mapping[str, Mapping[str, Any]] = dump["namespaces"]
+
+    def label(node: Mapping[str, Any], mark: str, width: int) -> Text:
+        return _label(mark, node, decode, width)
+
     for name, root in spaces.items():
         is_only = not name and len(spaces) == 1
         top = picture if is_only else picture.add(Text(f"namespace {name!r}"))
-        level = 1 if is_only else 2
-        stack = [(child, top, level) for child in reversed(root["children"])]
-        while stack:
-            node, place, level = stack.pop()
-            # where there is no room to go further right, the levels below share one column
-            mark = "↳ " if level > deepest else ""
-            branch = place.add(_label(mark, node, decode, width - _INDENT * min(level, deepest)))
-            below = branch if level < deepest else place
-            stack += [(child, below, level + 1) for child in reversed(node["children"])]
+        room = width if is_only else width - INDENT
+        draw_below(top, root["children"], label, lambda node: node["children"],
+                   width=room, least=_LEAST_LABEL)  # fmt: skip
     if dump["truncated"]:
         picture.add("… and more nodes, which are not drawn")
     return picture
+
+
+def draw_below(
+    top: Tree,
+    items: Sequence[T],
+    label: Callable[[T, str, int], Text],
+    children: Callable[[T], Sequence[T]],
+    *,
+    width: int,
+    least: int,
+) -> None:
+    """Add items and what is below them, depth first, to `top`.
+
+    Levels that would leave less than `least` of `width` columns share one column; their items get
+    a mark. `label(item, mark, columns)` is an item's line.
+    """
+    deepest = max(1, (width - least) // INDENT)
+    stack = [(item, top, 1) for item in reversed(items)]
+    while stack:
+        item, place, level = stack.pop()
+        mark = "↳ " if level > deepest else ""
+        branch = place.add(label(item, mark, width - INDENT * min(level, deepest)))
+        below = branch if level < deepest else place
+        stack += [(child, below, level + 1) for child in reversed(children(item))]
 
 
 def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:

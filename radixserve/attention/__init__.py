@@ -1,0 +1,1 @@
+"""Paged attention: one interface, a backend for each kind of device."""

@@ -28,9 +28,10 @@ class ForwardBatch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64, page_id * page_size + offset of each new token
-    logits_indices: Tensor  # [S] int64, ascending: the token after which each sampled row draws
+    logits_indices: Tensor  # [S] int64, ascending: the tokens after which logits are computed
     host: HostIndex
     page_size: int
+    device_kv_indices: Tensor | None = None  # [total pages] int32, where the device has them
 
     @property
     def num_tokens(self) -> int:
@@ -38,7 +39,9 @@ class ForwardBatch:
 
     @property
     def kv_indices(self) -> Tensor:
-        """[total pages] int32, host.kv_indices on the device: made when it is asked for."""
+        """[total pages] int32 on the device; a copy of host.kv_indices if there are none yet."""
+        if self.device_kv_indices is not None:
+            return self.device_kv_indices
         return torch.from_numpy(self.host.kv_indices).to(self.input_ids.device)
 
 

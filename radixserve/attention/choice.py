@@ -35,7 +35,7 @@ def choose_backend(
     """The name of the backend that "auto" stands for, or the one that is asked for.
 
     "auto" is the fastest that can be had: on CUDA "flashinfer", "triton", "torch"; elsewhere "cpu",
-    "torch". "triton" on a CPU, which computes by its kernels' references, has to be asked for.
+    "torch". "triton" on a CPU, where its kernels' torch references run, has to be asked for.
     head_dim: of the model, where it is known. Raises ModelNotSupported, with the reason and what
     can be used, if none can or the one asked for cannot.
     """
@@ -55,7 +55,7 @@ def choose_backend(
     for name in candidates:
         reason = unsupported_reason(name, dtype, device, head_dim)
         if not reason:
-            _tell(name, device, reasons)
+            _log_choice(name, device, reasons)
             return name
         reasons.append(f"no {name}: {reason}")
     raise ModelNotSupported(f"no attention backend can be used: {'; '.join(reasons)}")
@@ -89,8 +89,8 @@ def make_backend(name: str, kv: Tensor, num_heads: int, *, shares: bool = True) 
     return _BACKENDS[name](kv, num_heads, shares=shares)
 
 
-def _tell(name: str, device: torch.device, reasons: list[str]) -> None:
-    """What "auto" chose, and why not what comes before it."""
+def _log_choice(name: str, device: torch.device, reasons: list[str]) -> None:
+    """Log the choice of "auto", and why the backends before it cannot be used."""
     why = "; ".join(reasons)
     if name == "torch":
         logger.warning("PyTorch's operations are used, which are slower: %s", why)

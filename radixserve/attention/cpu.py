@@ -19,7 +19,7 @@ from radixserve_kernels.host_index import HostIndex
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
 # is as fast as apart at 16 to 32 shared tokens, for 2 to 32 rows, heads of 64 and 128 and both
-# types (benchmarks/attention_crossover.py).
+# types.
 MERGE_TOKENS = 24
 
 

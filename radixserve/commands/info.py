@@ -140,7 +140,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
     import torch
 
     from radixserve.attention.choice import unsupported_reason
-    from radixserve.runner.device import choose_device, why_no_cuda
+    from radixserve.runner.device import choose_device, cuda_unavailable_reason
 
     device = choose_device("auto")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -152,7 +152,7 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
         if package is not None:
             reason = "not installed" if version is None else reason
             if device.type == "cpu" and version is not None:
-                reason = f"installed, but there is no CUDA device: {why_no_cuda()}"
+                reason = f"installed, but there is no CUDA device: {cuda_unavailable_reason()}"
         usable = not reason
         why = reason or _why(name)
         found[name] = {"version": version, "usable": usable, "used": usable, "why": why}
@@ -177,9 +177,9 @@ def _model(name: str, settings: dict[str, Any]) -> dict[str, Any]:
             "max_seq_len": runtime.max_seq_len,
             "has_tokenizer": runtime.tokenizer is not None,
             "attention_backend": runtime.attention_backend,
-            "device": runtime.choices.device,
-            "graph_sizes": list(runtime.choices.graph_sizes),
-            "overlap": runtime.choices.overlap,
+            "device": runtime.resolved_config.device,
+            "graph_sizes": list(runtime.resolved_config.graph_sizes),
+            "overlap": runtime.resolved_config.overlap,
             **dataclasses.asdict(runtime.memory),
             "page_size": runtime.config.page_size,
         }
@@ -189,7 +189,7 @@ def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """The facts of a known size, without making its weights."""
     import torch
 
-    from radixserve.models.describe import describe
+    from radixserve.models.decoder_tensors import describe
     from radixserve.models.source import RANDOM, find_model
     from radixserve.models.weights import choose_dtype
 

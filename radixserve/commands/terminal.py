@@ -59,8 +59,10 @@ def format_profile(stats: Mapping[str, float]) -> str:
     if not steps or not total:
         return "0 steps"
     each = ", ".join(f"{part} {spent / steps * 1e3:.3f}" for part, spent in seconds.items())
-    host, hidden = total - seconds["forward"], stats.get("hidden_s", 0.0)
-    beside = f", {hidden / steps * 1e3:.3f} of it hidden beside another step" if hidden else ""
+    host, overlapped = total - seconds["forward"], stats.get("overlapped_s", 0.0)
+    beside = ""
+    if overlapped:
+        beside = f", {overlapped / steps * 1e3:.3f} of it overlapped with another step"
     return (
         f"{steps} steps, {total:.3f} s; ms a step: {each}; outside the forward pass "
         f"{host / steps * 1e3:.3f} ({host / total:.1%}){beside}"

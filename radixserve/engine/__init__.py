@@ -1,1 +1,1 @@
-"""The engine: requests in, tokens out; its thread, and the way of an answer back to its caller."""
+"""Requests in, tokens out: the engine, its thread, and the way of outputs back to callers."""

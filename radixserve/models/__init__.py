@@ -1,0 +1,1 @@
+"""Decoders, their weights, and where these come from."""

@@ -1,7 +1,7 @@
 """The native decoder on compiled CPU kernels: a step is one call, from token ids to logits.
 
-The same checkpoints and the same arithmetic as decoder.py; attention is part of the call, so that
-it runs with the `cpu` backend only.
+The same checkpoints and the same arithmetic as decoder.py; attention is part of the call, which
+takes the `cpu` backend's plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from torch import Tensor
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.cpu import CpuBackend
 from radixserve.models.base import LanguageModel, ModelInfo
-from radixserve.models.decoder import DecoderTensors, LayerTensors, WeightAndBias, read_decoder
+from radixserve.models.decoder_tensors import (
+    DecoderTensors,
+    LayerTensors,
+    WeightAndBias,
+    read_decoder,
+)
 from radixserve.models.source import ModelSource
 from radixserve_kernels.cpu_decoder import FusedDecoder
 from radixserve_kernels.cpu_weights import PackedWeight, interleave
@@ -44,7 +49,7 @@ class CpuDecoder(LanguageModel):
 
 
 def load_cpu_decoder(source: ModelSource, dtype: torch.dtype) -> CpuDecoder:
-    """Read a model that decoder.py can read."""
+    """Read a model of a native family."""
     return CpuDecoder(read_decoder(source, dtype, torch.device("cpu"), _pack_layer))
 
 

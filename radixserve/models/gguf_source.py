@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.errors import ModelNotSupported
-from radixserve.models.gguf_file import GgufFile
+from radixserve.gguf_file import GgufFile
 from radixserve.models.weights import TensorReader
 
 ROPE_FACTORS = "rope_freqs.weight"  # [D / 2] inverse frequencies are divided by these (Llama 3.1)

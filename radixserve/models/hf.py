@@ -1,11 +1,11 @@
 """Every other decoder: transformers' own modelling code with its attention function replaced.
 
-The rows of a step are handed over as one sequence [1, T] with their own positions and without a
-mask; each attention layer calls `_attention`, which passes q, k, v to the backend of the call. Not
-every architecture hands keyword arguments down to its attention, so that the backend lies in a
-`_Slot` that the model's own modules carry. What cannot run so is refused at load: by rule where the
-config tells, by a probe that looks at what reaches the attention function, and by comparing a few
-tokens with the model's eager attention, which finds what rule and probe missed.
+The rows of a step are one sequence [1, T] with their own positions and without a mask; each
+attention layer calls `_attention`, which passes q, k, v to the backend of the call. Not every
+architecture hands keyword arguments down to its attention, so that the backend lies in a `_Slot`
+that the model's own modules carry. A model that cannot run so is refused at load: by rule where the
+config shows it, by a probe that looks at the arguments of the attention function, and by comparing
+a few tokens with the model's eager attention, which finds what rule and probe missed.
 """
 
 from __future__ import annotations
@@ -327,8 +327,8 @@ def _one_row(tokens: Tensor, start: int, pages: np.ndarray, device: torch.device
         start=np.array([start]),
         qo_indptr=np.array([0, num_new]),
         kv_indptr=np.array([0, end]),
-        kv_indices=pages,
         seq_lens=np.array([end]),
+        page_tables=[pages],
     )
     return ForwardBatch(
         input_ids=tokens.to(device),

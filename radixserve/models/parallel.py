@@ -3,7 +3,7 @@
 Query heads, key/value heads and the columns of the MLP are split; o and down take what a rank has
 of them, so that the sum over the ranks is the layer's output. Key/value heads are repeated where
 there are more ranks than heads. The embedding is whole in every rank; the head is split by
-vocabulary. What ranks say to each other is behind `TPGroup`.
+vocabulary. Ranks exchange tensors through a `TPGroup`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.decoder import DecoderShape, LayerTensors, WeightAndBias
+from radixserve.models.decoder_tensors import DecoderShape, LayerTensors, WeightAndBias
 
 MAX_RANKS = 64
 
@@ -71,7 +71,7 @@ def _unsupported_reason(shape: DecoderShape, size: int) -> str:
 
 
 def shard_shape(shape: DecoderShape, size: int) -> DecoderShape:
-    """What each of `size` ranks has."""
+    """The shape of the part that each of `size` ranks has."""
     return replace(
         shape,
         num_heads=shape.num_heads // size,
@@ -111,7 +111,7 @@ def shard_layer(layer: LayerTensors, shape: DecoderShape, rank: int, size: int) 
 
 
 def shard_head(head: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's rows of the head [V, H], as many in every rank: zeros behind the last of them."""
+    """A rank's rows of the head [V, H], as many in every rank: zeros after the last of them."""
     count = -(-len(head) // size)
     part = head[rank * count : (rank + 1) * count]
     return F.pad(part, (0, 0, 0, count - len(part))) if len(part) < count else part.clone()

@@ -16,7 +16,7 @@ from torch import Tensor
 CHUNK = {"cpu": 1 << 16}  # elements drawn at a time: what stays in the processor's cache
 DEVICE_CHUNK = 1 << 24  # on other devices, 128 MiB of numbers
 
-# Of the sum of four numbers of 16 bits, which is nearly normal and ends at 3.5 deviations.
+# Deviation of the sum of four numbers of 16 bits, nearly normal, which ends at 3.5 deviations.
 _DEVIATION = math.sqrt(4 * (2**32 - 1) / 12)
 _GOLDEN, _FIRST, _SECOND = (  # of splitmix64 (Steele, Lea and Flood 2014), as signed numbers
     number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Which code runs a model: a native decoder for its families, transformers' for the rest."""
+"""Loads a model: a native decoder for its families, transformers' code for the rest."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
-from radixserve.models.decoder import ARCHITECTURES, decoder_shape, load_decoder
+from radixserve.models.decoder import load_decoder
+from radixserve.models.decoder_tensors import ARCHITECTURES, decoder_shape
 from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
 from radixserve.models.weights import architecture_of, choose_dtype
-
-DEVICE_BACKENDS = ("triton", "flashinfer")  # of which the twins run on CPU tensors, too
 
 
 def load_model(
@@ -28,18 +27,14 @@ def load_model(
     dtype = choose_dtype(config.dtype, source.config, device)
     is_native = architecture_of(source.config) in ARCHITECTURES
     asked = config.attention_backend
-    if not is_native:  # what its heads are like shows when it has run
+    if not is_native:  # its heads are known once it has run
         model = _load_other(source, dtype, device, ranks)
         return model, choose_backend(asked, dtype, device, head_dim=model.info.head_dim)
     dim = decoder_shape(source.config).head_dim
     backend = choose_backend(asked, dtype, device, head_dim=dim)
-    if device.type != "cpu" or backend in DEVICE_BACKENDS or ranks is not None:
-        from radixserve.models.gpu_decoder import load_gpu_decoder
-
-        return load_gpu_decoder(source, dtype, device, ranks, config.max_seq_len), backend
-    if backend == "cpu":
+    if backend == "cpu" and ranks is None:
         return load_cpu_decoder(source, dtype), backend
-    return load_decoder(source, dtype, device), backend
+    return load_decoder(source, dtype, device, ranks, config.max_seq_len), backend
 
 
 def _load_other(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.gguf_file import GgufFile, find_gguf
+from radixserve.gguf_file import GgufFile, find_gguf
 from radixserve.models.gguf_source import GgufWeights, gguf_config, gguf_eos_ids, rope_factors
 from radixserve.models.random_weights import RandomWeights
 from radixserve.models.sizes import size_config

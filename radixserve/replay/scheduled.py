@@ -93,7 +93,7 @@ class _Run:
                 continue
             self._note_rows(schedule)
             clock.now += self._serving.step.seconds(schedule)
-            for output in scheduler.update(schedule, self._device.execute(schedule)):
+            for output in scheduler.update(schedule, self._device.answer(schedule)):
                 self._note_output(output)
 
     def result(self, seconds: float) -> ScheduledResult:

@@ -106,7 +106,7 @@ class RecordedDevice:
         """The request has ended."""
         del self._outputs[request_id]
 
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+    def answer(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         return ModelRunnerOutput(tuple(self._draw(row) for row in schedule.rows), {})
 
     def _draw(self, row: ScheduledRequest) -> SampleOutput | None:

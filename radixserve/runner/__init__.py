@@ -1,0 +1,1 @@
+"""Runs one step: input batch, KV pool, forward pass, sampling."""

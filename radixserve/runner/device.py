@@ -1,4 +1,4 @@
-"""Which device a runner uses, what it is, and why one that was asked for cannot be had."""
+"""Which device a runner uses; why one that was asked for cannot be had."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def choose_device(asked: str, attention_backend: str = "auto") -> torch.device:
     """
     if asked == "cpu" or (asked == "auto" and attention_backend == "cpu"):
         return torch.device("cpu")
-    if reason := why_no_cuda():
+    if reason := cuda_unavailable_reason():
         if asked == "auto":
             return torch.device("cpu")
         raise InvalidRequest(
@@ -31,7 +31,7 @@ def choose_device(asked: str, attention_backend: str = "auto") -> torch.device:
     return torch.device("cuda", number)
 
 
-def why_no_cuda() -> str:
+def cuda_unavailable_reason() -> str:
     """Why torch reaches no CUDA device, or ""."""
     if torch.cuda.is_available():
         return ""

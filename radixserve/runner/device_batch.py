@@ -1,4 +1,8 @@
-"""A step's metadata on the device: one copy in, then views of it, and kv_indices made there."""
+"""A step's metadata on the device: uploaded in one copy; kv_indices is gathered there.
+
+`PageTable` keeps the pages of every running request on the device, so that a step sends only those
+that are new.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.attention.base import ForwardBatch
-from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.page_table import PageTable
-from radixserve.runner.staging import Staging
-from radixserve.runner.step_layout import StepLayout, pad
+from radixserve.attention.base import ForwardBatch, IndexArray
+from radixserve.runner.input_batch import InputBatch, indptr, padding_batch
+from radixserve.runner.transfers import DeviceQueue, H2DBuffer
 from radixserve_kernels import gpu_ops
 
 _EXTRA_BYTES = 1 << 16  # of the fixed buffer, for what a decode step sends besides its index
@@ -24,70 +26,122 @@ _NUM_ARRAYS = 16  # each is rounded up to 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceBatch(ForwardBatch):
-    """A ForwardBatch whose page ids lie on the device already; good until the next one."""
+class TableUpdate:
+    """A step's changes to the page table; a flat slot is row * max_pages + column."""
 
-    _kv_indices: Tensor  # [total pages] int32
+    table_rows: IndexArray  # [R] of each row of the batch, padding included
+    last_slots: IndexArray  # [R] flat slot of each row's last page
+    last_pages: IndexArray  # [R] that page
+    slots: IndexArray  # [n] other flat slots that change; distinct
+    pages: IndexArray  # [n]
 
-    @property
-    def kv_indices(self) -> Tensor:
-        return self._kv_indices
+
+class PageTable:
+    """pages [num_rows + 1, max_pages] int32 on the device: row `req_pool_idx` has the pages of the
+    request in that slot; the last row is that of padding, page 0."""
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        self.num_rows, self.max_pages = num_rows, max_pages
+        self.pages = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
+
+    def update(self, batch: InputBatch) -> TableUpdate:
+        """The entries to write before the step, as `ScheduledRequest.first_new_page` has it.
+
+        O(rows + pages that changed). Raises ValueError if a row has more pages than fit.
+        """
+        num_pages, num_requests = np.diff(batch.host.kv_indptr), len(batch.requests)
+        if (most := int(num_pages.max())) > self.max_pages:
+            name = batch.requests[int(num_pages.argmax())].request_id
+            raise ValueError(f"request {name!r} has {most} pages, at most {self.max_pages} fit")
+        table_rows = np.full(batch.num_rows, self.num_rows)
+        table_rows[:num_requests] = batch.column("req_pool_idx")
+        begin = table_rows * self.max_pages
+        last_tokens = batch.host.qo_indptr[1:] - 1
+        first = batch.column("first_new_page")
+        several = np.flatnonzero(first < num_pages[:num_requests] - 1)
+        slots = pages = np.empty(0, np.int64)
+        if len(several):
+            new = [batch.host.page_tables[at][first[at] : -1] for at in several.tolist()]
+            pages = np.concatenate(new, dtype=np.int64)
+            bounds = indptr(np.array([len(one) for one in new], np.int64))
+            shift = begin[several] + first[several] - bounds[:-1]
+            slots = np.arange(len(pages)) + np.repeat(shift, np.diff(bounds))
+        return TableUpdate(
+            table_rows=table_rows,
+            last_slots=begin + num_pages - 1,
+            last_pages=np.maximum(batch.slot_mapping[last_tokens] // batch.page_size, 0),
+            slots=slots,
+            pages=pages,
+        )
+
+    def write(self, slots: Tensor, pages: Tensor) -> None:
+        """slots [n] int64, pages [n] int32, on the device; queued there."""
+        self.pages.view(-1).index_copy_(0, slots, pages)
 
 
-class BatchSender:
-    """Makes DeviceBatches. `num_fixed` rows of one token have a buffer that never moves: what a
-    graph of a decode step was recorded on is where its input arrives."""
+class BatchUploader:
+    """Uploads InputBatches. `num_fixed` rows of one token have a buffer that never moves: the graph
+    of a decode step was captured on it."""
 
     def __init__(
         self, queue: DeviceQueue, table: PageTable, page_size: int, num_fixed: int
     ) -> None:
         self._table, self._page_size = table, page_size
-        self._growing = Staging(queue, _FIRST_BYTES)
+        self._growing = H2DBuffer(queue, _FIRST_BYTES)
         fixed_bytes = num_fixed * _ROW_BYTES + _NUM_ARRAYS * 64 + _EXTRA_BYTES
-        self._fixed = Staging(queue, fixed_bytes, can_grow=False)
+        self._fixed = H2DBuffer(queue, fixed_bytes, can_grow=False)
 
-    def send(
+    def upload(
         self,
-        layout: StepLayout,
+        batch: InputBatch,
         extra: dict[str, NDArray[Any]],
         previous: Tensor,
         *,
         is_fixed: bool = False,
-    ) -> tuple[DeviceBatch, dict[str, Tensor]]:
-        """Queue everything a step needs to know; returns its batch, and `extra` on the device.
+    ) -> tuple[ForwardBatch, dict[str, Tensor]]:
+        """Queue everything that a step needs; returns its batch and `extra` on the device, both
+        valid until the next upload.
 
-        previous [n] int64, on the device: the tokens that the step before drew, by output.
+        previous [n] int64, on the device: the tokens that the previous step drew, by output.
         """
-        update = self._table.update(layout)
+        update, future = self._table.update(batch), batch.future_tokens()
         more = dict(extra)
-        if len(update.cells):
-            more["cells"], more["pages"] = update.cells, _int32(update.pages)
-        if layout.late.size:
-            more["late_places"], more["late_outputs"] = layout.late
-        index = _index(layout)
-        index["lines"], index["last_cells"] = _int32(update.lines), update.last_cells
-        index["last_pages"] = _int32(update.last_pages)
-        there = self._upload(index, more, is_fixed)
-        if len(update.cells):
-            self._table.write(there["cells"], there["pages"])
-        self._table.write(there["last_cells"], there["last_pages"])
-        input_ids = there["input_ids"]
-        if layout.late.size:
-            drawn = previous.index_select(0, there["late_outputs"])
-            input_ids.index_copy_(0, there["late_places"], drawn)
-        return self._batch(layout, there), there
+        if len(update.slots):
+            more["table_slots"], more["pages"] = update.slots, _int32(update.pages)
+        if future.size:
+            more["future_places"], more["future_outputs"] = future
+        index: dict[
+            str, NDArray[Any]
+        ] = {  # first of all: their places depend on the number of rows alone
+            "input_ids": batch.input_ids,
+            "positions": batch.positions,
+            "slot_mapping": batch.slot_mapping,
+            "logits_indices": batch.logits_indices,
+            "kv_indptr": _int32(batch.host.kv_indptr),
+            "num_pages": _int32(np.diff(batch.host.kv_indptr)),
+            "table_rows": _int32(update.table_rows),
+            "last_slots": update.last_slots,
+            "last_pages": _int32(update.last_pages),
+        }
+        tensors = self._send(index, more, is_fixed)
+        if len(update.slots):
+            self._table.write(tensors["table_slots"], tensors["pages"])
+        self._table.write(tensors["last_slots"], tensors["last_pages"])
+        if future.size:
+            drawn = previous.index_select(0, tensors["future_outputs"])
+            tensors["input_ids"].index_copy_(0, tensors["future_places"], drawn)
+        return self._forward_batch(batch, tensors), tensors
 
-    def padding(self, num_rows: int) -> DeviceBatch:
-        """A batch of padding alone in the fixed buffer, to record a graph of `num_rows` rows on."""
-        device = self._table.pages.device
-        layout = pad(StepLayout.empty(), num_rows)
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        return self.send(layout, {}, nothing, is_fixed=True)[0]
+    def upload_padding(self, num_rows: int) -> ForwardBatch:
+        """A batch of padding alone in the fixed buffer, to capture a graph of `num_rows` rows."""
+        nothing = torch.empty(0, dtype=torch.int64, device=self._table.pages.device)
+        padding = padding_batch(num_rows, self._page_size)
+        return self.upload(padding, {}, nothing, is_fixed=True)[0]
 
-    def _upload(
+    def _send(
         self, index: dict[str, NDArray[Any]], more: dict[str, NDArray[Any]], is_fixed: bool
     ) -> dict[str, Tensor]:
-        """One copy, or two where a decode step has more to say than the fixed buffer holds."""
+        """One copy, or two where a decode step has more to send than the fixed buffer holds."""
         everything = index | more
         if not is_fixed:
             return self._growing.send(everything)
@@ -95,34 +149,21 @@ class BatchSender:
             return self._fixed.send(everything)
         return self._fixed.send(index) | self._growing.send(more)
 
-    def _batch(self, layout: StepLayout, there: dict[str, Tensor]) -> DeviceBatch:
-        kv_indices = torch.empty(
-            layout.num_all_pages, dtype=torch.int32, device=self._table.pages.device
-        )
+    def _forward_batch(self, batch: InputBatch, tensors: dict[str, Tensor]) -> ForwardBatch:
+        table = self._table.pages
+        kv_indices = torch.empty(batch.num_pages, dtype=torch.int32, device=table.device)
         gpu_ops.flat_indices(
-            self._table.pages, there["lines"], there["num_pages"], there["kv_indptr"], kv_indices
+            table, tensors["table_rows"], tensors["num_pages"], tensors["kv_indptr"], kv_indices
         )
-        return DeviceBatch(
-            input_ids=there["input_ids"],
-            positions=there["positions"],
-            slot_mapping=there["slots"],
-            logits_indices=there["logits_indices"],
-            host=layout.host,
+        return ForwardBatch(
+            input_ids=tensors["input_ids"],
+            positions=tensors["positions"],
+            slot_mapping=tensors["slot_mapping"],
+            logits_indices=tensors["logits_indices"],
+            host=batch.host,
             page_size=self._page_size,
-            _kv_indices=kv_indices,
+            device_kv_indices=kv_indices,
         )
-
-
-def _index(layout: StepLayout) -> dict[str, NDArray[Any]]:
-    """What a graph reads comes first: the places of these depend on the number of rows alone."""
-    return {
-        "input_ids": layout.input_ids,
-        "positions": layout.positions,
-        "slots": layout.slots,
-        "logits_indices": layout.logits_indices,
-        "kv_indptr": _int32(layout.host.kv_indptr),
-        "num_pages": _int32(layout.num_pages),
-    }
 
 
 def _int32(array: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -7,17 +7,19 @@ before the host has seen them.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.models.parallel import TPGroup
-from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.readback import Parcel, Readback
 from radixserve.runner.sample_plan import SamplePlan
-from radixserve.runner.sampler import sample, score, with_scores
-from radixserve.schedule import SampleOutput
+from radixserve.runner.sampler import sample, score_tensors, scored_output, with_scores
+from radixserve.runner.token_counts import TokenCounts
+from radixserve.runner.transfers import D2HBuffer, DeviceQueue, PendingD2H
+from radixserve.schedule import SampleOutput, ScheduledRequest
 from radixserve_kernels import gpu_ops
 
 _BROKEN = SampleOutput(-1, None, (), "no token can be drawn: the best logit is not finite")
@@ -25,131 +27,165 @@ _Top = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """What was queued for one step."""
+class PendingSample:
+    """One step's queued draws and scores."""
 
     plan: SamplePlan
     tokens: Tensor  # [num_outputs] int64 on the device, 0 where the host draws or none can be drawn
-    parcel: Parcel
-    logits: Tensor | None  # [S, V] of the step, kept where the host has something to do with them
+    transfer: PendingD2H  # drawn tokens; log-probabilities; then each scoring's
+    logits: Tensor | None  # [S, V] of the step, kept for the draws on the host
 
 
 class DeviceSampler:
-    """Keeps nothing between steps but the memory of its copies to the host."""
+    """Keeps token counts of requests with penalties, see `TokenCounts`, and buffers."""
 
-    def __init__(self, queue: DeviceQueue, ranks: TPGroup | None = None) -> None:
-        self._readback = Readback(queue)
-        self._ranks = ranks
+    def __init__(self, queue: DeviceQueue, num_slots: int, vocab_size: int) -> None:
+        self._d2h = D2HBuffer(queue)
+        self._counts = TokenCounts(num_slots, vocab_size, queue.device)
+
+    def plan(
+        self, plan: SamplePlan, requests: Sequence[ScheduledRequest]
+    ) -> dict[str, NDArray[Any]]:
+        """All that `launch` needs on the device; for every step, once and in order."""
+        return plan.arrays | self._counts.plan(requests, plan.penalized)
 
     def launch(
-        self, logits: Tensor, plan: SamplePlan, there: dict[str, Tensor], *, is_lent: bool
-    ) -> Drawing:
-        """Queue all draws. logits [S, V] float32; `is_lent`: the next step may overwrite them.
+        self,
+        logits: Tensor,
+        plan: SamplePlan,
+        tensors: dict[str, Tensor],
+        previous: Tensor,
+        *,
+        in_graph_buffer: bool,
+    ) -> PendingSample:
+        """Queue all draws. logits [S, V] float32; in_graph_buffer: the next step overwrites them.
 
-        there: `plan.arrays` on the device.
+        tensors: the arrays of `self.plan` on the device. previous [n] int64: the tokens that the
+        previous step drew, by output.
         """
-        kept = None
-        if plan.hosted or plan.scored:
-            kept = logits.clone() if is_lent else logits
-        own = logits[: plan.num_drawn]
+        drawn_from = logits[: plan.num_drawn]
         if not plan.is_whole:
-            own = logits.index_select(0, there["draw_rows"])
-        token_ids, is_finite = _draw(own, plan, there)
+            drawn_from = logits.index_select(0, tensors["draw_rows"])
+        changed = self._penalize(drawn_from, plan, tensors, previous)
+        token_ids, is_finite = _draw(changed, tensors)
+        if plan.penalized:
+            penalized = token_ids.index_select(0, tensors["penalty_draws"])
+            self._counts.add(penalized, tensors["penalty_slots"])
         tokens = token_ids
         if plan.has_gaps:
-            tokens = token_ids.new_zeros(plan.num_outputs).index_copy_(
-                0, there["outputs"], token_ids
-            )
-        if self._ranks is not None:
-            self._ranks.broadcast(tokens[: plan.num_rows])  # what comes behind them feeds no step
-        told = [torch.where(is_finite, token_ids, -1)]
+            tokens = token_ids.new_zeros(plan.num_outputs)
+            tokens.index_copy_(0, tensors["outputs"], token_ids)
+        results = [torch.where(is_finite, token_ids, -1)]
         if len(plan.wants_logprobs):
-            told += _logprobs(own, token_ids, plan, there)
-        return Drawing(plan, tokens, self._readback.fetch(told), kept)
+            results += _logprobs(drawn_from, token_ids, plan, tensors)
+        results += _scores(logits, plan, tensors)
+        kept = None
+        if plan.host_sampled:
+            kept = logits.clone() if in_graph_buffer else logits
+        return PendingSample(plan, tokens, self._d2h.fetch(results), kept)
 
-    def follow(self, num_rows: int, device: torch.device) -> Tensor:
-        """The tokens [num_rows] that rank 0 draws in this step, for the other ranks."""
-        assert self._ranks is not None
-        tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._ranks.broadcast(tokens)
-        return tokens
-
-    def collect(self, drawing: Drawing) -> tuple[SampleOutput | None, ...]:
+    def collect(self, pending: PendingSample) -> tuple[SampleOutput | None, ...]:
         """Wait for the tokens; one entry for each output of the schedule."""
-        plan, parcel = drawing.plan, drawing.parcel
-        parcel.mark.wait()
-        drawn = _read(plan, parcel)
-        self._readback.release(parcel)
+        plan, transfer = pending.plan, pending.transfer
+        transfer.event.wait()
+        arrays = iter(transfer.arrays)
+        drawn = _read_draws(plan, arrays)
         outputs: list[SampleOutput | None] = list(drawn)
         if plan.has_gaps:
             outputs = [None] * plan.num_outputs
             for at, output in zip(plan.outputs.tolist(), drawn, strict=True):
                 outputs[at] = output
-        if drawing.logits is not None:
-            _finish_on_host(plan, drawing.logits, outputs)
+        if pending.logits is not None:
+            _sample_on_host(plan, pending.logits, outputs)
+        for scoring in plan.scored:
+            num_arrays = 3 if scoring.num_top_logprobs else 1
+            found = (one.tolist() for one in itertools.islice(arrays, num_arrays))
+            outputs[scoring.output] = with_scores(outputs[scoring.output], scored_output(*found))
+        self._d2h.release(transfer)
         return tuple(outputs)
 
+    def _penalize(
+        self, logits: Tensor, plan: SamplePlan, tensors: dict[str, Tensor], previous: Tensor
+    ) -> Tensor:
+        """Logits [n, V] of the draws, after penalties; a copy if there are any."""
+        if not plan.penalized:
+            return logits
+        if len(plan.penalized) == plan.num_drawn:
+            return self._counts.apply(logits, tensors, previous)
+        draws = tensors["penalty_draws"]
+        changed = self._counts.apply(logits.index_select(0, draws), tensors, previous)
+        return logits.index_copy(0, draws, changed)
 
-def _draw(logits: Tensor, plan: SamplePlan, there: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+
+def _draw(logits: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Token ids [n] int64, 0 where the best logit is not finite, and whether it is [n] bool."""
-    if "banned_ids" in plan.arrays:
-        banned = there["banned_draws"], there["banned_ids"]
+    if "banned_ids" in tensors:
+        banned = tensors["banned_draws"], tensors["banned_ids"]
         logits = logits.index_put(banned, logits.new_full((), -torch.inf))
-    if plan.is_greedy:
+    if "temperature" not in tensors:
         return gpu_ops.argmax(logits)
     is_finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     token_ids = gpu_ops.sample(
         logits,
-        there["temperature"],
-        there["top_k"],
-        there["top_p"],
-        there["min_p"],
-        there["uniform"],
+        tensors["temperature"],
+        tensors["top_k"],
+        tensors["top_p"],
+        tensors["min_p"],
+        tensors["uniform"],
         is_finite,
     )
     return token_ids, is_finite
 
 
 def _logprobs(
-    logits: Tensor, token_ids: Tensor, plan: SamplePlan, there: dict[str, Tensor]
+    logits: Tensor, token_ids: Tensor, plan: SamplePlan, tensors: dict[str, Tensor]
 ) -> list[Tensor]:
     """Of the draws that want them: the token's own [m], and the best ones [m, K] and their ids."""
-    draws = there["logprob_draws"]
+    draws = tensors["logprob_draws"]
     logprobs = logits.index_select(0, draws).log_softmax(-1)
     own = logprobs.gather(1, token_ids.index_select(0, draws)[:, None])[:, 0]
     most = int(plan.num_top_logprobs.max())
     return [own, *logprobs.topk(most, -1)] if most else [own]
 
 
-def _read(plan: SamplePlan, parcel: Parcel) -> list[SampleOutput]:
+def _scores(logits: Tensor, plan: SamplePlan, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """`score_tensors` of each scoring; one at a time, as its rows may be all of a prompt."""
+    found: list[Tensor] = []
+    first = 0
+    for scoring in plan.scored:
+        count = len(scoring.targets)
+        targets = tensors["targets"][first : first + count]
+        rows = logits[scoring.logit : scoring.logit + count]
+        found += score_tensors(rows, targets, scoring.num_top_logprobs)
+        first += count
+    return found
+
+
+def _read_draws(plan: SamplePlan, arrays: Iterator[NDArray[Any]]) -> list[SampleOutput]:
     """The device draws, in their order."""
-    told, *logprobs = parcel.arrays
-    outputs = [SampleOutput(token_id, None, ()) for token_id in told.tolist()]
-    if logprobs:
-        tops: list[_Top] = [()] * len(plan.num_top_logprobs)
-        if len(logprobs) > 1:
-            counts, values, ids = (one.tolist() for one in (plan.num_top_logprobs, *logprobs[1:]))
+    token_ids = next(arrays)
+    outputs = [SampleOutput(token_id, None, ()) for token_id in token_ids.tolist()]
+    if len(plan.wants_logprobs):
+        own = next(arrays).tolist()
+        tops: list[_Top] = [()] * len(own)
+        if plan.num_top_logprobs.any():
+            counts, values, ids = (
+                one.tolist() for one in (plan.num_top_logprobs, next(arrays), next(arrays))
+            )
             tops = [
                 tuple(itertools.islice(zip(*pair, strict=True), count))
                 for count, *pair in zip(counts, ids, values, strict=True)
             ]
-        wanted = plan.wants_logprobs.tolist()
-        for at, own, top in zip(wanted, logprobs[0].tolist(), tops, strict=True):
-            outputs[at] = outputs[at]._replace(logprob=own, top_logprobs=top)
-    if (told < 0).any():
+        for at, logprob, top in zip(plan.wants_logprobs.tolist(), own, tops, strict=True):
+            outputs[at] = outputs[at]._replace(logprob=logprob, top_logprobs=top)
+    if (token_ids < 0).any():
         outputs = [_BROKEN if output.token_id < 0 else output for output in outputs]
     return outputs
 
 
-def _finish_on_host(plan: SamplePlan, logits: Tensor, outputs: list[SampleOutput | None]) -> None:
-    """Draw what depends on a history, and score; a row may be drawn from and scored."""
-    if plan.hosted:
-        places = torch.tensor([one.logit for one in plan.hosted], device=logits.device)
-        drawn = sample(logits.index_select(0, places), [one.spec for one in plan.hosted])
-        for one, output in zip(plan.hosted, drawn, strict=True):
-            outputs[one.output] = output
-    for scoring in plan.scored:
-        rows = logits[scoring.logit : scoring.logit + len(scoring.logprob_targets)]
-        outputs[scoring.output] = with_scores(
-            outputs[scoring.output], score(rows, scoring.logprob_targets, scoring.num_top_logprobs)
-        )
+def _sample_on_host(plan: SamplePlan, logits: Tensor, outputs: list[SampleOutput | None]) -> None:
+    places = torch.tensor([draw.logit for draw in plan.host_sampled], device=logits.device)
+    specs = [draw.spec for draw in plan.host_sampled]
+    drawn = sample(logits.index_select(0, places), specs)
+    for draw, output in zip(plan.host_sampled, drawn, strict=True):
+        outputs[draw.output] = output

@@ -1,4 +1,4 @@
-"""What the CPU runner asks of the C library's allocator and of the system's memory."""
+"""Settings of the C library's allocator, memory provided in advance, and how much is free."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def provide_meanwhile(
     a thread.
 
     They may be read and written all the time. A step that met memory for the first time would wait
-    until the system has cleared it. Linux only, from 5.14 on; it ends where nobody else holds
-    `memory` any more. Returns the thread, None where there is nothing to do.
+    until the system has cleared it. Linux only, from 5.14 on; it ends when `memory` is held
+    nowhere else. Returns the thread, None where there is nothing to do.
     """
     run_bytes = len(memory) // num_runs
     end = min(end, run_bytes)
@@ -99,7 +99,7 @@ def _free_of_system() -> int:
 
 
 def free_of_groups(folder: Path = CONTROL_GROUPS) -> list[int]:
-    """What Linux's control groups, version 2 and 1, leave of their limit; cached files give way."""
+    """Bytes left by Linux's control groups, version 2 and 1; cached files count as free."""
     found = []
     for limit, used, kept in (
         ("memory.max", "memory.current", ("active_file", "inactive_file")),

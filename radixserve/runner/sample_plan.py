@@ -1,11 +1,12 @@
-"""What a step asks of its logits, sorted on the host before anything runs.
+"""A step's draws and scores, sorted on the host before anything is queued.
 
-Most rows are drawn by kernels on the device. Those with penalties and beams need their history, and
-scored prompts need many rows: they go through sampler.py when the step is collected.
+Most rows are drawn by kernels on the device, those with penalties from token counts that lie there.
+Beams need several tokens and go through sampler.py when the step is collected.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,25 +16,26 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray
+from radixserve.runner.input_batch import InputBatch
 from radixserve.runner.sampler import is_greedy_only, uniform_numbers
-from radixserve.runner.step_layout import StepLayout
-from radixserve.schedule import SampleSpec, SchedulerOutput
+from radixserve.schedule import SampleSpec, ScheduledRequest
 
 
 class Draw(NamedTuple):
-    """A token to be drawn."""
+    """A token to draw."""
 
-    output: int  # its place in ModelRunnerOutput.outputs
-    logit: int  # the row of the logits
+    output: int  # index into ModelRunnerOutput.outputs
+    logit: int  # row of the logits
+    request: ScheduledRequest
     spec: SampleSpec
 
 
 class Scoring(NamedTuple):
-    """Targets to be scored behind rows of the logits that follow each other."""
+    """Targets to score after consecutive rows of the logits."""
 
     output: int
     logit: int  # the first of them
-    logprob_targets: IntArray
+    targets: IntArray
     num_top_logprobs: int
 
 
@@ -41,60 +43,52 @@ class Scoring(NamedTuple):
 class SamplePlan:
     """Of one step. The n device draws are in the order of the outputs."""
 
-    num_rows: int
-    num_outputs: int  # rows and twins
+    num_outputs: int
     num_drawn: int  # n
-    outputs: IndexArray  # [n] places of the device draws among the outputs
+    outputs: IndexArray  # [n] outputs of the device draws
     has_gaps: bool  # whether these are not just 0, 1 ... n - 1 of n
     is_whole: bool  # whether draw i is drawn from row i of the logits
-    is_greedy: bool  # no draw needs a random number
     wants_logprobs: IndexArray  # [m] draws that do
     num_top_logprobs: IndexArray  # [m] how many of the best tokens each wants
-    hosted: tuple[Draw, ...]
+    penalized: tuple[Draw, ...]  # device draws with penalties
+    host_sampled: tuple[Draw, ...]  # beams
     scored: tuple[Scoring, ...]
-    arrays: dict[str, NDArray[Any]]  # to be sent along; the names are DeviceSampler's
+    arrays: dict[str, NDArray[Any]]  # to upload; the names are DeviceSampler's
 
 
-def plan_samples(schedule: SchedulerOutput, layout: StepLayout, vocab_size: int) -> SamplePlan:
-    """Sort the rows and twins of a schedule. O(rows) of Python."""
-    rows, twins = schedule.rows, schedule.twins
-    last = (layout.first_logit + layout.num_logits - 1)[: len(rows)].tolist()
-    specs = [row.sample for row in rows] + [twin.sample for twin in twins]
-    logits = last + [last[twin.row] for twin in twins]
+def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
+    """Sort the rows of a step. O(rows) of Python."""
+    rows = inputs.requests
+    first, counts = inputs.logit_ranges()
     draws = [
-        (at, place, spec)
-        for at, (place, spec) in enumerate(zip(logits, specs, strict=True))
-        if spec is not None
+        Draw(at, logit, row, row.sample)
+        for at, (logit, row) in enumerate(zip((first + counts - 1).tolist(), rows, strict=True))
+        if row.sample is not None
     ]
-    is_simple = all(is_greedy_only(spec) for _, _, spec in draws)
-    hosted: tuple[Draw, ...] = ()
+    is_simple = all(is_greedy_only(draw.spec) for draw in draws)
+    host_sampled: tuple[Draw, ...] = ()
     if not is_simple:
-        hosted = tuple(Draw(*one) for one in draws if needs_host(one[2]))
-        draws = [one for one in draws if not needs_host(one[2])] if hosted else draws
+        on_host = [draw.spec.num_candidates > 0 for draw in draws]
+        host_sampled = tuple(itertools.compress(draws, on_host))
+        draws = [draw for draw, is_there in zip(draws, on_host, strict=True) if not is_there]
     scored = tuple(
-        Scoring(at, int(layout.first_logit[at]), row.logprob_targets, row.num_top_logprobs)
+        Scoring(at, int(first[at]), row.logprob_targets, row.num_top_logprobs)
         for at, row in enumerate(rows)
         if row.logprob_targets is not None
     )
-    plan = _arrange(len(rows), len(specs), draws, hosted, scored)
-    return plan if is_simple else _with_parameters(plan, [one[2] for one in draws], vocab_size)
+    plan = _greedy_plan(len(rows), draws, host_sampled, scored)
+    return plan if is_simple else _with_parameters(plan, draws, vocab_size)
 
 
-def needs_host(spec: SampleSpec) -> bool:
-    """Whether its token depends on all tokens before, or several are wanted."""
-    return spec.num_candidates > 0 or spec.params.has_penalty
-
-
-def _arrange(
-    num_rows: int,
+def _greedy_plan(
     num_outputs: int,
-    draws: Sequence[tuple[int, int, SampleSpec]],  # output and row of the logits of each
-    hosted: tuple[Draw, ...],
+    draws: Sequence[Draw],
+    host_sampled: tuple[Draw, ...],
     scored: tuple[Scoring, ...],
 ) -> SamplePlan:
     """Of draws on the device that all take the best token."""
-    outputs = np.array([one[0] for one in draws], np.int64)
-    logits = np.array([one[1] for one in draws], np.int64)
+    outputs = np.array([draw.output for draw in draws], np.int64)
+    logits = np.array([draw.logit for draw in draws], np.int64)
     order, none = np.arange(len(draws)), np.empty(0, np.int64)
     has_gaps = len(draws) != num_outputs or bool((outputs != order).any())
     is_whole = bool((logits == order).all())
@@ -103,27 +97,28 @@ def _arrange(
         arrays["outputs"] = outputs
     if not is_whole:
         arrays["draw_rows"] = logits
+    if scored:
+        arrays["targets"] = np.concatenate([one.targets for one in scored], dtype=np.int64)
     return SamplePlan(
-        num_rows=num_rows,
         num_outputs=num_outputs,
         num_drawn=len(draws),
         outputs=outputs,
         has_gaps=has_gaps,
         is_whole=is_whole,
-        is_greedy=True,
         wants_logprobs=none,
         num_top_logprobs=none,
-        hosted=hosted,
+        penalized=(),
+        host_sampled=host_sampled,
         scored=scored,
         arrays=arrays,
     )
 
 
-def _with_parameters(plan: SamplePlan, specs: Sequence[SampleSpec], vocab_size: int) -> SamplePlan:
-    """What the device draws `specs` ask for besides."""
-    params, arrays = [spec.params for spec in specs], dict(plan.arrays)
-    is_greedy = all(one.is_greedy for one in params)
-    if not is_greedy:
+def _with_parameters(plan: SamplePlan, draws: Sequence[Draw], vocab_size: int) -> SamplePlan:
+    """`plan` with everything that draws ask for besides the best token."""
+    specs, arrays = [draw.spec for draw in draws], dict(plan.arrays)
+    params = [spec.params for spec in specs]
+    if not all(one.is_greedy for one in params):
         arrays |= _parameters(specs)
     tops = [(at, one.logprobs) for at, one in enumerate(params) if one.logprobs is not None]
     wants_logprobs, num_top = np.array(tops, np.int64).reshape(-1, 2).T
@@ -131,17 +126,21 @@ def _with_parameters(plan: SamplePlan, specs: Sequence[SampleSpec], vocab_size: 
         arrays["logprob_draws"] = np.ascontiguousarray(wants_logprobs)
     if any(spec.banned_ids for spec in specs):
         arrays["banned_draws"], arrays["banned_ids"] = _banned(specs)
+    penalized = [at for at, one in enumerate(params) if one.has_penalty]
+    if penalized:
+        arrays |= _penalties([draws[at] for at in penalized])
+        arrays["penalty_draws"] = np.array(penalized, np.int64)
     return replace(
         plan,
-        is_greedy=is_greedy,
         wants_logprobs=wants_logprobs,
         num_top_logprobs=np.minimum(num_top, vocab_size),
+        penalized=tuple(draws[at] for at in penalized),
         arrays=arrays,
     )
 
 
 def _parameters(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
-    """[n] each. Where the temperature is 0 nothing else counts: plain rows may lack a history."""
+    """[n] each. Where the temperature is 0 nothing else counts: such rows may lack a history."""
     params = [spec.params for spec in specs]
     temperature = np.array([one.temperature for one in params])
     drawn = np.flatnonzero(temperature)
@@ -154,6 +153,17 @@ def _parameters(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
         "top_p": np.array([one.top_p for one in params], np.float64),
         "min_p": np.array([one.min_p for one in params], np.float32),
         "uniform": uniform,
+    }
+
+
+def _penalties(draws: Sequence[Draw]) -> dict[str, NDArray[Any]]:
+    """[m] each, of the draws with penalties."""
+    params = [draw.spec.params for draw in draws]
+    return {
+        "penalty_slots": np.array([draw.request.req_pool_idx for draw in draws], np.int64),
+        "repetition": np.array([one.repetition_penalty for one in params], np.float32),
+        "frequency": np.array([one.frequency_penalty for one in params], np.float32),
+        "presence": np.array([one.presence_penalty for one in params], np.float32),
     }
 
 

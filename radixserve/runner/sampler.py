@@ -62,23 +62,37 @@ def score(logits: Tensor, targets: IntArray, num_top_logprobs: int = 0) -> Sampl
     logits [k, V] float32, targets [k] token ids.
     """
     index = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
+    found = score_tensors(logits, index, num_top_logprobs)
+    return scored_output(*(one.tolist() for one in found))
+
+
+def score_tensors(logits: Tensor, targets: Tensor, num_top_logprobs: int) -> tuple[Tensor, ...]:
+    """`score` on the device of the logits: scores [k] of targets [k] int64; and if there are any,
+    the best log-probabilities [k, num_top_logprobs] and their token ids."""
     logprobs = logits.log_softmax(-1)
-    scores = logprobs.gather(1, index[:, None])[:, 0].tolist()
+    scores = logprobs.gather(1, targets[:, None])[:, 0]
+    if not num_top_logprobs:
+        return (scores,)
+    best = logprobs.topk(min(num_top_logprobs, logits.shape[1]), -1)
+    return scores, best.values, best.indices
+
+
+def scored_output(
+    scores: list[float],
+    values: Sequence[Sequence[float]] = (),
+    ids: Sequence[Sequence[int]] = (),
+) -> SampleOutput:
+    """The result of `score_tensors` as an output."""
     if any(math.isnan(one) for one in scores):
         return SampleOutput(
             -1, None, (), "no token can be scored: there are logits that are no numbers"
         )
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    if num_top_logprobs:
-        values, ids = (
-            one.tolist() for one in logprobs.topk(min(num_top_logprobs, logits.shape[1]), -1)
-        )
-        top = tuple(tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+    top = tuple(tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
     return SampleOutput(-1, None, (), None, tuple(scores), top)
 
 
 def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutput:
-    """What is told of a row that was drawn from (or not, None) and scored."""
+    """The output of a row that was drawn from (or not, None) and scored."""
     if output is None or scored.error is not None:
         return scored
     return output._replace(scores=scored.scores, top_scores=scored.top_scores)
@@ -90,7 +104,7 @@ def is_greedy_only(spec: SampleSpec) -> bool:
 
 
 def _best_tokens(logits: Tensor) -> list[SampleOutput]:
-    """`sample` for plain rows, in one pass: what it calls lies cold after a forward pass."""
+    """`sample` for plain rows, in one pass: after a forward pass code is not in the caches."""
     if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
         token_ids, num_broken = cpu_ops.argmax(logits)
     else:

@@ -6,7 +6,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence
-from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
+from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput
 from radixserve.scheduler.request_state import RequestState
 
 _UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
@@ -20,12 +20,8 @@ class BatchBuilder:
         self.is_out_of_pages = False  # a request found no free page: none is admitted
         self.num_ending = 0  # running requests whose last row is in flight
         self.states: list[tuple[RequestState, CacheSequence]] = []  # of each row
-        self.twin_states: list[
-            tuple[RequestState, RequestState]
-        ] = []  # each twin and its first one
         self._step = step
         self._rows: list[ScheduledRequest] = []
-        self._twins: list[Twin] = []
         self._arrivals: set[int] = set()
         self._num_decode = 0
         self._copies: list[tuple[int, int, int]] = []
@@ -57,11 +53,6 @@ class BatchBuilder:
         request = state.request
         num_known = len(state.tokens)
         is_sampled = end >= num_known and (request.logprob_targets is None or request.also_generate)
-        if is_sampled:
-            at = len(self._rows)
-            for twin in state.twins:
-                self._twins.append(Twin(twin.request.request_id, at, _sample_spec(twin)))
-                self.twin_states.append((twin, state))
         self._arrivals.add(state.arrival)
         self.states.append((state, sequence))
         if (
@@ -89,7 +80,6 @@ class BatchBuilder:
             cow_copies=np.asarray(self._copies, np.int32).reshape(-1, 3),
             num_prefill_tokens=num_tokens - self._num_decode,
             num_decode_tokens=self._num_decode,
-            twins=tuple(self._twins),
         )
 
 

@@ -15,32 +15,24 @@ class InFlightStep:
     """Whose rows a step has, by identity: while it is computed a request may end, and another one
     come by the same id."""
 
-    __slots__ = ("rows", "schedule", "twins")
+    __slots__ = ("rows", "schedule")
 
     def __init__(self, schedule: SchedulerOutput, plan: BatchBuilder) -> None:
         self.schedule = schedule
         self.rows = plan.states  # the request of each row, and the sequence it had then
-        self.twins = plan.twin_states  # the request of each twin, and its first one
 
     def living_rows(self) -> Iterator[RequestState]:
         """The requests that still wait for their row; one that ends meanwhile may end others."""
         return (state for state, sequence in self.rows if state.sequence is sequence)
 
-    def living_twins(self) -> list[RequestState]:
-        """A twin whose first one has ended meanwhile is a request of its own."""
-        waiting = {first: set(first.twins) for _, first in self.twins}
-        return [state for state, first in self.twins if state in waiting[first]]
-
     def future_indices(self) -> dict[RequestState, int] | None:
         """Which output of this step is the next token of which request.
 
         None where the next step cannot be planned before this one's answer: a penalty counts the
-        token that is drawn; beams and twins begin, end and share pages by it; scores decide what is
+        token that is drawn; beams begin, end and share pages by it; scores decide what is
         scored next. Nothing else asks for a token itself: what may be drawn and which random
         numbers are used go by how many there were before.
         """
-        if self.twins:
-            return None
         found = {}
         for at, row in enumerate(self.schedule.rows):
             state, sequence = self.rows[at]

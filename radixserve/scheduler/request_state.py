@@ -12,8 +12,7 @@ from radixserve.scheduler.beam_group import BeamGroup
 
 
 class RequestState:
-    """Waiting while `sequence` is None, running otherwise. A twin waits beside the first one of its
-    prompt, in no queue, until that one has computed it: it counts as admitted with that one."""
+    """Waiting while `sequence` is None, running otherwise."""
 
     __slots__ = (
         "admitted_at",
@@ -44,8 +43,6 @@ class RequestState:
         "sequence",
         "session",
         "tokens",
-        "twin_of",
-        "twins",
         "waiters",
         "waits_for",
         "waits_until",
@@ -75,8 +72,6 @@ class RequestState:
         )
         self.waits_until = 0  # how many of them
         self.waiters: list[RequestState] = []  # the other way round, while this one runs
-        self.twin_of: RequestState | None = None
-        self.twins: list[RequestState] = []  # the other way round
         self.head: RequestState | None = None  # of a beam: the request of the search as a whole
         self.search: BeamGroup | None = None  # of a head
         self.beams: list[RequestState] = []  # of a head: the running beams, best first
@@ -154,20 +149,6 @@ class RequestState:
             self.num_reused = min(self.num_reused, cached)
         self.num_prompt_done = max(self.num_prompt_done, cached)
         self.sequence = sequence
-
-    def admit_twin(self, sequence: CacheSequence | None, now: float) -> None:
-        """Its whole prompt was computed by another one; `sequence` holds it, if there is room."""
-        assert self.twin_of is not None
-        self.take_scores(self.twin_of)
-        self.twin_of = None
-        self.sequence = sequence
-        self.num_reused = self.num_prompt_done = self.num_prompt
-        self.lookup, self.admitted_at = Lookup(self.num_prompt, "full", self.num_prompt), now
-
-    def take_scores(self, other: RequestState) -> None:
-        """`other`, with the same prompt, has scored it as far as it got."""
-        if self.request.also_generate and other.request.also_generate:
-            self.num_scored, self.prompt_scores = other.num_scored, list(other.prompt_scores)
 
     def become_beam(self, head: RequestState) -> None:
         """The search computed its prompt before there was this beam."""

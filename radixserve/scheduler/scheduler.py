@@ -30,7 +30,6 @@ from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.sessions import Sessions
 from radixserve.scheduler.stats import SchedulerStats
-from radixserve.scheduler.twins import Twins
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -57,7 +56,6 @@ class Scheduler:
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
         queues = self._requests, self._running, self._waiting
         self._beams = Beams(*queues, self._requeue, self._page_budget.num_startable)
-        self._twins = Twins(*queues, self._requeue, self._page_budget.num_startable, clock)
         self._sessions = Sessions(cache)
         self._in_flight: list[InFlightStep] = []  # at most two, the older one first
         self._num_arrived = 0
@@ -68,8 +66,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequest if its id is in use or it could never fit.
 
-        A session that it names and that is not open is opened, with the cache's own lease. One that
-        is the twin of a request which has drawn nothing yet costs its prompt no computing.
+        A session that it names and that is not open is opened, with the cache's own lease.
         """
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -81,18 +78,11 @@ class Scheduler:
                 f"got {request.max_len}"
             )
         session = self._sessions.get(request.session) if request.session else None
-        first = self._twins.first_of(request)
-        if first is not None:
-            probe = first.probe
-        else:  # a cache leaves the last token to be computed: see `RequestState.wanted`
-            wanted = request.token_ids[: request.score_start + 1]
-            probe = self._cache.watch(wanted, request.params.namespace)
+        wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.wanted`
+        probe = self._cache.watch(wanted, request.params.namespace)
         state = RequestState(request, self._num_arrived, probe, self._clock(), session)
         self._num_arrived += 1 if request.beams is None else request.beams.width
         self._requests[request.request_id] = state
-        if first is not None:
-            self._twins.join(state, first)
-            return
         if request.beams is not None:
             self._beams.begin(state)
         self._waiting.add(state, is_returning=False)
@@ -113,8 +103,7 @@ class Scheduler:
         """
         step = next(one for one in self._in_flight if one.schedule is schedule)
         self._in_flight.remove(step)
-        twins = [self._end(state, "error", error) for state in step.living_twins()]
-        return [*twins, *(self._end(state, "error", error) for state in step.living_rows())]
+        return [self._end(state, "error", error) for state in step.living_rows()]
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
@@ -149,7 +138,7 @@ class Scheduler:
     def stats(self) -> dict[str, int]:
         """SchedulerStats since the start and the queue depths now."""
         counters = {name: getattr(self._stats, name) for name in self._stats.__slots__}
-        num_waiting = len(self._requests) - len(self._running)  # twins beside a running one as well
+        num_waiting = len(self._requests) - len(self._running)
         return {"waiting": num_waiting, "running": len(self._running), **counters}
 
     # -- a step -------------------------------------------------------------------------------
@@ -207,12 +196,7 @@ class Scheduler:
         """
         assert schedule is self._in_flight[0].schedule
         step = self._in_flight.pop(0)
-        num_rows = len(schedule.rows)
-        twins = set(step.living_twins()) if schedule.twins else set()
-        drawing, outputs = self._commit_rows(step, output.outputs[:num_rows])
-        if schedule.twins:
-            assert not self._in_flight, "twins begin while a step is in flight"
-            self._twins.start([state for state, _ in drawing])
+        drawing, outputs = self._commit_rows(step, output.outputs)
         searching: dict[int, RequestState] = {}
         for state, drawn in drawing:
             if state.head is not None:
@@ -220,9 +204,6 @@ class Scheduler:
                 searching[state.head.arrival] = state.head
             elif state.sequence is not None:  # else another row has ended its search
                 outputs.append(self._append(state, drawn))
-        for (state, _), one in zip(step.twins, output.outputs[num_rows:], strict=True):
-            if state in twins and one is not None:
-                outputs.append(self._update_twin(state, one))
         for head in searching.values():
             outputs += self._advance_search(head)
         return outputs
@@ -239,7 +220,6 @@ class Scheduler:
                 self._stats.discarded_tokens += len(row.token_ids)
                 continue
             if one is not None and one.error is not None:
-                self._twins.free(state)  # each gets its own answer below
                 outputs.append(self._end(state, "error", EngineDead(one.error)))
                 continue
             sequence.commit(row.end)
@@ -274,14 +254,6 @@ class Scheduler:
             return [self._end(head, "stop")]
         self._beams.replace(head, children)
         return []
-
-    def _update_twin(self, state: RequestState, drawn: SampleOutput) -> RequestOutput:
-        if drawn.error is not None:
-            return self._end(state, "error", EngineDead(drawn.error))
-        outputs = self._append(state, drawn)
-        if outputs.finish is None and state.sequence is None:
-            self._requeue(state)
-        return outputs
 
     def _requeue(self, state: RequestState) -> None:
         state.probe = self._cache.watch(state.wanted(), state.request.params.namespace)
@@ -483,7 +455,6 @@ class Scheduler:
     ) -> Finish:
         """Take a request out of every queue, free its private pages, and add up its numbers."""
         self._remove(state)
-        self._twins.part(state)
         counters, usage = self._stats, state.usage()
         counters.finished += reason in ("stop", "length")
         counters.aborted += reason == "abort"
@@ -498,12 +469,10 @@ class Scheduler:
 
     def _remove(self, state: RequestState) -> None:
         """Take a request out of every queue and free its private pages."""
-        if state.twin_of is not None:
-            state.twin_of.twins.remove(state)
-        elif state.sequence is None:
+        if state.sequence is None:
             if state.waits_for is not None:
                 state.waits_for.waiters.remove(state)
-            if state in self._waiting:  # else: it has drawn, and is a new twin or a beam
+            if state in self._waiting:  # else: a beam that has drawn
                 self._waiting.remove(state)
         elif state in self._running:
             state.sequence.release()

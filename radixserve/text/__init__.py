@@ -1,1 +1,1 @@
-"""Where text meets tokens: tokenizers, prompts and chat templates."""
+"""Text to tokens and back: tokenizers, prompts, chat templates."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from radixserve.errors import ModelNotSupported
-from radixserve.models.gguf_file import GgufFile
+from radixserve.gguf_file import GgufFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _WORDS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+"

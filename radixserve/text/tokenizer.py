@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.gguf_file import SUFFIX, GgufFile
+from radixserve.gguf_file import SUFFIX, GgufFile
 
 _REPLACEMENT = "\ufffd"
 _CONTEXT = 5  # prompt tokens decoded along, so that a first word keeps its leading space

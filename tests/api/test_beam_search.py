@@ -367,6 +367,30 @@ class TestAnswers:
         with pytest.raises(InvalidRequest, match="empty"):
             rt.beam_search([[1, 2], []])
 
+    def test_records_instead_of_their_fields(self, rt: Runtime) -> None:
+        fields = {"max_tokens": 5, "ignore_eos": True, "repetition_penalty": 1.3}
+        expected = rt.beam_search(PROMPT, beam_width=3, length_penalty=0.5, **fields)
+        params, beams = SamplingParams(**fields), BeamParams(width=3, length_penalty=0.5)
+        found = rt.beam_search(PROMPT, params=params, beams=beams)
+        again = asyncio.run(rt.abeam_search([PROMPT], params=params, beams=beams))[0]
+        for outs in (found, again):
+            assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+            assert [out.score for out in outs] == [out.score for out in expected]
+
+    def test_wrong_records(self, rt: Runtime) -> None:
+        for options, message in (
+            ({"params": SamplingParams(), "max_tokens": 3}, "params or max_tokens, not both"),
+            ({"beams": BeamParams(), "beam_width": 3}, "beams or beam_width, not both"),
+            ({"params": {"max_tokens": 3}}, "params must be SamplingParams"),
+            ({"beams": 4}, "beams must be BeamParams"),
+            ({"params": SamplingParams(top_p=0.5)}, "does not draw: top_p"),
+            ({"temperature": 0.5}, "does not draw: temperature"),
+            ({"params": SamplingParams(n=2)}, "does not draw: n "),
+            ({"beam_with": 3}, "unknown.*beam_with.*allowed"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                rt.beam_search(PROMPT, **options)
+
 
 class TestEnds:
     def test_abort_returns_what_there_is(self, rt: Runtime) -> None:

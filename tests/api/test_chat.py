@@ -22,7 +22,7 @@ from radixserve import (
     Runtime,
     SamplingParams,
 )
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.base import ModelRunner
 from radixserve.text.chat_format import Answer, ChatFormat
 from tests.checkpoints import BOS_ID, EOS_ID, make_checkpoint
 from tests.pacing import held, until

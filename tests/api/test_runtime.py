@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ import pytest
 
 from radixserve import (
     Completion,
+    EngineConfig,
     EngineDead,
     InvalidRequest,
     Runtime,
     SamplingParams,
 )
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.models.cpu_decoder import CpuDecoder
+from radixserve.models.decoder import Decoder
+from radixserve.runner.base import ModelRunner
+from radixserve.scheduler import Scheduler
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.pacing import held, until, wait_until
 
@@ -416,6 +420,18 @@ class TestBadInput:
             with pytest.raises(InvalidRequest, match=says):
                 Runtime(str(folder), **bad)
 
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            ("chunk_size", "chunked_prefill_size"),
+            ("max_running", "max_running_requests"),
+            ("tree_attention", "cascade_attention"),
+        ],
+    )
+    def test_former_names_of_settings(self, old: str, new: str) -> None:
+        with pytest.raises(InvalidRequest, match=f"'{old}'; {old} is now {new}; allowed: device, "):
+            EngineConfig(**{old: 1})
+
     def test_the_hash_cache_reuses_whole_blocks_and_can_be_looked_into(self, folder: Path) -> None:
         with Runtime(str(folder), num_pages=64, page_size=16, cache="hash") as rt:
             prompt = [5 + i % 40 for i in range(40)]
@@ -544,23 +560,25 @@ class TestNothingHangs:
     ) -> None:
         with Runtime(str(folder), num_pages=500) as rt:
             expected = rt.generate("hello", GREEDY).token_ids
-            model = rt._worker._engine._runner._model  # type: ignore[attr-defined]
-            forward = model.forward
             submitted = threading.Event()
-
-            def breaking(batch: Any, backend: Any) -> Any:
-                assert submitted.wait(20)  # so that some step holds both, however slow the machine
-                logits = forward(batch, backend)
-                if len(logits) == 2:
-                    logits[1] = float("nan")
-                return logits
-
-            monkeypatch.setattr(model, "forward", breaking)
+            for kind in (CpuDecoder, Decoder):  # with and without a compiler
+                monkeypatch.setattr(kind, "forward", self.breaking(kind.forward, submitted))
             outs = asyncio.run(self.both(rt, submitted))
             assert outs[0].token_ids == expected
             assert isinstance(outs[1], EngineDead)
             rt.check()
             assert rt.cache_stats()["pages_private"] == 0
+
+    @staticmethod
+    def breaking(forward: Callable[..., Any], submitted: threading.Event) -> Callable[..., Any]:
+        def breaks(model: Any, batch: Any, backend: Any) -> Any:
+            assert submitted.wait(20)  # so that some step holds both, however slow the machine
+            logits = forward(model, batch, backend)
+            if len(logits) == 2:
+                logits[1] = float("nan")
+            return logits
+
+        return breaks
 
     @staticmethod
     async def both(rt: Runtime, submitted: threading.Event) -> list[Any]:
@@ -586,7 +604,7 @@ class TestNothingHangs:
 
             with held(rt):
                 wait_until(lambda: num_open(rt) == 4)
-                monkeypatch.setattr(rt._worker._engine._scheduler, "update", broken)
+                monkeypatch.setattr(Scheduler, "update", broken)
             for call in calls:
                 with pytest.raises(EngineDead, match="a bug"):
                     call.result(timeout=10)
@@ -642,8 +660,10 @@ class TestNothingHangs:
             rt.check()
 
     def test_a_dropped_runtime_ends_its_thread(self, folder: Path) -> None:
+        before = set(threading.enumerate())
         rt = Runtime(str(folder), num_pages=100)
-        thread = rt._worker._thread
+        fresh = set(threading.enumerate()) - before
+        (thread,) = [thread for thread in fresh if thread.name == "radixserve-engine"]
         del rt
         thread.join(timeout=5)
         assert not thread.is_alive()

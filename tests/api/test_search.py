@@ -134,7 +134,7 @@ def check_shape(tree: SearchTree, width: int, depth: int) -> None:
         assert (node.state == "expanded") == bool(tree.children(node))
         assert (node.score is None) == (node.parent is None or node.state == "duplicate")
         assert node.depth <= depth
-        with pytest.raises(InvalidRequest, match="let go"):
+        with pytest.raises(InvalidRequest, match="released"):
             _ = node.branch
     for level in range(1, depth + 1):
         kept = [n for n in tree if n.depth == level and n.state in ("expanded", "end")]

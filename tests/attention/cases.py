@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from radixserve.attention.base import AttentionBackend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
 CPU = torch.device("cpu")

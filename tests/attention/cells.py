@@ -12,10 +12,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from radixserve.attention.base import ForwardBatch, HostIndex
-from radixserve.attention.cuda.paged_plan import PagedPlan
-from radixserve.attention.cuda.parts import Part as PagedPart
-from radixserve.attention.reference import Dense, Group, Keys, Part, Plan, Single
+from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
+from radixserve.attention.cuda.plan import LaunchPlan, PagedPlan, page_ids
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import BEGINS, CAUSAL, ENDS, Jobs
 
@@ -61,62 +59,17 @@ def _read_job(jobs: Jobs, job: int, seen: list[Cells], state: list[str]) -> None
         seen[token] += cells[:visible]
 
 
-def cells_of_parts(plan: Plan, batch: ForwardBatch, group_size: int) -> list[Cells]:
-    """Of each token, what it shares with others last: those of the torch backend's plan."""
-    laid: list[tuple[int, Cells]] = []  # the parts' results end to end: whose, and what it saw
-    for part in plan.parts:
-        laid += _read_part(part, batch, group_size)
-    order = range(len(laid)) if plan.out_index is None else plan.out_index.tolist()
-    assert [laid[at][0] for at in order] == list(range(batch.num_tokens))
-    seen = [list(laid[at][1]) for at in order]
-    for part in plan.shared:
-        for token, cells in _read_part(part, batch, group_size):
-            seen[token] += cells
-    return seen
-
-
-def _read_part(part: Part, batch: ForwardBatch, group_size: int) -> list[tuple[int, Cells]]:
-    if isinstance(part, Single):
-        return [(part.token.start, [slot for run in part.runs for slot in _range(run)])]
-    tokens = _range(part.tokens)
-    cells = _slots(part.keys, tokens, batch)
-    if isinstance(part, Dense):
-        cells = cells[: part.kv_len]
-        behind = len(cells) - len(tokens) + 1 if part.is_causal else len(cells)
-        step = 1 if part.is_causal else 0
-        return [(token, cells[: behind + step * at]) for at, token in enumerate(tokens)]
-    return _read_group(part, tokens, cells, group_size)
-
-
-def _read_group(
-    group: Group, tokens: list[int], cells: Cells, group_size: int
-) -> list[tuple[int, Cells]]:
-    slots = torch.tensor(cells).view(group.size, -1)[:, : group.kv_len]  # [B, Lk]
-    shape = (group.size, group.q_len, group.kv_len)
-    visible = torch.ones(shape, dtype=torch.bool)
-    if group.mask is not None:
-        heads = group.mask[:, 0].view(group.size, -1, *group.mask.shape[2:][-1:])
-        repeats = heads.view(group.size, heads.shape[1] // group.q_len, *shape[1:])
-        assert repeats.shape[1] == (1 if group.q_len == 1 else group_size)
-        assert bool((repeats == repeats[:, :1]).all())  # the same for each query head
-        visible = (repeats[:, 0] == 0).expand(shape)
-    return [
-        (token, slots[at // group.q_len][visible[at // group.q_len, at % group.q_len]].tolist())
-        for at, token in enumerate(tokens)
-    ]
-
-
-def _slots(keys: Keys, tokens: list[int], batch: ForwardBatch) -> Cells:
-    """Of a part's keys, as they are laid before it."""
-    if keys.pages is None:  # the step's own K and V, not yet read from the pool
-        return batch.slot_mapping[tokens].tolist()
-    if isinstance(keys.pages, slice):
-        return _range(keys.pages)
-    return (keys.pages[:, None] * batch.page_size + torch.arange(batch.page_size)).ravel().tolist()
-
-
-def _range(which: slice | torch.Tensor) -> list[int]:
-    return list(range(which.start, which.stop)) if isinstance(which, slice) else which.tolist()
+def check_reads(backend: AttentionBackend, batch: ForwardBatch, expected: Sequence[Cells]) -> None:
+    """Every token sees its `expected` cells, each once: for queries of zeros attention is the mean
+    of the values that are seen, and the pool's are random numbers. The pool is written to."""
+    values = torch.randn(backend.kv.shape[1:], generator=torch.Generator().manual_seed(0))
+    backend.kv[0] = values
+    backend.plan(batch)
+    found = backend.attend(torch.zeros(len(expected), backend.num_heads, backend.head_dim), 0)
+    by_cell = values[1].flatten(0, 1)  # [cells, Hkv, D]
+    means = torch.stack([by_cell[cells].double().mean(0) for cells in expected])
+    heads = means.repeat_interleave(backend.num_heads // backend.num_kv_heads, 1)
+    torch.testing.assert_close(found.double(), heads, atol=1e-5, rtol=1e-5)
 
 
 def cells_of_paged(plan: PagedPlan, host: HostIndex, kernel_page_size: int) -> list[Cells]:
@@ -137,10 +90,11 @@ def cells_of_paged(plan: PagedPlan, host: HostIndex, kernel_page_size: int) -> l
     return seen
 
 
-def _read_paged(part: PagedPart, host: HostIndex, kernel_page_size: int) -> list[tuple[int, Cells]]:
+def _read_paged(
+    part: LaunchPlan, host: HostIndex, kernel_page_size: int
+) -> list[tuple[int, Cells]]:
     """Place of each query and what it sees in the part, whose laws are checked on the way."""
-    pages = part.kv_indices
-    pages = host.kv_indices[pages] if isinstance(pages, slice) else pages
+    pages = page_ids(part, host)
     for array in (part.qo_indptr, part.kv_indptr, part.last_page_len, part.kv_lens, pages):
         assert array.dtype == np.int32
     assert part.qo_indptr[0] == part.kv_indptr[0] == 0

@@ -10,10 +10,10 @@ from torch import Tensor
 from radixserve.attention import cpu as cpu_backend
 from radixserve.attention import reference
 from radixserve.attention.base import AttentionBackend
+from radixserve.attention.cuda import cascade
 from radixserve.attention.cuda import flashinfer as flashinfer_backend
-from radixserve.attention.cuda import sharing
+from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
-from radixserve.attention.cuda.paged import PagedBackend
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.fake_flashinfer import Fake, mark_sides
@@ -76,7 +76,6 @@ def make(request: pytest.FixtureRequest) -> Make:
 @pytest.fixture
 def always_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rows have in common is attended to together."""
-    monkeypatch.setattr(reference, "SHARE_BYTES", 1)
     monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
-    monkeypatch.setattr(sharing, "SHARE_BYTES", 1)
-    monkeypatch.setattr(sharing, "MERGE_TOKENS", 0)
+    monkeypatch.setattr(cascade, "SHARE_BYTES", 1)
+    monkeypatch.setattr(cascade, "MERGE_TOKENS", 0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.cuda.flashinfer_calls import Library
-from radixserve.attention.cuda.plan_upload import PlanUpload
+from radixserve.attention.cuda.metadata import PlanUploader
 from tests.attention.signatures import recorded
 
 NO_KEYS = -5e4  # FlashInfer's logarithm of nothing
@@ -300,13 +300,13 @@ def side_of(array: Tensor) -> str:
 
 
 def mark_sides(monkeypatch: Any) -> None:
-    """What PlanUpload hands out for the host is known by it, although everything is on the CPU."""
-    upload = PlanUpload.upload
+    """Arrays that PlanUploader gives out for the host are marked: here all are on the CPU."""
+    upload = PlanUploader.upload
 
     def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arrays = upload(self, *args, **kwargs)
-        for one in arrays:
-            one.host.side = "host"
-        return arrays
+        host, device = upload(self, *args, **kwargs)
+        for one in host:
+            one.side = "host"
+        return host, device
 
-    monkeypatch.setattr(PlanUpload, "upload", marked)
+    monkeypatch.setattr(PlanUploader, "upload", marked)

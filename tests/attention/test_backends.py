@@ -11,7 +11,7 @@ import torch
 from radixserve.attention.base import kv_view
 from radixserve.attention.cuda.cascade import find_shared
 from radixserve.errors import ModelNotSupported
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU, LENGTHS, RUNS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import Make

@@ -17,12 +17,12 @@ from radixserve.attention.cpu import plan_step
 from radixserve.attention.cuda.cascade import covered_pages, find_shared
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.request import BeamParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import CAUSAL, Jobs
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, SharedCase
-from tests.attention.cells import cells_of_jobs, cells_of_parts, expected_cells
+from tests.attention.cells import cells_of_jobs, check_reads, expected_cells
 from tests.scheduler.fake import Driver, random_prompt
 
 HAS_KERNELS = not unsupported_reason(torch.float32)
@@ -190,7 +190,6 @@ def sharing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "by cost":
         always = request.param == "always"
         monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0 if always else 1 << 40)
-        monkeypatch.setattr(reference, "SHARE_BYTES", 1 if always else 1 << 40)
     return str(request.param)
 
 
@@ -201,11 +200,8 @@ def check_plans(rows: list[ScheduledRequest], page_size: int) -> ForwardBatch:
     for shares in (True, False):
         if HAS_KERNELS:
             assert cells_of_jobs(jobs_of(batch, shares=shares)) == expected
-        backend = ReferenceBackend(torch.empty(1, 2, 1, page_size, 2, 4), 4, shares=shares)
-        backend.plan(batch)
-        assert backend._plan is not None
-        found = cells_of_parts(backend._plan, batch, group_size=2)
-        assert [sorted(cells) for cells in found] == [sorted(cells) for cells in expected]
+    num_pages = int(batch.host.kv_indices.max()) + 1
+    check_reads(ReferenceBackend(torch.empty(1, 2, num_pages, page_size, 2, 4), 4), batch, expected)
     return batch
 
 
@@ -216,10 +212,12 @@ def test_every_token_sees_its_own_cells_once(page_size: int) -> None:
         check_plans(random_rows(random.Random(seed), page_size), page_size)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1 << 40])
-def test_however_decodes_are_read(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RUN_BYTES", "LONG_BYTES"):
-        monkeypatch.setattr(reference, name, num_bytes)
+@pytest.mark.parametrize(("queries", "short", "keys"), [(1, 0, 1), (7, 16, 100), (64, 1, 1 << 30)])
+def test_however_rows_are_grouped(
+    queries: int, short: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("BLOCK_QUERIES", queries), ("SHORT_KEYS", short), ("CALL_KEYS", keys)):
+        monkeypatch.setattr(reference, name, value)
     for seed in range(15):
         check_plans(random_rows(random.Random(seed), 2), 2)
 
@@ -231,7 +229,6 @@ def test_however_decodes_are_read(num_bytes: int, monkeypatch: pytest.MonkeyPatc
 def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forks, twins and beams of one prompt, under memory pressure: plans hold in every step."""
     monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
-    monkeypatch.setattr(reference, "SHARE_BYTES", 1)
     rng = random.Random(page_size)
     driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running_requests=10)
     prompt = [rng.randrange(2, 50) for _ in range(100)]

@@ -11,7 +11,7 @@ import torch
 from radixserve.attention import cpu as cpu_backend
 from radixserve.attention.cpu import CpuBackend, plan_step
 from radixserve.errors import ModelNotSupported
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve_kernels.cpu_attention import PagedAttention
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run

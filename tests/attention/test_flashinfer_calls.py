@@ -30,7 +30,7 @@ from radixserve.attention.cuda.flashinfer_calls import (
     import_error,
     unsupported_reason,
 )
-from radixserve.attention.cuda.plan_upload import PlanUpload, layout
+from radixserve.attention.cuda.metadata import PlanUploader, layout
 from radixserve.errors import ModelNotSupported
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import MakePaged
@@ -131,7 +131,7 @@ def test_where_the_scale_goes(fake: Fake, make_flashinfer: MakePaged) -> None:
 # -- plans and the pinned memory they are copied from ---------------------------------------------
 
 
-class WatchedUpload(PlanUpload):
+class WatchedUploader(PlanUploader):
     """Notes when a plan begins and ends among FlashInfer's calls."""
 
     def __init__(self, fake: Fake) -> None:
@@ -154,7 +154,7 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
     case = SharedCase(lengths, 2, groups, **SHAPE)
     decodes = Case(LENGTHS["decodes"], 2, **SHAPE)
     backend = make_flashinfer(torch.zeros(2, 2, 400, 2, 2, 64, dtype=BF16), 8)
-    backend._staging = WatchedUpload(fake)
+    backend.uploader = WatchedUploader(fake)
     graph = backend.capture_backend(8, 400, 1)
     backend.plan(case.batch)
     graph.plan(decodes.batch)
@@ -171,15 +171,16 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
     assert fake.calls.count("begin") == 4
 
 
-def test_a_plan_waits_for_the_copies_of_the_last_one() -> None:
+def test_a_plan_waits_for_the_copies_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    staging = PlanUpload(torch.device("cpu"))
-    staging._copied = SimpleNamespace(  # type: ignore[assignment]
+    event = SimpleNamespace(
         synchronize=lambda: events.append("waited"), record=lambda: events.append("recorded")
     )
-    staging._is_cuda = True
-    staging.end()
-    staging.begin()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    uploader = PlanUploader(torch.device("cuda"))
+    uploader.begin()
+    uploader.end()
+    uploader.begin()
     assert events == ["recorded", "waited"]
 
 
@@ -188,13 +189,13 @@ def test_arrays_are_staged_aligned() -> None:
     assert [(one.start, one.stop) for one in places] == [(0, 3), (4, 4), (4, 8), (8, 13), (16, 17)]
     assert total == 20
     assert layout([]) == ([], 0)
-    staging = PlanUpload(torch.device("cpu"))
-    staging.begin()
-    arrays = [np.arange(n, dtype=np.int32) for n in (3, 5)]
-    first = staging.upload(arrays)
-    second = staging.upload([array + 7 for array in arrays])
-    for found, expected in zip((*first, *second), (*arrays, *(a + 7 for a in arrays)), strict=True):
-        assert found.host.tolist() == found.device.tolist() == expected.tolist()
+    uploader = PlanUploader(torch.device("cpu"))
+    uploader.begin()
+    first = [np.arange(n, dtype=np.int32) for n in (3, 5)]
+    second = [array + 7 for array in first]
+    for arrays, sides in [(arrays, uploader.upload(arrays)) for arrays in (first, second)]:
+        for side in sides:
+            assert [one.tolist() for one in side] == [array.tolist() for array in arrays]
 
 
 # -- what heads are served, and by what -----------------------------------------------------------
@@ -242,17 +243,16 @@ def test_which_decodes_take_tensor_cores(shape: tuple[int, int], expected: dict[
     assert found == expected
 
 
-def test_heads_that_one_block_can_merge(make_flashinfer: MakePaged) -> None:
-    assert can_merge(heads(64, 8))
-    assert not can_merge(heads(65, 5))
-    assert can_merge(heads(32, 8, dim=256))
-    assert not can_merge(heads(64, 8, dim=256))
-    assert can_merge(heads(128, 8, dim=64))
+@pytest.mark.usefixtures("always_share")
+def test_heads_that_one_block_can_merge(fake: Fake, make_flashinfer: MakePaged) -> None:
+    assert can_merge(64, 128, BF16)
+    assert not can_merge(65, 128, BF16)
+    assert can_merge(32, 256, BF16)
+    assert not can_merge(64, 256, BF16)
+    assert can_merge(128, 64, BF16)
     lengths, groups = SHARED["decodes"]
     many = SharedCase(lengths, 2, groups, heads=130, kv_heads=2, dim=64, dtype=BF16)
-    backend = make_flashinfer(many.kv, 130)
-    backend.plan(many.batch)
-    assert not backend._shared
+    assert "merge_state_in_place" not in calls_of(fake, make_flashinfer(many.kv, 130), many)
 
 
 def test_workspaces_hold_what_the_planner_takes() -> None:
@@ -309,7 +309,7 @@ def test_a_compiler_that_fails(make_flashinfer: MakePaged, monkeypatch: pytest.M
 
     backend = make_flashinfer(torch.zeros(1, 2, 1, 1, 2, 64, dtype=BF16), 2)
     monkeypatch.setattr(flashinfer_backend, "compile_modules", fails)
-    monkeypatch.setattr(backend._kernels, "_workspace", SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(backend, "kv", SimpleNamespace(is_cuda=True))
     with pytest.raises(ModelNotSupported, match="Ninja build failed; nvcc has to be found"):
         backend.prepare()
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import unsupported_reason
+from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
-from radixserve.attention.cuda.paged import PagedBackend
 from radixserve.attention.cuda.triton import TritonBackend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase
 from tests.attention.fake_flashinfer import Fake
 from tests.attention.test_paged_graph import store

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from radixserve.attention.cuda import sharing
+from radixserve.attention.cuda import cascade
 from radixserve.attention.cuda import triton as triton_backend
-from radixserve.attention.cuda.paged import GraphBackend, PagedBackend
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.attention.cuda.backend import GraphBackend, PagedBackend
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels import gpu_ops
 from tests.attention.cases import CPU, Case, SharedCase, run
@@ -187,7 +187,7 @@ def test_what_a_graph_launches(make_paged: MakePaged, recording: Recording) -> N
 def test_which_graph_to_replay(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
     """One with a level where it pays for the rows as they lie."""
     token_bytes = 2 * 2 * 16 * 4
-    monkeypatch.setattr(sharing, "SHARE_BYTES", 200 * token_bytes)
+    monkeypatch.setattr(cascade, "SHARE_BYTES", 200 * token_bytes)
     groups, lengths = [(range(4), 40)], [(80, 1)] * 4 + [(5, 1)] * 3
     case = SharedCase(lengths, 2, groups, heads=4, kv_heads=2, dim=16)
     assert make_paged(case.kv, 4).shared_levels(case.batch) == 1  # saves 3 * 80 tokens
@@ -196,8 +196,7 @@ def test_which_graph_to_replay(make_paged: MakePaged, monkeypatch: pytest.Monkey
     batch = build_forward_batch(apart, 2, CPU)
     backend = make_paged(case.kv, 4)
     assert backend.shared_levels(batch) == 0
-    backend.plan(batch)
-    assert backend._order is not None  # where rows may be put together it pays
+    assert backend.nodes.find(batch.host)  # where rows may be put together it pays
 
 
 def test_what_does_not_fit(make_paged: MakePaged) -> None:
@@ -216,11 +215,11 @@ def test_what_does_not_fit(make_paged: MakePaged) -> None:
 def test_smaller_graphs_use_the_memory_of_larger_ones(make_paged: MakePaged) -> None:
     backend = make_paged(torch.zeros(1, 2, 4, 2, 2, 16), 4)
     large, small, larger = (backend.capture_backend(n, n * 10, 1) for n in (8, 2, 9))
-    rooms = [[one.kv_indices.data_ptr() for one in graph._buffers] for graph in (large, small)]
-    assert rooms[0] == rooms[1]
-    assert large._buffers[0].kv_indices.data_ptr() != larger._buffers[0].kv_indices.data_ptr()
-    assert len(set(rooms[0])) == 2
+    pages = [[one.kv_indices.data_ptr() for one in graph.buffers] for graph in (large, small)]
+    assert pages[0] == pages[1]
+    assert large.buffers[0].kv_indices.data_ptr() != larger.buffers[0].kv_indices.data_ptr()
+    assert len(set(pages[0])) == 2
     for graph in (large, small, larger):
-        for buffers in graph._buffers:
+        for buffers in graph.buffers:
             for one in buffers:
                 assert one.data_ptr() % 16 == 0

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from radixserve.attention.base import HostIndex
-from radixserve.attention.cuda.cascade import SharedNode, find_shared
-from radixserve.attention.cuda.levels import drop_levels, limit_levels, saved_pages, tree_order
-from radixserve.attention.cuda.paged_plan import (
+from radixserve.attention.cuda.cascade import (
+    MAX_LEVELS,
+    NodeFinder,
+    SharedNode,
+    SharingCost,
+    drop_levels,
+    find_shared,
+    limit_levels,
+    saved_pages,
+)
+from radixserve.attention.cuda.plan import (
+    MAX_KERNEL_PAGE_SIZE,
     GraphShape,
     PagedPlan,
-    num_groups_for,
+    choose_kernel_page_size,
     plan_graph,
     plan_rows,
+    tree_order,
 )
-from radixserve.attention.cuda.parts import MAX_KERNEL_PAGE_SIZE, choose_kernel_page_size
-from radixserve.attention.cuda.sharing import SharingCost, find_nodes, pays_in_place
 from radixserve.request import BeamParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU
 from tests.attention.cells import cells_of_paged, expected_cells
@@ -31,6 +38,12 @@ from tests.attention.test_cascade import PAYS, random_rows
 from tests.scheduler.fake import Driver, random_prompt
 
 FREE = SharingCost(1, 0)
+
+
+def find_nodes(
+    host: HostIndex, page_size: int, cost: SharingCost, max_levels: int = MAX_LEVELS
+) -> list[SharedNode]:
+    return NodeFinder(page_size, cost).find(host, max_levels)
 
 
 def host_of(rows: list[ScheduledRequest], page_size: int) -> HostIndex:
@@ -123,11 +136,10 @@ def test_whole_rows_need_no_page_ids_from_the_host() -> None:
         assert isinstance(part.kv_indices, slice)
     short = [row._replace(start=0, page_ids=row.page_ids[:1]) for row in rows]
     host = host_of(short, 2)
-    unread = replace(host, kv_indices=None)  # type: ignore[arg-type]
-    assert find_nodes(unread, 2, FREE) == []
-    plan_rows(unread, 2, [], 2)
-    shape = GraphShape(len(short), 100, 3)
-    plan_graph(unread, 2, [], 2, shape)
+    assert find_nodes(host, 2, FREE) == []
+    plan_rows(host, 2, [], 2)
+    plan_graph(host, 2, [], 2, GraphShape(len(short), 100, 3))
+    assert not host.is_flattened
 
 
 # -- levels ---------------------------------------------------------------------------------------
@@ -255,10 +267,11 @@ def test_rows_that_lie_apart_may_not_pay_in_a_graph() -> None:
     apart = [rows[0], others[0], rows[1], others[1], rows[2]]
     for mixed, in_place in ((together, True), (apart, False)):
         host = host_of(mixed, 1)
-        nodes = find_nodes(host, 1, SharingCost(200, 0), 1)
-        assert len(nodes) == 1
-        assert pays_in_place(nodes, 5, 1, SharingCost(200, 0)) == in_place
-    assert not pays_in_place([], 5, 1, FREE)
+        finder = NodeFinder(1, SharingCost(200, 0))
+        assert len(finder.find(host, 1)) == 1
+        assert finder.pays_in_place(host) == in_place
+    assert not NodeFinder(1, FREE).pays_in_place(host_of(same_prefix(1, 100), 1))
+    assert not NodeFinder(1, None).pays_in_place(host_of(together, 1))
 
 
 # -- graphs ---------------------------------------------------------------------------------------
@@ -332,10 +345,10 @@ def test_what_saves_most_is_shared_where_not_all_fits() -> None:
 
 def test_groups_of_a_graph_hold_a_prefix_of_all() -> None:
     for num_rows in (2, 3, 4, 8, 64, 256):
-        assert 3 <= num_groups_for(num_rows) <= num_rows + 1
+        shape = GraphShape.of_rows(num_rows, num_rows * 31, num_levels=1)
+        assert 3 <= shape.num_groups <= num_rows + 1
         host = host_of(same_prefix(num_rows, 30), 1)
         nodes = find_nodes(host, 1, FREE, 1)
-        shape = GraphShape(num_rows, num_rows * 31, num_groups_for(num_rows))
         (level,) = plan_graph(host, 1, nodes, 1, shape).shared
         assert level.num_pages == 30
 

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from radixserve.attention.cuda import triton as triton_backend
-from radixserve.attention.cuda.paged_plan import plan_rows
+from radixserve.attention.cuda.plan import plan_rows
 from radixserve.attention.cuda.triton import TritonBackend, count_tiles
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import CPU, LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.test_backends import check
 from tests.attention.test_paged_graph import store
 from tests.attention.test_paged_plan import same_prefix
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
 SHAPE = {"heads": 4, "kv_heads": 2, "dim": 16}
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@needs_triton
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_every_kind(dtype: torch.dtype) -> None:
     check(TritonBackend, Case(LENGTHS["chunks and decodes"], 2, **SHAPE, dtype=dtype))
 
 
-@needs_triton
 @pytest.mark.usefixtures("interpreted", "always_share")
 def test_shared_pages() -> None:
     lengths, groups = SHARED["different depths"]
     check(TritonBackend, SharedCase(lengths, 2, groups, **SHAPE))
 
 
-@needs_triton
 @pytest.mark.usefixtures("interpreted", "always_share")
 def test_a_graph() -> None:
     """Rows that are padded, groups without pages and without queries: the kernels take them."""
@@ -70,16 +57,16 @@ def test_what_is_split() -> None:
     """Few rows and tiles over many keys; the splits of a graph are those of its largest rows."""
     backend = TritonBackend(torch.zeros(1, 2, 9_000, 1, 2, 16), 8)
     backend.plan(build_forward_batch(same_prefix(1, 4_000), 1, CPU))
-    one_row = backend._unique[0].launch
+    one_row = backend.unique[0].launch
     assert isinstance(one_row, triton_backend.TritonLaunch)
     assert one_row.num_splits >= one_row.fixed_splits == 4_001 // 128
     backend.plan(build_forward_batch(same_prefix(64, 4_000), 1, CPU))
-    (level, _), (own, _) = backend._shared[0], backend._unique[0]
+    (level, _), (own, _) = backend.shared[0], backend.unique[0]
     assert isinstance(level, triton_backend.TritonLaunch)
     assert isinstance(own, triton_backend.TritonLaunch)
     assert level.num_splits > 8 > own.fixed_splits == 1
     graph = backend.capture_backend(64, 64 * 5_000, 1)
-    (fixed, _) = graph._shared[0]
+    (fixed, _) = graph.shared[0]
     assert isinstance(fixed, triton_backend.TritonLaunch)
     assert 33 == fixed.num_splits >= level.num_splits
 

@@ -222,12 +222,9 @@ def test_pools_of_more_than_2_to_the_31_features() -> None:
     ("fixed_splits", "splits"),
     [(1, [[4_096, 54, 0], [130, 0, 0]]), (3, [[256, 256, 188], [128, 2, 0]])],
 )
-def test_rows_are_cut(
-    monkeypatch: pytest.MonkeyPatch, fixed_splits: int, splits: list[list[int]]
-) -> None:
+@pytest.mark.usefixtures("interpreted")
+def test_rows_are_cut(fixed_splits: int, splits: list[list[int]]) -> None:
     """Into equal splits, none of them tiny, and more where these get long: seen in their lse."""
-    pytest.importorskip("triton", reason="there is no Triton for this system")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     case = make_case([sum(row) for row in splits], 1, 2, 64, BF16)
     q = queries(2, 1, 2, BF16)
     room = torch.full((gpu_ops.workspace_size(2, 1, 2, 3),), torch.nan)

@@ -16,10 +16,11 @@ from radixserve.attention.cpu import CpuBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
-from radixserve.models.decoder import FIRST_POSITIONS, load_decoder
+from radixserve.models.decoder import load_decoder
+from radixserve.models.decoder_tensors import FIRST_POSITIONS
 from radixserve.models.source import checkpoint
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, make_checkpoint

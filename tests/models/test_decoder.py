@@ -11,8 +11,8 @@ import torch
 
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
-from radixserve.models.decoder import ARCHITECTURES, FIRST_POSITIONS, RotaryTable
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.models.decoder_tensors import ARCHITECTURES, FIRST_POSITIONS, RotaryTable
+from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve_kernels.torch_ops import rotations
 from tests.checkpoints import (
     NATIVE,
@@ -27,9 +27,15 @@ from tests.runner.driver import Driver
 PROMPT = [(7 * i * i + 3 * i) % 256 for i in range(150)]
 
 
-def check(folder: Path) -> ModelRunner:
-    """Greedy tokens and log-probabilities of one prompt, in chunks, equal transformers'."""
-    runner = ModelRunner(str(folder), EngineConfig(num_pages=400))
+def check(folder: Path) -> CpuModelRunner:
+    """Greedy tokens and log-probabilities of one prompt, in chunks, equal transformers', in the
+    decoder over the reference backend and in the machine's own; returns the runner of this one."""
+    check_on(folder, "torch")
+    return check_on(folder, "auto")
+
+
+def check_on(folder: Path, backend: str) -> CpuModelRunner:
+    runner = CpuModelRunner(str(folder), EngineConfig(num_pages=400, attention_backend=backend))
     assert runner.info.is_native
     driver = Driver(runner, 1)
     stream = driver.add(PROMPT)
@@ -93,7 +99,7 @@ def test_old_rope_fields(tmp_path: Path) -> None:
     check(tmp_path / "old")
     outputs = []
     for name in ("old", "new"):
-        driver = Driver(ModelRunner(str(tmp_path / name), EngineConfig(num_pages=200)), 1)
+        driver = Driver(CpuModelRunner(str(tmp_path / name), EngineConfig(num_pages=200)), 1)
         outputs.append(driver.add(PROMPT))
         driver.run()
     assert outputs[0].outputs == outputs[1].outputs
@@ -127,10 +133,10 @@ def test_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 def test_float16_runs_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
     make_checkpoint(tmp_path, "llama", dtype=stored)
-    runner = ModelRunner(str(tmp_path), EngineConfig(num_pages=9))
+    runner = CpuModelRunner(str(tmp_path), EngineConfig(num_pages=9))
     expected = torch.float32 if stored == torch.float16 else torch.bfloat16
     assert runner.info.dtype == expected
-    asked = ModelRunner(str(tmp_path), EngineConfig(num_pages=9, dtype="float32"))
+    asked = CpuModelRunner(str(tmp_path), EngineConfig(num_pages=9, dtype="float32"))
     assert asked.info.dtype == torch.float32
 
 
@@ -169,7 +175,7 @@ def test_float16_runs_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
 def test_refused(tmp_path: Path, family: str, fields: dict[str, Any], reason: str) -> None:
     make_checkpoint(tmp_path, family, **fields)
     with pytest.raises(ModelNotSupported, match=reason):
-        ModelRunner(str(tmp_path), EngineConfig(num_pages=10))
+        CpuModelRunner(str(tmp_path), EngineConfig(num_pages=10))
 
 
 def test_every_native_family_is_tested() -> None:
@@ -181,4 +187,4 @@ def test_rotary_table_grows_with_the_positions() -> None:
     table = RotaryTable(inv_freq, 0.7)
     for end in (5, FIRST_POSITIONS, FIRST_POSITIONS + 1, 3 * FIRST_POSITIONS):
         positions = torch.tensor([0, end // 2, end - 1])
-        assert torch.equal(table.at(positions, end), rotations(positions, inv_freq, 0.7))
+        assert torch.equal(table.up_to(end)[positions], rotations(positions, inv_freq, 0.7))

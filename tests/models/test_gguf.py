@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixserve import InvalidRequest, ModelNotSupported, Runtime, SamplingParams
-from radixserve.models.gguf_file import GgufFile
+from radixserve.gguf_file import GgufFile
 from radixserve.text.tokenizer import Tokenizer
 from tests.checkpoints import greedy, load_reference, make_checkpoint
 

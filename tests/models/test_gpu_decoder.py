@@ -1,4 +1,4 @@
-"""The decoder on device kernels against decoder.py, on CPU tensors: logits, and K and V."""
+"""The decoder over several backends against the compiled one: logits, and K and V."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from radixserve.attention.choice import make_backend
 from radixserve.models.base import LanguageModel
+from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
-from radixserve.models.gpu_decoder import load_gpu_decoder
-from radixserve.models.source import checkpoint
+from radixserve.models.source import ModelSource, checkpoint
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
+from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, make_checkpoint
 from tests.models.test_decoder import ROPE
 
@@ -90,11 +91,23 @@ def steps(seed: int, page_size: int, vocab: int = 288) -> list[list[ScheduledReq
     return plan
 
 
+def compiled(source: ModelSource, dtype: torch.dtype) -> LanguageModel:
+    """The same model on the CPU kernels; without them the test is skipped."""
+    if reason := unsupported_reason(dtype):
+        pytest.skip(reason)
+    return load_cpu_decoder(source, dtype)
+
+
 def compare(
-    model: LanguageModel, expected: LanguageModel, backend: str, page_size: int, tolerance: float
+    model: LanguageModel,
+    expected: LanguageModel,
+    backend: str,
+    page_size: int,
+    tolerance: float,
+    expected_backend: str = "torch",
 ) -> None:
     """Step for step the same logits, up to `tolerance` of their norm, and the same pool."""
-    ours, theirs = World(model, backend, page_size), World(expected, "torch", page_size)
+    ours, theirs = World(model, backend, page_size), World(expected, expected_backend, page_size)
     for rows in steps(page_size, page_size):
         got, wanted = ours.run(rows), theirs.run(rows)
         assert got.shape == wanted.shape
@@ -110,29 +123,29 @@ def compare(
 def test_variants(tmp_path: Path, variant: str) -> None:
     family, fields = VARIANTS[variant]
     source = checkpoint(make_checkpoint(tmp_path, family, seed=3, **fields))
-    model = load_gpu_decoder(source, torch.float32, CPU)
-    expected = load_decoder(source, torch.float32, CPU)
+    model = load_decoder(source, torch.float32, CPU)
+    expected = compiled(source, torch.float32)
     assert model.info == expected.info
     for page_size, backend in ((1, "torch"), (16, "triton")):
-        compare(model, expected, backend, page_size, 1e-5)
+        compare(model, expected, backend, page_size, 1e-5, "cpu")
 
 
 @pytest.mark.parametrize("family", NATIVE)
 def test_bfloat16(tmp_path: Path, family: str) -> None:
+    """The same weights as in float32, up to rounding."""
     source = checkpoint(make_checkpoint(tmp_path, family, dtype=torch.bfloat16))
-    model = load_gpu_decoder(source, torch.bfloat16, CPU)
-    compare(model, load_decoder(source, torch.bfloat16, CPU), "torch", 2, 0.03)
+    model, expected = (load_decoder(source, d, CPU) for d in (torch.bfloat16, torch.float32))
+    compare(model, expected, "torch", 2, 0.05)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_kernels_themselves(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter, instead of their twins."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_themselves(tmp_path: Path, family: str) -> None:
+    """In Triton's interpreter, instead of their references."""
     fields = {"hidden_size": 48, "head_dim": 16, "vocab_size": 61, "num_hidden_layers": 2}
     source = checkpoint(make_checkpoint(tmp_path, family, eos_token_id=2, **fields))
-    ours = World(load_gpu_decoder(source, torch.float32, CPU), "triton", 2)
-    theirs = World(load_decoder(source, torch.float32, CPU), "torch", 2)
+    ours = World(load_decoder(source, torch.float32, CPU), "triton", 2)
+    theirs = World(compiled(source, torch.float32), "cpu", 2)
     ids = np.arange(1, 10, dtype=np.int32)
     pages = np.array([8, 3, 5, 1, 9], np.int32)
     for rows in (

@@ -14,7 +14,7 @@ from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import hf
 from radixserve.models.weights import load_config
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import edit_json, make_checkpoint
 from tests.runner.driver import Driver
 
@@ -68,14 +68,14 @@ def test_refused(tmp_path: Path, name: str, fields: dict[str, Any], reason: str)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     auto.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelNotSupported, match=reason):
-        ModelRunner(str(tmp_path), EngineConfig(num_pages=8))
+        CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
 
 
 def test_other_heads_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "olmo2")
     edit_json(tmp_path / "config.json", architectures=["Olmo2ForSequenceClassification"])
     with pytest.raises(ModelNotSupported, match="not a causal language model"):
-        ModelRunner(str(tmp_path), EngineConfig(num_pages=8))
+        CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
 
 
 def test_comparison_finds_what_rules_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_comparison_finds_what_rules_miss(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(hf, "_attention", without_scale)
     with pytest.raises(ModelNotSupported, match=r"differ by [\d.]+ of their norm"):
-        ModelRunner(str(tmp_path), EngineConfig(num_pages=8))
+        CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
 
 
 def test_two_models_do_not_mix(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_two_models_do_not_mix(tmp_path: Path) -> None:
     runners = []
     for name, family in (("a", "granite"), ("b", "granite"), ("c", "stablelm")):
         make_checkpoint(tmp_path / name, family, seed=ord(name))
-        runners.append(ModelRunner(str(tmp_path / name), EngineConfig(num_pages=64)))
+        runners.append(CpuModelRunner(str(tmp_path / name), EngineConfig(num_pages=64)))
     alone = []
     for runner in runners:
         driver = Driver(runner, 1)
@@ -111,7 +111,7 @@ def test_two_models_do_not_mix(tmp_path: Path) -> None:
 
 def test_bfloat16(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "phi3", dtype=torch.bfloat16)
-    runner = ModelRunner(str(tmp_path), EngineConfig(num_pages=64))
+    runner = CpuModelRunner(str(tmp_path), EngineConfig(num_pages=64))
     assert runner.info.dtype == torch.bfloat16
     driver = Driver(runner, 1)
     stream = driver.add(list(range(20)))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.decoder import decoder_shape
-from radixserve.models.gpu_decoder import GpuDecoder, GpuLayer, load_gpu_decoder
-from radixserve.models.parallel import check_split, shard_head
+from radixserve.models.decoder import Decoder, load_decoder
+from radixserve.models.decoder_tensors import LayerTensors, decoder_shape, read_decoder
+from radixserve.models.parallel import check_split, shard_head, shard_layer
 from radixserve.models.sizes import size_config
 from radixserve.models.source import checkpoint
 from tests.checkpoints import NATIVE, make_checkpoint
@@ -30,7 +30,7 @@ class Room:
         self.parts: list[Tensor] = [torch.empty(0)] * size
 
 
-class ThreadRanks:
+class ThreadTPGroup:
     """See `TPGroup`."""
 
     def __init__(self, rank: int, size: int, room: Room) -> None:
@@ -57,20 +57,24 @@ class ThreadRanks:
         return made
 
 
-def split(source: Any, size: int, dtype: torch.dtype = torch.float32) -> list[GpuDecoder]:
+def split(source: Any, size: int, dtype: torch.dtype = torch.float32) -> list[Decoder]:
     room = Room(size)
     return [
-        load_gpu_decoder(source, dtype, CPU, ThreadRanks(rank, size, room)) for rank in range(size)
+        load_decoder(source, dtype, CPU, ThreadTPGroup(rank, size, room)) for rank in range(size)
     ]
 
 
-def held_by(model: GpuDecoder) -> list[Tensor]:
-    tensors = [model._embedding, model._norm, model._lm_head]
-    for layer in model._layers:
-        for name in GpuLayer.__slots__:
-            value = getattr(layer, name)
-            tensors += value if isinstance(value, tuple) else [value]
-    return [tensor for tensor in tensors if tensor is not None]
+def loaded_layers(source: Any) -> list[LayerTensors]:
+    """Every layer as it is read."""
+    layers: list[LayerTensors] = []
+    read_decoder(source, torch.float32, CPU, layers.append)
+    return layers
+
+
+def tensors_of(layer: LayerTensors) -> list[Tensor]:
+    single = [layer.input_norm, layer.post_norm, layer.qk_norm]
+    both = [tensor for pair in layer.projections for tensor in pair]
+    return [tensor for tensor in (*single, *both) if tensor is not None]
 
 
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -92,7 +96,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 def test_parts_compute_what_the_whole_does(tmp_path: Path, case: str) -> None:
     family, size, fields = CASES[case]
     source = checkpoint(make_checkpoint(tmp_path, family, seed=5, **fields))
-    whole = World(load_gpu_decoder(source, torch.float32, CPU), "torch", 2)
+    whole = World(load_decoder(source, torch.float32, CPU), "torch", 2)
     parts = [World(model, "torch", 2) for model in split(source, size)]
     assert parts[0].kv[0].numel() < whole.kv[0].numel() or "one key head" in case
     with ThreadPoolExecutor(size) as pool:
@@ -108,24 +112,32 @@ def test_a_rank_keeps_its_part_only(tmp_path: Path) -> None:
     (whole,) = split(source, 1)
     parts = split(source, 2)
     for part in parts:
-        for tensor in held_by(part):
-            assert tensor.is_contiguous()
-            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         assert part.info.num_parameters < 0.7 * whole.info.num_parameters
         assert (part.info.num_heads, part.info.num_kv_heads) == (2, 1)
         assert part.info.kv_bytes_per_token * 2 == whole.info.kv_bytes_per_token
-    matrices = [sum(t.numel() for t in held_by(m) if t.ndim == 2) for m in (whole, *parts)]
-    assert matrices[1] + matrices[2] - whole._embedding.numel() == matrices[0]
+    shape = decoder_shape(source.config)
+    for layer in loaded_layers(source):
+        sharded = [shard_layer(layer, shape, rank, 2) for rank in range(2)]
+        for tensor in (tensor for one in sharded for tensor in tensors_of(one)):
+            if tensor is not layer.input_norm and tensor is not layer.post_norm:
+                assert tensor.is_contiguous()
+                assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+        matrices = [
+            sum(weight.numel() for weight, _ in one.projections) for one in (layer, *sharded)
+        ]
+        assert matrices[1] + matrices[2] == matrices[0]
 
 
 def test_bias_of_a_sum_is_added_once(tmp_path: Path) -> None:
     fields = {"attention_bias": True, "mlp_bias": True}
-    first, second = split(checkpoint(make_checkpoint(tmp_path, "llama", **fields)), 2)
-    for layer, other in zip(first._layers, second._layers, strict=True):
-        assert layer.o[1] is not None
-        assert layer.down[1] is not None
-        assert other.o[1] is None
-        assert other.down[1] is None
+    source = checkpoint(make_checkpoint(tmp_path, "llama", **fields))
+    shape = decoder_shape(source.config)
+    for layer in loaded_layers(source):
+        first, second = (shard_layer(layer, shape, rank, 2) for rank in range(2))
+        assert first.o[1] is not None
+        assert first.down[1] is not None
+        assert second.o[1] is None
+        assert second.down[1] is None
 
 
 def test_head_has_as_many_rows_in_every_rank() -> None:

@@ -12,12 +12,11 @@ import torch
 from radixserve.attention.base import ForwardBatch, HostIndex
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
-from radixserve.models import gpu_decoder
+from radixserve.models import decoder
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
-from radixserve.models.decoder import load_decoder, read_decoder
-from radixserve.models.describe import describe
-from radixserve.models.gpu_decoder import load_gpu_decoder
+from radixserve.models.decoder import load_decoder
+from radixserve.models.decoder_tensors import describe, read_decoder
 from radixserve.models.random_weights import CHUNK, RandomWeights
 from radixserve.models.registry import load_model
 from radixserve.models.sizes import SIZES
@@ -102,7 +101,7 @@ def test_every_decoder_has_the_same_weights(name: str) -> None:
     source = find_model(f"random:{name}", seed=3)
     expected = load_decoder(source, torch.float32, CPU)
     models: list[tuple[LanguageModel, str]] = [(expected, "torch")]
-    models += [(load_gpu_decoder(source, torch.float32, CPU), name) for name in ("torch", "triton")]
+    models += [(load_decoder(source, torch.float32, CPU), name) for name in ("torch", "triton")]
     if not unsupported_reason(torch.float32):
         models.append((load_cpu_decoder(source, torch.float32), "cpu"))
     for model, backend in models[1:]:
@@ -145,7 +144,7 @@ def meta_batch(num_tokens: int, num_sampled: int) -> ForwardBatch:
         positions=tokens,
         slot_mapping=tokens,
         logits_indices=tokens[:num_sampled],
-        host=HostIndex(empty, empty, empty, empty.astype(np.int32), empty),
+        host=HostIndex(empty, empty, empty, empty, [empty.astype(np.int32)]),
         page_size=16,
     )
 
@@ -156,7 +155,7 @@ def test_forward_depends_on_no_value(
     monkeypatch: pytest.MonkeyPatch, name: str, num_tokens: int, num_sampled: int
 ) -> None:
     """Tensors of the device "meta" have none: what a graph could not record raises here."""
-    model = load_gpu_decoder(find_model(f"random:{name}"), torch.bfloat16, META)
+    model = load_decoder(find_model(f"random:{name}"), torch.bfloat16, META)
     info = model.info
 
     def rope_and_store(qkv: torch.Tensor, *arguments: object) -> torch.Tensor:
@@ -167,7 +166,7 @@ def test_forward_depends_on_no_value(
         assert qkv.shape == (num_tokens, (info.num_heads + 2 * num_kv_heads) * info.head_dim)
         return qkv.new_empty((num_tokens, info.num_heads, info.head_dim))
 
-    monkeypatch.setattr(gpu_decoder, "rope_and_store", rope_and_store)
+    monkeypatch.setattr(decoder, "rope_and_store", rope_and_store)
     shape = (info.num_layers, 2, 50, 16, info.num_kv_heads, info.head_dim)
     backend = ShapeBackend(torch.empty(shape, dtype=info.dtype, device=META))
     logits = model.forward(meta_batch(num_tokens, num_sampled), backend)  # type: ignore[arg-type]
@@ -179,24 +178,24 @@ def test_table_of_rotations_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = find_model("random:tiny-llama")  # 512 positions, heads of 16: 64 bytes each
-    model = load_gpu_decoder(source, torch.float32, CPU)
-    assert model._cos_sin.shape == (512, 16)
-    assert load_gpu_decoder(source, torch.float32, CPU, None, 100)._cos_sin.shape == (100, 16)
-    assert load_gpu_decoder(source, torch.float32, CPU, None, 900)._cos_sin.shape == (512, 16)
-    monkeypatch.setattr(gpu_decoder, "TABLE_BYTES", 64 * 200)
-    model = load_gpu_decoder(source, torch.float32, CPU)
-    assert (len(model._cos_sin), model.info.max_positions) == (200, 200)
+    model = load_decoder(source, torch.float32, CPU)
+    assert model.cos_sin.shape == (512, 16)
+    assert load_decoder(source, torch.float32, CPU, None, 100).cos_sin.shape == (100, 16)
+    assert load_decoder(source, torch.float32, CPU, None, 900).cos_sin.shape == (512, 16)
+    monkeypatch.setattr(decoder, "TABLE_BYTES", 64 * 200)
+    model = load_decoder(source, torch.float32, CPU)
+    assert (len(model.cos_sin), model.info.max_positions) == (200, 200)
     assert "limited to 200 of the model's 512 positions" in caplog.text
-    model = load_gpu_decoder(source, torch.float32, CPU, None, 300)
-    assert (len(model._cos_sin), model.info.max_positions) == (300, 512)
+    model = load_decoder(source, torch.float32, CPU, None, 300)
+    assert (len(model.cos_sin), model.info.max_positions) == (300, 512)
     read = read_decoder(source, torch.float32, CPU, lambda _: None)
     pairs = torch.view_as_real(read.rotary.up_to(300)[:300, 0])  # [n, D/2, 2]
-    assert torch.equal(model._cos_sin, pairs.transpose(1, 2).flatten(1))
+    assert torch.equal(model.cos_sin, pairs.transpose(1, 2).flatten(1))
 
 
 @pytest.mark.parametrize(
     ("backend", "kind"),
-    [("torch", "Decoder"), ("cpu", "CpuDecoder"), ("triton", "GpuDecoder")],
+    [("torch", "Decoder"), ("cpu", "CpuDecoder"), ("triton", "Decoder")],
 )
 def test_which_decoder_runs(backend: str, kind: str) -> None:
     if backend == "cpu" and unsupported_reason(torch.float32):

@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.models.weights import WeightReader, find_checkpoint
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import EOS_ID, edit_json, make_checkpoint, make_tokenizer
 
 FAMILY_OF_EACH_PATH = ("llama", "olmo2")  # native, transformers
 
 
-def load(folder: Path) -> ModelRunner:
-    return ModelRunner(str(folder), EngineConfig(num_pages=8))
+def load(folder: Path) -> CpuModelRunner:
+    return CpuModelRunner(str(folder), EngineConfig(num_pages=8))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_no_end_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no/such/folder", "./nowhere", "/no/such/root", ""])
 def test_no_such_folder(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"neither a folder nor a hub id|no config\.json"):
-        ModelRunner(name, EngineConfig(num_pages=8))
+        CpuModelRunner(name, EngineConfig(num_pages=8))
 
 
 def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:

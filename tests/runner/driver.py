@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from radixserve.request import SamplingParams
-from radixserve.runner.model_runner import ModelRunner
-from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput
+from radixserve.runner.base import ModelRunner
+from radixserve.schedule import (
+    ModelRunnerOutput,
+    SampleOutput,
+    SampleSpec,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
 
@@ -75,12 +81,12 @@ class Driver:
 
     def step(self, work: Sequence[tuple[Stream, int]]) -> dict[str, float]:
         """Compute the next n tokens of each sequence; draw where that reaches the end."""
-        rows = tuple(self._row(sequence, count) for sequence, count in work)
+        rows = tuple(self.row(sequence, count) for sequence, count in work)
         copies = np.array(self.cow_copies, np.int32).reshape(-1, 3)
         self.cow_copies = []
         decodes = sum(len(row.token_ids) == 1 for row in rows)
         total = sum(len(row.token_ids) for row in rows)
-        output = self.runner.execute(
+        output = self.compute(
             SchedulerOutput(self.num_steps, rows, copies, total - decodes, decodes)
         )
         self.num_steps += 1
@@ -91,6 +97,9 @@ class Driver:
                 sequence.outputs.append(drawn)
                 sequence.tokens.append(drawn.token_id)
         return output.seconds
+
+    def compute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        return self.runner.collect(self.runner.launch(schedule))
 
     def run(self, chunk: int = 64, shuffle: bool = True) -> None:
         """Step all sequences to their ends, in changing orders and at most `chunk` tokens a row."""
@@ -106,7 +115,7 @@ class Driver:
                 self.random.shuffle(work)
             self.step(work)
 
-    def _row(self, sequence: Stream, count: int) -> ScheduledRequest:
+    def row(self, sequence: Stream, count: int) -> ScheduledRequest:
         start, end = sequence.computed, sequence.computed + count
         while len(sequence.pages) * self.page_size < end:
             sequence.pages.append(self.free.pop())
@@ -121,6 +130,7 @@ class Driver:
             )
         return ScheduledRequest(
             request_id=str(id(sequence)),
+            req_pool_idx=self.sequences.index(sequence),
             token_ids=np.array(sequence.tokens[start:end], np.int32),
             start=start,
             page_ids=np.array(sequence.pages[: -(-end // self.page_size)], np.int32),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixserve.runner.device_queue import DeviceQueue, Mark
+from radixserve.runner.transfers import DeviceQueue, Event
 
 POISON = 0xA5  # of every byte that is not there yet
 
 
 class LateQueue(DeviceQueue):
-    """On CPU tensors. What is downloaded holds POISON until a later mark is waited for, and a host
+    """On CPU tensors. What is downloaded holds POISON until a later event is waited for, and a host
     buffer that changes between its upload and such a wait is an error."""
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -37,13 +37,13 @@ class LateQueue(DeviceQueue):
         target.view(torch.uint8).fill_(POISON)
         self._downloads.append((self._tick(), target, source.clone()))
 
-    def mark(self) -> Mark:
-        return _LateMark(self, self._tick())
+    def record_event(self) -> Event:
+        return _LateEvent(self, self._tick())
 
     def wait(self) -> None:
-        self.pass_mark(self._tick())
+        self.complete_until(self._tick())
 
-    def pass_mark(self, time: int) -> None:
+    def complete_until(self, time: int) -> None:
         """Everything queued before `time` has run."""
         self.num_waits += 1
         for when, source, contents in self._uploads:
@@ -60,9 +60,9 @@ class LateQueue(DeviceQueue):
         return self._now
 
 
-class _LateMark:
+class _LateEvent:
     def __init__(self, queue: LateQueue, time: int) -> None:
         self._queue, self._time = queue, time
 
     def wait(self) -> None:
-        self._queue.pass_mark(self._time)
+        self._queue.complete_until(self._time)

@@ -5,54 +5,54 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from radixserve import Runtime
+from radixserve.attention.base import ForwardBatch
 from radixserve.config import EngineConfig
-from radixserve.runner import model_runner
-from radixserve.runner.device_batch import BatchSender, DeviceBatch
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner import cuda_runner
+from radixserve.runner.cuda_runner import CudaModelRunner
+from radixserve.runner.device_batch import BatchUploader
 from tests.runner.late_queue import LateQueue
 
 SMALL: dict[str, Any] = {
     "max_running_requests": 8,
     "chunked_prefill_size": 64,
-}  # so that the trial at load is short
+}  # so that the profile run is short
 
 
-def device_runner(folder: object, **fields: Any) -> ModelRunner:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "DeviceQueue", LateQueue)
-        return ModelRunner(str(folder), EngineConfig(**{**SMALL, **fields}), on_device=True)
+def device_runner(folder: object, queue: LateQueue | None = None, **fields: Any) -> CudaModelRunner:
+    config = EngineConfig(**{**SMALL, **fields})
+    return CudaModelRunner(str(folder), config, queue=LateQueue() if queue is None else queue)
+
+
+class CheckedUploader(BatchUploader):
+    """Compares the device's pages of every step with the rows' own."""
+
+    num_checked = 0  # steps
+    num_lean = 0  # of them, those that sent no page but the last one of each row
+
+    def upload(self, *args: Any, **fields: Any) -> tuple[ForwardBatch, dict[str, Tensor]]:
+        batch, tensors = super().upload(*args, **fields)
+        assert batch.kv_indices.tolist() == batch.host.kv_indices.tolist()
+        self.num_checked += 1
+        self.num_lean += "table_slots" not in tensors
+        return batch, tensors
 
 
 class DeviceRuntime(Runtime):
-    """Holds what the device says of every step's pages against the rows themselves."""
-
-    runner: ModelRunner
-    num_checked: int  # steps
-    num_lean: int  # of them, those that sent no page but the last one of each row
+    runner: CudaModelRunner
+    uploader: CheckedUploader
 
     def __init__(self, model: object, **fields: Any) -> None:
-        self.num_checked = self.num_lean = 0
         super().__init__(str(model), **{**SMALL, **fields})
 
-    def _make_runner(self, model_path: str) -> ModelRunner:
+    def _make_runner(self, model_path: str) -> CudaModelRunner:
+        def make_uploader(*args: Any) -> CheckedUploader:
+            self.uploader = CheckedUploader(*args)
+            return self.uploader
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model_runner, "DeviceQueue", LateQueue)
-            self.runner = ModelRunner(model_path, self.config, on_device=True)
-        steps = self.runner._steps
-        assert steps is not None
-        self._check(steps._sender)
+            patch.setattr(cuda_runner, "BatchUploader", make_uploader)
+            self.runner = CudaModelRunner(model_path, self.config, queue=LateQueue())
         return self.runner
-
-    def _check(self, sender: BatchSender) -> None:
-        send = sender.send
-
-        def checked(*args: Any, **fields: Any) -> tuple[DeviceBatch, Any]:
-            batch, there = send(*args, **fields)
-            assert batch.kv_indices.tolist() == batch.host.kv_indices.tolist()
-            self.num_checked += 1
-            self.num_lean += "cells" not in there
-            return batch, there
-
-        sender.send = checked  # type: ignore[method-assign]

@@ -13,18 +13,19 @@ import torch
 from radixserve import InvalidRequest, Runtime
 from radixserve.config import EngineConfig
 from radixserve.runner import cuda_graph
-from radixserve.runner.cuda_graph import LADDER, ladder
+from radixserve.runner.base import ResolvedConfig
+from radixserve.runner.cuda_graph import CAPTURE_SIZES, capture_sizes
 from radixserve.runner.device import check_dtype, choose_device, describe_device
-from radixserve.runner.device_memory import (
-    MOST_TOKENS,
+from radixserve.runner.profile_run import (
+    MAX_TOKENS,
     MemoryUse,
     fitting_pages,
     graph_bytes,
     measure,
+    num_profile_pages,
+    profile_schedules,
 )
-from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.model_runner import RunnerChoices
-from radixserve.runner.warm_up import num_trial_pages, trial_schedules
+from radixserve.runner.transfers import DeviceQueue
 from tests.runner.on_device import device_runner
 
 GIB = 1 << 30
@@ -107,13 +108,13 @@ def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
         EngineConfig(**fields)
 
 
-def test_choices_in_words() -> None:
-    one = RunnerChoices("cuda:0 (NVIDIA H200)", "bfloat16", "flashinfer", (1, 2, 64), overlap=True)
+def test_resolved_config_in_words() -> None:
+    one = ResolvedConfig("cuda:0 (NVIDIA H200)", "bfloat16", "flashinfer", (1, 2, 64), overlap=True)
     assert str(one) == (
         "cuda:0 (NVIDIA H200), bfloat16, flashinfer attention, "
         "graphs of decode steps of up to 64 rows, overlap"
     )
-    assert str(RunnerChoices("cpu", "float32", "cpu", (), overlap=False)) == (
+    assert str(ResolvedConfig("cpu", "float32", "cpu", (), overlap=False)) == (
         "cpu, float32, cpu attention"
     )
 
@@ -123,7 +124,7 @@ def test_choices_in_words() -> None:
 
 def use_of(**fields: int) -> MemoryUse:
     """An H200 with Llama-3-8B: 2 GiB of it are others'."""
-    h200 = {"total": 140, "free": 118, "reserved": 20, "peak": 18, "trial": 1}
+    h200 = {"total": 140, "free": 118, "reserved": 20, "peak": 18, "profile_pool": 1}
     return MemoryUse(**{name: size * GIB for name, size in {**h200, **fields}.items()})
 
 
@@ -144,7 +145,7 @@ def test_the_pool_takes_what_is_left() -> None:
 def test_graphs_are_made_room_for() -> None:
     later = graph_bytes(256, 128_256)
     assert later == 3 * 256 * 128_256 * 4
-    pages = [fitting_pages(use, 0.9, 131_072, 1) for use in (use_of(), use_of(later=1))]
+    pages = [fitting_pages(use, 0.9, 131_072, 1) for use in (use_of(), use_of(graphs=1))]
     assert pages[0] - pages[1] == GIB // 131_072
 
 
@@ -161,7 +162,7 @@ def test_no_room_for_a_pool() -> None:
 
 def test_a_small_model_does_not_fill_a_large_card() -> None:
     for page_size in (1, 16):
-        assert fitting_pages(use_of(), 0.9, 64 * page_size, page_size) == MOST_TOKENS // page_size
+        assert fitting_pages(use_of(), 0.9, 64 * page_size, page_size) == MAX_TOKENS // page_size
 
 
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,7 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measure(torch.device("cuda", 0), GIB, 0) == use_of()
 
 
-# -- the trial ----------------------------------------------------------------------------------
+# -- the profile run ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
@@ -185,12 +186,12 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     ("chunked_prefill_size", "max_running_requests", "longest"),
     [(512, 64, 4096), (512, 4, 100), (3, 1, 8), (1, 2, 2)],
 )
-def test_trial_schedules(
+def test_profile_schedules(
     chunked_prefill_size: int, max_running_requests: int, longest: int, page_size: int
 ) -> None:
-    room = num_trial_pages(chunked_prefill_size, max_running_requests, page_size)
+    room = num_profile_pages(chunked_prefill_size, max_running_requests, page_size)
     schedules = list(
-        trial_schedules(chunked_prefill_size, max_running_requests, longest, page_size)
+        profile_schedules(chunked_prefill_size, max_running_requests, longest, page_size)
     )
     for schedule in schedules:
         pages = [page for row in schedule.rows for page in row.page_ids.tolist()]
@@ -202,6 +203,9 @@ def test_trial_schedules(
             <= max_running_requests
         )
         assert all(1 <= len(row.token_ids) <= longest for row in schedule.rows)
+        slots = {row.req_pool_idx for row in schedule.rows}
+        assert slots <= set(range(max_running_requests))
+        assert len(slots) == len(schedule.rows)
         num_tokens = sum(len(row.token_ids) for row in schedule.rows)
         assert num_tokens == schedule.num_prefill_tokens + schedule.num_decode_tokens
     (copy,) = schedules[0].cow_copies.tolist()
@@ -218,17 +222,17 @@ def test_trial_schedules(
     assert len(schedules[0].rows) == len(schedules[-1].rows) == max_running_requests
 
 
-# -- recording ----------------------------------------------------------------------------------
+# -- capturing ----------------------------------------------------------------------------------
 
 
-def test_ladder() -> None:
-    assert ladder(1) == (1,)
-    assert ladder(3) == (1, 2, 3)
-    assert ladder(64)[-3:] == (48, 56, 64)
-    assert ladder(100)[-3:] == (80, 96, 100)
-    assert ladder(256) == ladder(10_000) == LADDER
+def test_capture_sizes() -> None:
+    assert capture_sizes(1) == (1,)
+    assert capture_sizes(3) == (1, 2, 3)
+    assert capture_sizes(64)[-3:] == (48, 56, 64)
+    assert capture_sizes(100)[-3:] == (80, 96, 100)
+    assert capture_sizes(256) == capture_sizes(10_000) == CAPTURE_SIZES
     for most in range(1, 300):
-        sizes = ladder(most)
+        sizes = capture_sizes(most)
         assert list(sizes) == sorted(set(sizes))
         assert sizes[-1] == min(most, 256)
 
@@ -274,10 +278,10 @@ class FakeCuda:
         return self._inside(f"capture into {pool}")
 
 
-def test_a_recording_is_warmed_up_beside_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_warmed_up_beside_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(monkeypatch)
-    recorder = cuda_graph._CudaRecorder(torch.device("cuda", 0))
-    replay = recorder.record(lambda: fake.done.append("run"))
+    capturer = cuda_graph.GraphCapturer(torch.device("cuda", 0))
+    replay = capturer.capture(lambda: fake.done.append("run"))
     assert fake.done == [
         *("side waits", "enter side", "run", "run", "leave side", "main waits"),
         *("enter capture into pool", "run", "leave capture into pool"),
@@ -287,12 +291,12 @@ def test_a_recording_is_warmed_up_beside_and_replayed(monkeypatch: pytest.Monkey
     assert fake.done == ["replay"]
 
 
-def test_marks_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(monkeypatch)
     queue = DeviceQueue(torch.device("cuda", 0))
     with queue.active():
-        mark = queue.mark()
-    mark.wait()
+        event = queue.record_event()
+    event.wait()
     queue.wait()
     assert fake.done == ["enter on cuda:0", "record", "leave on cuda:0", "wait", "all"]
 
@@ -304,7 +308,9 @@ def test_what_the_log_says(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> 
     runner = device_runner(make_checkpoint(tmp_path, "llama"), num_pages=100)
     text = caplog.text
     assert "warmed up in" in text
-    assert "recording decode steps of 1, 2, 4, 8 rows" in text
-    assert "decode steps recorded in" in text
-    assert f"on {runner.choices}; 100 pages of 1 tokens" in text
-    assert runner.choices == RunnerChoices("cpu", "float32", "triton", (1, 2, 4, 8), overlap=True)
+    assert "capturing decode steps of 1, 2, 4, 8 rows" in text
+    assert "decode steps captured in" in text
+    assert f"on {runner.resolved_config}; 100 pages of 1 tokens" in text
+    assert runner.resolved_config == ResolvedConfig(
+        "cpu", "float32", "triton", (1, 2, 4, 8), overlap=True
+    )

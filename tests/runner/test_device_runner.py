@@ -15,10 +15,10 @@ import torch
 from radixserve import EngineDead, ModelNotSupported, Runtime, SamplingParams
 from radixserve.config import EngineConfig
 from radixserve.output import Completion
-from radixserve.runner import device_start
+from radixserve.runner import cuda_graph, cuda_runner
 from radixserve.runner.cuda_graph import DecodeGraph
-from radixserve.runner.device_queue import DeviceQueue
-from radixserve.runner.page_table import PageTable
+from radixserve.runner.device_batch import PageTable
+from radixserve.runner.device_sampler import DeviceSampler
 from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.runner.driver import GREEDY, Driver
@@ -69,30 +69,32 @@ def test_a_backend_that_cannot_be_made_ready(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where the choice was left open the next one is used, and that is said."""
-    model = device_runner(checkpoints["llama"], num_pages=TOKENS)._model
-    made, make = [], device_start.make_backend
+    make, load, made = cuda_runner.make_backend, cuda_runner.load_on_device, []
 
     def make_backend(name: str, *args: Any, **kwargs: Any) -> Any:
         made.append(name)
         return Unready() if name == "flashinfer" else make(name, *args, **kwargs)
 
-    monkeypatch.setattr(device_start, "make_backend", make_backend)
-    config = EngineConfig(num_pages=TOKENS, max_running_requests=2)
-    queue = DeviceQueue(torch.device("cpu"))
+    def load_on_device(path: str, config: EngineConfig, *args: Any) -> Any:
+        config = replace(config, attention_backend="triton")
+        return replace(load(path, config, *args), backend_name="flashinfer")
+
+    monkeypatch.setattr(cuda_runner, "make_backend", make_backend)
+    monkeypatch.setattr(cuda_runner, "load_on_device", load_on_device)
+    fields: dict[str, Any] = {"num_pages": TOKENS, "max_running_requests": 2, "device": "cpu"}
     with caplog.at_level("WARNING", logger="radixserve"):
-        started = device_start.start_on_device(model, "flashinfer", config, queue)
-    assert started.backend.name == "triton"
-    assert made == ["flashinfer", "triton", "triton"]  # for the trial, and then what stays
+        runner = device_runner(checkpoints["llama"], **fields)
+    assert runner.backend_name == "triton"
+    assert made == ["flashinfer", "triton", "triton"]  # for the profile run, and then what stays
     assert "nvcc is missing" in caplog.text
-    asked = replace(config, attention_backend="flashinfer")
     with pytest.raises(ModelNotSupported, match="nvcc is missing"):
-        device_start.start_on_device(model, "flashinfer", asked, queue)
+        device_runner(checkpoints["llama"], attention_backend="flashinfer", **fields)
 
 
 def test_transformers_families(tmp_path: Path) -> None:
     runner = device_runner(make_checkpoint(tmp_path, "olmo2"), num_pages=TOKENS)
     assert not runner.info.is_native
-    assert not runner.choices.graph_sizes  # their code cannot be recorded
+    assert not runner.resolved_config.graph_sizes  # their code cannot be captured
     driver = Driver(runner, 1)
     for prompt in prompts_of([1, 37]):
         driver.add(prompt)
@@ -193,17 +195,17 @@ def test_same_answers(
 ) -> None:
     fields = {"num_pages": TOKENS // fields["page_size"], **fields}
     with DeviceRuntime(checkpoints["llama"], **fields) as rt:
-        assert rt.choices.overlap == rt.config.overlap
-        assert bool(rt.choices.graph_sizes) == rt.config.cuda_graphs
+        assert rt.resolved_config.overlap == rt.config.overlap
+        assert bool(rt.resolved_config.graph_sizes) == rt.config.cuda_graphs
         for _ in range(2):  # cold, then warm
             assert_same(run_jobs(rt), expected)
             rt.check()
         stats = rt.cache_stats()
         assert stats["reused_tokens"] + stats["computed_tokens"] == stats["prompted_tokens"]
         assert stats["sequences"] == 0
-        assert rt.num_checked >= stats["steps"] > 30
-        assert rt.num_lean > 10
-        assert (stats["hidden_s"] > 0) == rt.config.overlap  # a step was launched behind another
+        assert rt.uploader.num_checked >= stats["steps"] > 30
+        assert rt.uploader.num_lean > 10
+        assert (stats["overlapped_s"] > 0) == rt.config.overlap
         if fields["num_pages"] * fields["page_size"] < 150:
             assert stats["preemptions"] > 0
 
@@ -246,13 +248,11 @@ def test_aborts_under_overlap(checkpoints: dict[str, Path], expected: list[Compl
 
 
 def test_a_failed_step_leaves_nothing_behind(
-    checkpoints: dict[str, Path], expected: list[Completion]
+    checkpoints: dict[str, Path], expected: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, params = jobs()
     with DeviceRuntime(checkpoints["llama"], num_pages=TOKENS) as rt:
-        steps = rt.runner._steps
-        assert steps is not None
-        real, count = steps._sampler.launch, 0
+        real, count = DeviceSampler.launch, 0
 
         def sometimes(*args: Any, **fields: Any) -> Any:
             nonlocal count
@@ -261,11 +261,11 @@ def test_a_failed_step_leaves_nothing_behind(
                 raise RuntimeError("the device is on fire")
             return real(*args, **fields)
 
-        steps._sampler.launch = sometimes  # type: ignore[method-assign]
+        monkeypatch.setattr(DeviceSampler, "launch", sometimes)
         for _ in range(3):
             with pytest.raises(EngineDead, match="on fire"):
                 rt.generate(prompts, params, progress=False)
-        steps._sampler.launch = real  # type: ignore[method-assign]
+        monkeypatch.setattr(DeviceSampler, "launch", real)
         assert_same(run_jobs(rt), expected)
         rt.check()
 
@@ -274,7 +274,7 @@ def test_a_failed_step_leaves_nothing_behind(
 
 
 def decode_schedule(driver: Driver) -> SchedulerOutput:
-    rows = tuple(driver._row(one, 1) for one in driver.sequences)
+    rows = tuple(driver.row(one, 1) for one in driver.sequences)
     return SchedulerOutput(driver.num_steps, rows, np.empty((0, 3), np.int32), 0, len(rows))
 
 
@@ -289,15 +289,14 @@ def prefilled(folder: Path, num_rows: int, params: SamplingParams = PLAIN, **fie
 def test_a_decode_step_is_one_copy_in_and_one_out(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = prefilled(checkpoints["llama"], 5)
-    queue = driver.runner._steps._queue  # type: ignore[union-attr]
-    assert isinstance(queue, LateQueue)
+    queue = LateQueue()
+    driver = prefilled(checkpoints["llama"], 5, queue=queue)
     planned: list[int] = []
     real = DecodeGraph.plan
 
     def plan(graph: DecodeGraph, batch: Any) -> Callable[[], torch.Tensor]:
         planned.append(graph.num_rows)
-        assert batch.host._flat is None  # nobody wants all page ids on the host
+        assert not batch.host.is_flattened  # all page ids are not needed on the host
         return real(graph, batch)
 
     monkeypatch.setattr(DecodeGraph, "plan", plan)
@@ -313,26 +312,30 @@ def test_a_decode_step_is_one_copy_in_and_one_out(
 
 def test_padding_writes_nothing(checkpoints: dict[str, Path]) -> None:
     driver = prefilled(checkpoints["llama"], 3)
-    pool = driver.runner._pool.kv
+    pool = driver.runner.pool.kv
     before = pool.clone()
     driver.step([(one, 1) for one in driver.sequences])
     changed = (pool != before).flatten(3).any(-1).any(0).any(0).nonzero()[:, 0]
     assert sorted(changed.tolist()) == sorted(one.pages[-1] for one in driver.sequences)
 
 
-def test_fewer_rows_see_nothing_of_more(checkpoints: dict[str, Path]) -> None:
+def test_fewer_rows_see_nothing_of_more(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Graph sizes in any order, logits poisoned between: as without graphs, to the bit."""
+    real = DecodeGraph.plan
+
+    def poison(graph: DecodeGraph, batch: Any) -> Callable[[], torch.Tensor]:
+        graph.logits.fill_(float("nan"))
+        return real(graph, batch)
+
+    monkeypatch.setattr(DecodeGraph, "plan", poison)
     drivers = [prefilled(checkpoints["llama"], 8, cuda_graphs=graphs) for graphs in (True, False)]
-    steps = drivers[0].runner._steps
-    assert steps is not None
-    assert steps.graphs.sizes == (1, 2, 4, 8)
+    assert drivers[0].runner.resolved_config.graph_sizes == (1, 2, 4, 8)
     rng = random.Random(1)
     for _ in range(14):
         count = rng.choice([1, 2, 3, 5, 7, 8])
         chosen = rng.sample(range(8), count)
-        with torch.inference_mode():
-            for graph in steps.graphs._graphs:
-                graph.logits.fill_(float("nan"))
         for driver in drivers:
             driver.step([(driver.sequences[at], 1) for at in chosen])
     for mine, theirs in zip(*(driver.sequences for driver in drivers), strict=True):
@@ -340,12 +343,13 @@ def test_fewer_rows_see_nothing_of_more(checkpoints: dict[str, Path]) -> None:
         assert len({out.token_id for out in mine.outputs}) > 1
 
 
-def test_steps_that_fit_no_graph_run_without(checkpoints: dict[str, Path]) -> None:
-    driver = prefilled(checkpoints["llama"], 8, GREEDY, max_running_requests=4)
-    steps = driver.runner._steps
-    assert steps is not None
-    assert steps.graphs.sizes == (1, 2, 4)
-    driver.run(shuffle=False)  # 8 rows: more than any graph, and than lines of the table
+def test_steps_that_fit_no_graph_run_without(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_graph, "CAPTURE_SIZES", (1, 2, 4))
+    driver = prefilled(checkpoints["llama"], 8, GREEDY)
+    assert driver.runner.resolved_config.graph_sizes == (1, 2, 4)
+    driver.run(shuffle=False)  # 8 rows: more than any graph
     check_parity(driver.sequences, load_reference(checkpoints["llama"]))
 
 
@@ -361,7 +365,7 @@ def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path]) -
         order = order[1:] + order[:1]
         rows = []
         for at in order:
-            row = late._row(late.sequences[at], 1)
+            row = late.row(late.sequences[at], 1)
             if step:
                 row = row._replace(token_ids=np.array([-1], np.int32), future_index=last[at])
             rows.append(row)
@@ -377,24 +381,21 @@ def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path]) -
             assert output.token_id == plain.sequences[at].outputs[step + 1].token_id
 
 
-def test_pages_of_a_failed_step_are_told_again(
+def test_a_slot_of_a_failed_step_is_written_anew(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler has told them already; the device has not heard."""
+    """Its requests end; the first row of the next one in the slot brings all of its pages."""
     driver = prefilled(checkpoints["llama"], 1)
     stream = driver.sequences[0]
     stream.tokens += [7, 8, 9]
-    row = driver._row(stream, len(stream.tokens) - stream.computed)
-    row = row._replace(first_new_page=stream.computed)
-    schedule = SchedulerOutput(1, (row,), np.empty((0, 3), np.int32), 4, 0)
+    row = driver.row(stream, len(stream.tokens) - stream.computed)
+    known = row._replace(first_new_page=stream.computed)
+    schedule = SchedulerOutput(1, (known,), np.empty((0, 3), np.int32), 4, 0)
     with monkeypatch.context() as patch:
         patch.setattr(PageTable, "write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            driver.runner.execute(schedule)
-    again = row._replace(first_new_page=len(row.page_ids))
-    output = driver.runner.execute(SchedulerOutput(2, (again,), schedule.cow_copies, 4, 0)).outputs[
-        0
-    ]
+            driver.runner.launch(schedule)
+    (output,) = driver.compute(SchedulerOutput(2, (row,), schedule.cow_copies, 4, 0)).outputs
     assert output is not None
     wanted = greedy(load_reference(checkpoints["llama"]), stream.tokens, 1)[-1]
     assert output.token_id == wanted
@@ -405,26 +406,26 @@ def test_rows_that_do_not_fit_their_pages_are_refused(checkpoints: dict[str, Pat
     schedule = decode_schedule(driver)
     bad = schedule.rows[0]._replace(page_ids=np.zeros(3, np.int32))
     with pytest.raises(ValueError, match="has 3 pages of 1 tokens for 11 tokens"):
-        driver.runner.execute(SchedulerOutput(0, (bad,), schedule.cow_copies, 0, 1))
+        driver.compute(SchedulerOutput(0, (bad,), schedule.cow_copies, 0, 1))
     driver.step([(one, 1) for one in driver.sequences])
     assert all(out.error is None for one in driver.sequences for out in one.outputs)
 
 
 def test_copies_alone(checkpoints: dict[str, Path]) -> None:
     runner = device_runner(checkpoints["llama"], num_pages=20, page_size=4)
-    runner._pool.kv.copy_(torch.randn_like(runner._pool.kv))
-    before = runner._pool.kv.clone()
+    runner.pool.kv.copy_(torch.randn_like(runner.pool.kv))
+    before = runner.pool.kv.clone()
     copies = np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32)
-    output = runner.execute(SchedulerOutput(0, (), copies, 0, 0))
+    output = Driver(runner, 4).compute(SchedulerOutput(0, (), copies, 0, 0))
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
-    assert torch.equal(runner._pool.kv[:, :, 3, :3], before[:, :, 0, :3])
-    assert torch.equal(runner._pool.kv[:, :, 3, 3:], before[:, :, 3, 3:])
-    assert torch.equal(runner._pool.kv[:, :, 5], before[:, :, 1])
+    assert torch.equal(runner.pool.kv[:, :, 3, :3], before[:, :, 0, :3])
+    assert torch.equal(runner.pool.kv[:, :, 3, 3:], before[:, :, 3, 3:])
+    assert torch.equal(runner.pool.kv[:, :, 5], before[:, :, 1])
 
 
-def test_the_trial_leaves_the_pool_alone(checkpoints: dict[str, Path]) -> None:
+def test_the_profile_run_leaves_the_pool_alone(checkpoints: dict[str, Path]) -> None:
     runner = device_runner(checkpoints["llama"], num_pages=20, page_size=4)
-    assert not runner._pool.kv.any()
-    assert runner.can_overlap
+    assert not runner.pool.kv.any()
+    assert runner.overlap_depth == 1
     assert runner.info.vocab_size == VOCAB_SIZE

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from radixserve.request import SamplingParams
-from radixserve.runner.device_sampler import DeviceSampler, Drawing
+from radixserve.runner.device_sampler import DeviceSampler, PendingSample
+from radixserve.runner.input_batch import prepare_inputs
 from radixserve.runner.sample_plan import plan_samples
 from radixserve.runner.sampler import sample, score
-from radixserve.runner.step_layout import lay_out, pad
-from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput, Twin
+from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest, SchedulerOutput
 from tests.runner.late_queue import LateQueue
 
 VOCAB = 300
@@ -33,30 +33,43 @@ def spec(
 
 def row(at: int, asked: SampleSpec | None, **fields: object) -> ScheduledRequest:
     token, page = np.ones(1, np.int32), np.zeros(1, np.int32)
-    return ScheduledRequest(f"{at}", token, 0, page, asked)._replace(**fields)
+    made = ScheduledRequest(f"{at}", token, 0, page, asked, req_pool_idx=at)
+    return made._replace(**fields)
 
 
-def schedule_of(rows: list[ScheduledRequest], twins: tuple[Twin, ...] = ()) -> SchedulerOutput:
-    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows), twins)
+def schedule_of(rows: list[ScheduledRequest]) -> SchedulerOutput:
+    return SchedulerOutput(0, tuple(rows), np.empty((0, 3), np.int32), 0, len(rows))
 
 
 def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def sampler_of(queue: LateQueue | None = None) -> DeviceSampler:
+    return DeviceSampler(LateQueue() if queue is None else queue, 12, VOCAB)
+
+
 def launch(
-    sampler: DeviceSampler, logits: torch.Tensor, schedule: SchedulerOutput, padding: int = 0
-) -> Drawing:
-    layout = lay_out(schedule.rows, 1)
+    sampler: DeviceSampler,
+    logits: torch.Tensor,
+    schedule: SchedulerOutput,
+    padding: int = 0,
+    previous: torch.Tensor = NONE,
+) -> PendingSample:
+    inputs = prepare_inputs(schedule.rows, 1)
     if padding:
-        layout = pad(layout, len(schedule.rows) + padding)
-    plan = plan_samples(schedule, layout, VOCAB)
-    there = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
-    return sampler.launch(logits, plan, there, is_lent=bool(padding))
+        inputs = inputs.padded(len(schedule.rows) + padding)
+    plan = plan_samples(inputs, VOCAB)
+    arrays = sampler.plan(plan, schedule.rows)
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+    return sampler.launch(logits, plan, tensors, previous, in_graph_buffer=bool(padding))
 
 
 def draw(logits: torch.Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
-    sampler = DeviceSampler(LateQueue())
+    sampler = sampler_of()
     return sampler.collect(launch(sampler, logits, schedule))
 
 
@@ -89,7 +102,7 @@ PARAMS: list[dict[str, float]] = [
     {"temperature": 1e-5},
     {"temperature": 100.0, "logprobs": 100},
 ]
-HOSTED: list[dict[str, float]] = [
+PENALIZED: list[dict[str, float]] = [
     {"repetition_penalty": 1.5, "temperature": 0.0},
     {"presence_penalty": 0.5, "frequency_penalty": 0.4, "logprobs": 1},
 ]
@@ -109,11 +122,11 @@ def test_one_kind_of_row(number: int) -> None:
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_all_kinds_in_any_mix(padding: int) -> None:
-    """Rows that draw nothing, twins, bans, penalties and beams among the others."""
+    """Rows that draw nothing, bans, penalties and beams among the others."""
     generator = np.random.default_rng(padding)
-    kinds = [*PARAMS, *HOSTED]
+    kinds = [*PARAMS, *PENALIZED]
     queue = LateQueue()
-    sampler = DeviceSampler(queue)
+    sampler = sampler_of(queue)
     for step in range(60):
         specs: list[SampleSpec | None] = []
         for at in range(1 + step % 9):
@@ -128,36 +141,34 @@ def test_all_kinds_in_any_mix(padding: int) -> None:
                 specs.append(spec(seed=step * 50 + at, output=output, banned=banned, **kinds[kind]))
         rows = [row(at, one) for at, one in enumerate(specs)]
         drawn = [at for at, one in enumerate(specs) if one is not None]
-        twins = tuple(Twin(f"t{at}", at, spec(seed=900 + at, top_k=9)) for at in drawn[: step % 3])
         logits = logits_of(len(rows) + padding if padding else len(drawn), step)
-        drawing = launch(sampler, logits, schedule_of(rows, twins), padding)
+        pending = launch(sampler, logits, schedule_of(rows), padding)
         if padding:
             source, logits = logits, logits.clone()
             source.fill_(math.nan)  # the next graph overwrites them
-        outputs = sampler.collect(drawing)
-        assert len(outputs) == len(rows) + len(twins) == len(drawing.tokens)
+        outputs = sampler.collect(pending)
+        assert len(outputs) == len(rows) == len(pending.tokens)
         logit_of = dict(zip(drawn, drawn if padding else range(len(drawn)), strict=True))
         for at, output in enumerate(outputs):
-            twin = twins[at - len(rows)] if at >= len(rows) else None
-            asked = twin.sample if twin is not None else specs[at]
+            asked = specs[at]
             if asked is None:
                 assert output is None
                 continue
-            place = logit_of[at if twin is None else twin.row]
+            place = logit_of[at]
             theirs = sample(logits[place : place + 1], [asked])[0]
             assert_same(output, theirs)
-            if at in drawing.plan.outputs:
-                assert drawing.tokens[at] == theirs.token_id
+            if at in pending.plan.outputs:
+                assert pending.tokens[at] == theirs.token_id
     assert queue.num_waits == 60
 
 
 def test_tokens_are_not_read_before_they_are_there() -> None:
-    sampler, logits = DeviceSampler(LateQueue()), [logits_of(3, seed) for seed in range(3)]
+    sampler, logits = sampler_of(), [logits_of(3, seed) for seed in range(3)]
     rows = [row(at, spec(temperature=0.0)) for at in range(3)]
     drawings = [launch(sampler, one, schedule_of(rows)) for one in logits]
-    assert (drawings[0].parcel.arrays[0] < 0).all()
-    for one, drawing in zip(logits, drawings, strict=True):
-        outputs = sampler.collect(drawing)
+    assert (drawings[0].transfer.arrays[0] < 0).all()
+    for one, pending in zip(logits, drawings, strict=True):
+        outputs = sampler.collect(pending)
         assert [out.token_id for out in outputs if out] == one.argmax(-1).tolist()
 
 
@@ -169,13 +180,13 @@ def test_broken_rows_disturb_nobody() -> None:
     logits[4, 5:] = -math.inf
     for params in ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 30}):
         specs = [spec(seed=at, **params) for at in range(7)]
-        drawing = launch(
-            sampler := DeviceSampler(LateQueue()),
+        pending = launch(
+            sampler := sampler_of(),
             logits,
             schedule_of([row(at, one) for at, one in enumerate(specs)]),
         )
-        assert ((drawing.tokens >= 0) & (drawing.tokens < VOCAB)).all()  # they feed the next step
-        outputs = sampler.collect(drawing)
+        assert ((pending.tokens >= 0) & (pending.tokens < VOCAB)).all()  # they feed the next step
+        outputs = sampler.collect(pending)
         assert [out.error is None for out in outputs if out] == [
             at not in (1, 2, 3) for at in range(7)
         ]
@@ -232,31 +243,84 @@ def test_scores_with_and_without_a_draw() -> None:
 
 def test_plain_rows_send_nothing() -> None:
     rows = [row(at, spec(temperature=0.0)) for at in range(4)]
-    plan = plan_samples(schedule_of(rows), pad(lay_out(rows, 1), 8), VOCAB)
+    plan = plan_samples(prepare_inputs(rows, 1).padded(8), VOCAB)
     assert not plan.arrays
     assert plan.is_whole
     assert not plan.has_gaps
 
 
-class OtherRank:
-    """Rank 1 of two: what rank 0 says arrives."""
-
-    def __init__(self, rank: int, said: list[torch.Tensor]) -> None:
-        self.rank, self._said = rank, said
-
-    def broadcast(self, x: torch.Tensor) -> None:
-        if self.rank == 0:
-            self._said.append(x.clone())
-        else:
-            x.copy_(self._said.pop(0))
+PENALTIES: list[dict[str, float]] = [
+    {"repetition_penalty": 1.7, "temperature": 0.0},
+    {"frequency_penalty": 2.0, "temperature": 0.0, "logprobs": 3},
+    {"presence_penalty": 2.0, "temperature": 0.0},
+    {"repetition_penalty": 0.6, "presence_penalty": -1.0, "frequency_penalty": 0.7, "top_k": 9},
+]
 
 
-def test_the_other_ranks_go_on_with_the_same_tokens() -> None:
-    said: list[torch.Tensor] = []
-    rows = [row(0, spec(seed=5)), row(1, None), row(2, spec(temperature=0.0))]
-    twins = (Twin("t", 0, spec(seed=6)),)
-    logits = logits_of(2)
-    first, other = (DeviceSampler(LateQueue(), OtherRank(rank, said)) for rank in (0, 1))
-    drawing = launch(first, logits, schedule_of(rows, twins))
-    assert len(drawing.tokens) == 4
-    assert other.follow(3, logits.device).tolist() == drawing.tokens[:3].tolist()
+class Penalized:
+    """A request whose draws are compared with those of the host, which knows all tokens."""
+
+    def __init__(self, slot: int, seed: int, generator: np.random.Generator) -> None:
+        self.slot, self.seed = slot, seed
+        self.name = str(int(generator.integers(3)))  # names come again, also in the same slot
+        self.prompt = generator.integers(0, VOCAB, int(generator.integers(1, 9))).tolist()
+        self.drawn: list[int] = []
+        self.params = PENALTIES[seed % len(PENALTIES)]
+        self.is_new = True
+
+    def spec(self, num_unknown: int) -> SampleSpec:
+        drawn = self.drawn[: len(self.drawn) - num_unknown]
+        return SampleSpec(
+            SamplingParams(**self.params),
+            self.seed,
+            len(self.prompt),
+            np.array(self.prompt + drawn, np.int32),
+            (),
+            num_unknown=num_unknown,
+        )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_penalties_of_steps_in_flight(seed: int) -> None:
+    """Every step is launched before the one before it is collected; slots change hands."""
+    generator = np.random.default_rng(seed)
+    sampler, previous = sampler_of(), NONE
+    running: list[Penalized] = []
+    outputs_before: dict[int, int] = {}  # by slot: the output of the previous step
+    pendings, wanted = [], []
+    for step in range(40):
+        running = [one for one in running if generator.random() < 0.9]
+        free = [slot for slot in range(6) if slot not in [one.slot for one in running]]
+        if free and generator.random() < 0.6:
+            slot = int(generator.choice(free))
+            running.append(Penalized(slot, int(generator.integers(100)), generator))
+            outputs_before.pop(slot, None)
+        generator.shuffle(running)  # type: ignore[arg-type]
+        rows = []
+        for one in running:
+            unknown = int(one.slot in outputs_before)
+            if unknown and generator.random() < 0.1:
+                one.is_new = True  # as if the slot had been given anew: it is filled again
+            found = row(one.slot, one.spec(unknown), request_id=one.name)
+            future = outputs_before.get(one.slot, -1)
+            rows.append(found._replace(future_index=future, first_new_page=int(not one.is_new)))
+            one.is_new = False
+        plain = spec(temperature=0.0)
+        rows.append(row(9, plain))
+        logits = 2 * logits_of(len(rows), 1000 * seed + step)
+        pendings.append(launch(sampler, logits, schedule_of(rows), previous=previous))
+        previous = pendings[-1].tokens
+        outputs_before = {one.slot: at for at, one in enumerate(running)}
+        exact = [one.spec(0) for one in running]
+        theirs = sample(logits, [*exact, plain])
+        wanted.append(theirs)
+        for one, output in zip(running, theirs, strict=False):
+            one.drawn.append(output.token_id)
+        if step:
+            compare(sampler, pendings[-2], wanted[-2])
+    compare(sampler, pendings[-1], wanted[-1])
+
+
+def compare(sampler: DeviceSampler, pending: PendingSample, wanted: list[SampleOutput]) -> None:
+    for mine, theirs in zip(sampler.collect(pending), wanted, strict=True):
+        assert_same(mine, theirs)

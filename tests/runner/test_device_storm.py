@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from radixserve import SamplingParams
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request
-from radixserve.runner.model_runner import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import device_runner
@@ -49,7 +50,7 @@ def requests_of(rng: random.Random) -> list[Request]:
         found.append(Request(f"{at}", ids, params, rng.getrandbits(60), ends, 100))
         if at and rng.random() < 0.2:  # another one of the same prompt
             first = found[-2]
-            found[-1] = replace(found[-1], token_ids=first.token_ids, twin_of=first.request_id)
+            found[-1] = replace(found[-1], token_ids=first.token_ids)
     return found
 
 
@@ -89,15 +90,12 @@ def check_storm(folder: Path, seed: int) -> None:
         overlap=rng.random() < 0.8,
         cuda_graphs=rng.random() < 0.7,
     )
-    fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
+    fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     runner = device_runner(folder, **fields)
-    plain = ModelRunner(str(folder), EngineConfig(num_pages=800))
+    plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
     for _ in range(3):  # the same names again: nothing is known of the ones before
-        requests = [
-            replace(one, twin_of="") if rng.random() < 0.5 else one for one in requests_of(rng)
-        ]
-        alone = [replace(one, twin_of="") for one in requests]
-        wanted = run(Engine(plain, EngineConfig(num_pages=800, cache="off")), alone, {})
+        requests = requests_of(rng)
+        wanted = run(Engine(plain, EngineConfig(num_pages=800, cache="off")), requests, {})
         names = rng.sample(list(wanted), 3)
         aborts = {name: rng.randrange(1, 30) for name in names}
         found = run(Engine(runner, config), requests, aborts)
@@ -120,10 +118,9 @@ def test_long_storm(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.long
-def test_with_the_kernels_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not their twins: the whole path with Triton's interpreter in their place."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.mark.usefixtures("interpreted")
+def test_with_the_kernels_themselves(folder: Path) -> None:
+    """Not their references: the whole path with Triton's interpreter in their place."""
     runner = device_runner(
         folder, num_pages=40, page_size=4, max_running_requests=2, chunked_prefill_size=24
     )

@@ -1,4 +1,4 @@
-"""ModelRunner driven by hand-built Schedules, against transformers; its sizes and its refusals."""
+"""CpuModelRunner driven by hand-built Schedules, against transformers; sizes and refusals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from radixserve.attention.cpu import CpuBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
-from radixserve.runner.forward_batch import build_forward_batch
+from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.runner.host_memory import free_memory
+from radixserve.runner.input_batch import build_forward_batch
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
-from radixserve.runner.model_runner import ModelRunner
 from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import (
@@ -56,9 +56,9 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 def runner_of(
     folder: Path, page_size: int = 1, tokens: int = 1500, **fields: object
-) -> ModelRunner:
+) -> CpuModelRunner:
     config = EngineConfig(num_pages=-(-tokens // page_size), page_size=page_size, **fields)
-    return ModelRunner(str(folder), config)
+    return CpuModelRunner(str(folder), config)
 
 
 def run_mixed(
@@ -178,7 +178,7 @@ def test_rows_without_a_sample_and_empty_schedules(checkpoints: dict[str, Path])
     driver.step([(stream, 6)])
     assert stream.outputs == []
     nothing = SchedulerOutput(0, (), np.zeros((0, 3), np.int32), 0, 0)
-    output = runner.execute(nothing)
+    output = driver.compute(nothing)
     assert output.outputs == ()
     assert set(output.seconds) == {"prepare", "forward", "sample"}
     seconds = driver.step([(stream, 14)])
@@ -203,33 +203,33 @@ def test_pool_copies_heads_of_all_layers(checkpoints: dict[str, Path]) -> None:
 
 def test_sizes(checkpoints: dict[str, Path]) -> None:
     folder = str(checkpoints["llama"])
-    runner = ModelRunner(folder, EngineConfig(kv_cache_memory="1MB", page_size=16))
+    runner = CpuModelRunner(folder, EngineConfig(kv_cache_memory="1MB", page_size=16))
     info = runner.info
-    assert runner.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
-    assert runner.num_pages == (1 << 20) // (runner.kv_bytes_per_token * 16)
+    assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert runner.num_pages == (1 << 20) // (info.kv_bytes_per_token * 16)
     assert runner.backend_name == ("torch" if unsupported_reason(torch.float32) else "cpu")
     reference = load_reference(checkpoints["llama"])
     assert info.num_parameters == sum(p.numel() for p in reference.parameters())
     plan = runner.memory_plan()
     assert plan.weight_bytes == info.num_parameters * 4
     assert plan.pool_tokens == runner.num_pages * 16
-    assert plan.pool_bytes == plan.pool_tokens * runner.kv_bytes_per_token
+    assert plan.pool_bytes == plan.pool_tokens * info.kv_bytes_per_token
 
     default = choose_num_pages(EngineConfig(max_running_requests=3, page_size=100), info)
     assert default == 3 * 6  # 512 positions
     assert choose_num_pages(EngineConfig(max_running_requests=3, max_seq_len=10), info) == 30
     many = choose_num_pages(EngineConfig(max_running_requests=10**9), info)
-    assert many * runner.kv_bytes_per_token <= free_memory() // 2
+    assert many * info.kv_bytes_per_token <= free_memory() // 2
 
 
 def test_too_small_or_too_large(checkpoints: dict[str, Path]) -> None:
     folder = str(checkpoints["llama"])
     with pytest.raises(InvalidRequest, match="needs 8192 bytes"):
-        ModelRunner(folder, EngineConfig(kv_cache_memory=8191, page_size=16))
+        CpuModelRunner(folder, EngineConfig(kv_cache_memory=8191, page_size=16))
     with pytest.raises(InvalidRequest, match="512 positions"):
-        ModelRunner(folder, EngineConfig(num_pages=10, max_seq_len=513))
+        CpuModelRunner(folder, EngineConfig(num_pages=10, max_seq_len=513))
     with pytest.raises(InvalidRequest, match="cannot be had"):
-        ModelRunner(folder, EngineConfig(num_pages=2**31 - 1, page_size=4096))
+        CpuModelRunner(folder, EngineConfig(num_pages=2**31 - 1, page_size=4096))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -238,14 +238,14 @@ def test_the_pool_is_never_copied(checkpoints: dict[str, Path], backend: str) ->
         pytest.skip(reason)
     runner = runner_of(checkpoints["llama"], 4, attention_backend=backend)
     assert runner.backend_name == backend
-    where = runner._pool.kv.data_ptr()
+    where = runner.pool.kv.data_ptr()
     driver = Driver(runner, 4)
     first = driver.add(prompts_of([90])[0])
     driver.run(chunk=32)
     driver.add([*first.tokens[:50], 1, 2, 3], share=(first, 50))  # copies a page's head
     driver.run(chunk=32)
-    assert runner._pool.kv.data_ptr() == where
-    held = runner._backend
+    assert runner.pool.kv.data_ptr() == where
+    held = runner.backend
     views = [view for pair in held._slots for view in pair]
     views += [held.kv] if backend == "cpu" else [view for pair in held._pages for view in pair]
     for view in views:
@@ -280,7 +280,7 @@ def test_tree_attention_can_be_switched_off(
     pages, token = np.arange(8_194, dtype=np.int32), np.ones(1, np.int32)
     tables = (pages[:8_193], np.append(pages[:8_192], pages[8_193]))  # all but the last in common
     rows = [ScheduledRequest("r", token, 8_192, table, None) for table in tables]
-    attention = runner._backend
+    attention = runner.backend
     attention.plan(build_forward_batch(rows, 1, torch.device("cpu")))
     if isinstance(attention, CpuBackend):
         num_shared = len(attention.planned.jobs().num_keys) - len(rows)

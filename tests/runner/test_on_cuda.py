@@ -50,9 +50,9 @@ def test_same_answers(
     fields: dict[str, Any] = {"overlap": overlap, "cuda_graphs": graphs, "num_pages": TOKENS // 2}
     kind: type[Runtime] = DeviceRuntime if device == "cpu" else Runtime
     with kind(folder, **{**SMALL, **fields}, device=device, page_size=2) as rt:
-        assert rt.choices.device.startswith(device)
-        assert rt.choices.overlap == overlap
-        assert bool(rt.choices.graph_sizes) == graphs
+        assert rt.resolved_config.device.startswith(device)
+        assert rt.resolved_config.overlap == overlap
+        assert bool(rt.resolved_config.graph_sizes) == graphs
         for _ in range(2):
             assert_same(run_jobs(rt), expected)
             rt.check()

@@ -10,11 +10,16 @@ The runner also keeps a table of every request's pages, told what changed alone,
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
+from radixserve.config import EngineConfig
+from radixserve.engine.engine import Engine
 from radixserve.output import Beam, Finish, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.schedule import (
@@ -23,9 +28,7 @@ from radixserve.schedule import (
     SampleOutput,
     ScheduledRequest,
     SchedulerOutput,
-    Twin,
 )
-from radixserve.scheduler import Scheduler
 
 VOCAB = 50
 EOS = 1
@@ -54,13 +57,20 @@ def fake_logprobs(prefix_hash: int) -> np.ndarray:
     return -((mixed >> np.uint64(41)).astype(np.float32) / np.float32(2**21)) - np.float32(0.01)
 
 
+class DeviceFailed(Exception):
+    """Injected; whatever else a fake device raises is a finding."""
+
+
 class FakeRunner:
     """Answers like a model runner: the next token is a function of the whole prefix."""
 
+    overlap_depth = 0
     num_slots = 1 << 30  # in the page table
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
+        self.num_pages, self.page_size = num_pages, page_size
+        self.before_launch: Callable[[SchedulerOutput], None] = lambda _: None
+        self.finding: BaseException | None = None  # the engine would take it for a failed step
         self.cells = np.zeros((num_pages, page_size), np.uint64)
         self.tokens: dict[str, list[int]] = {}
         self.hashes: dict[str, list[int]] = {}
@@ -69,9 +79,27 @@ class FakeRunner:
         self.table: dict[int, tuple[str, list[int]]] = {}  # request and pages of each slot, from
         # what the rows say has changed
 
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        self.read_pages(schedule)
-        return self.run(schedule)
+    def launch(self, schedule: SchedulerOutput) -> Any:
+        with self.noticing():
+            self.before_launch(schedule)
+            self.read_pages(schedule)
+            return self.run(schedule)
+
+    def collect(self, pending: Any) -> ModelRunnerOutput:
+        return pending
+
+    def close(self) -> None:
+        pass
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceFailed:
+            raise
+        except BaseException as error:
+            self.finding = self.finding or error
+            raise
 
     def read_pages(self, schedule: SchedulerOutput) -> None:
         for row in schedule.rows:
@@ -92,19 +120,7 @@ class FakeRunner:
         assert len(set(written)) == len(written), "two rows write to one slot"
         for row in schedule.rows:
             self._check_reads(row, set(written))
-        rows = tuple(self._compute(row) for row in schedule.rows)
-        return ModelRunnerOutput(
-            (*rows, *(self._draw_twin(schedule, twin) for twin in schedule.twins)), {}
-        )
-
-    def _draw_twin(self, schedule: SchedulerOutput, twin: Twin) -> SampleOutput:
-        row = schedule.rows[twin.row]
-        tokens = self.tokens[twin.request_id]
-        assert row.sample is not None
-        assert twin.sample.token_ids.tolist() == tokens == self.tokens[row.request_id]
-        return SampleOutput(
-            self.next_token(self.hashes[row.request_id][: row.end], twin.sample.seed), None, ()
-        )
+        return ModelRunnerOutput(tuple(self._compute(row) for row in schedule.rows), {})
 
     def candidates(self, prefix_hash: int, row: ScheduledRequest) -> SampleOutput:
         assert row.sample is not None
@@ -185,21 +201,27 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.cache = self.make_cache()
-        self.scheduler = Scheduler(
-            self.cache,
-            policy=self.policy,
+        self.runner = self.make_runner()
+        self.runner.num_slots = self.max_running_requests
+        self.runner.before_launch = self._note_launch
+        config = EngineConfig(
+            page_size=self.page_size,
+            schedule_policy=self.policy,
             chunked_prefill_size=self.chunked_prefill_size,
             max_running_requests=self.max_running_requests,
             max_overtake=self.max_overtake,
         )
-        self.runner = FakeRunner(self.num_pages, self.page_size)
-        self.runner.num_slots = self.max_running_requests
+        self.engine = Engine(self.runner, config, self.cache)
+        self.scheduler = self.engine.scheduler
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.seeds: dict[str, int] = {}
         self.logprobs: dict[str, list[float]] = {}
         self.beams: dict[str, tuple[Beam, ...]] = {}
         self.admitted: list[str] = []
+
+    def make_runner(self) -> FakeRunner:
+        return FakeRunner(self.num_pages, self.page_size)
 
     def make_cache(self) -> PrefixCache:
         if self.kind == "hash":
@@ -219,7 +241,6 @@ class Driver:
         *,
         max_len: int | None = None,
         session: str = "",
-        twin_of: str = "",
         logprob_targets: list[int] | None = None,
         draws: bool = False,
         seed: int = 0,
@@ -236,7 +257,6 @@ class Driver:
             end_ids=frozenset() if sampling.ignore_eos else frozenset({EOS}),
             max_len=capacity if max_len is None else max_len,
             session=session,
-            twin_of=twin_of,
             logprob_targets=None
             if logprob_targets is None
             else np.asarray(logprob_targets, np.int32),
@@ -244,27 +264,27 @@ class Driver:
             also_generate=draws,
         )
         self.seeds[name] = seed
-        self.scheduler.add(request)
+        self.engine.add(request)
         self.prompts[name] = tokens
         self.requests[name] = request
         self.runner.tokens[name] = list(tokens)
         self.runner.namespaces[name] = sampling.namespace
 
     def step(self) -> SchedulerOutput | None:
-        schedule = self.scheduler.schedule()
-        if schedule is None:
-            return None
+        """The step that was launched, if any."""
+        num_steps = len(self.schedules)
+        outputs = self.engine.step()
+        if self.runner.finding is not None:
+            raise self.runner.finding
+        self._collect(outputs)
+        return self.schedules[-1] if len(self.schedules) > num_steps else None
+
+    def _note_launch(self, schedule: SchedulerOutput) -> None:
         self.schedules.append(schedule)
         self._name_beams()
         for row in schedule.rows:
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
-        self._collect(self.scheduler.update(schedule, self.runner.execute(schedule)))
-        for twin in schedule.twins:
-            state = self.scheduler._requests.get(twin.request_id)
-            if state is None or state.sequence is not None:  # it runs, or it ended with one token
-                self.admitted.append(twin.request_id)
-        return schedule
 
     def _name_beams(self) -> None:
         """Tell the runner what the rows of beams are to hold."""
@@ -279,7 +299,7 @@ class Driver:
             self.cache.check()
 
     def abort(self, name: str) -> None:
-        output = self.scheduler.abort(name)
+        output = self.engine.abort(name)
         if output is not None:
             self._collect([output])
 

@@ -8,14 +8,12 @@ rows said when they were launched and what it drew itself.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from radixserve.engine.pipeline import Pipeline
 from radixserve.output import RequestOutput
 from radixserve.schedule import (
     UNKNOWN,
@@ -25,14 +23,10 @@ from radixserve.schedule import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from tests.scheduler.fake import Driver, FakeRunner, prefix_hashes
+from tests.scheduler.fake import DeviceFailed, Driver, FakeRunner, prefix_hashes
 
 _GARBAGE = 0xBAD
 _NOTHING = SampleOutput(0, None, ())  # of a row that is not to be computed; replaced below
-
-
-class DeviceFailed(Exception):
-    """Injected; whatever else a fake device raises is a finding."""
 
 
 class Launched:
@@ -40,12 +34,11 @@ class Launched:
 
     def __init__(self, schedule: SchedulerOutput, runner: DelayedRunner) -> None:
         rows = tuple(_snapshot(row) for row in schedule.rows)
-        twins = tuple(t._replace(sample=_snapshot_spec(t.sample)) for t in schedule.twins)
         self.schedule = SchedulerOutput(
             schedule.step, rows, schedule.cow_copies.copy(), schedule.num_prefill_tokens,
-            schedule.num_decode_tokens, twins,
+            schedule.num_decode_tokens,
         )  # fmt: skip
-        names = [row.request_id for row in rows] + [twin.request_id for twin in twins]
+        names = [row.request_id for row in rows]
         self.tokens = {name: runner.known(name) for name in names}
         self.serials = {name: runner.serials[name] for name in names}
         self.namespaces = {name: runner.namespaces[name] for name in names}
@@ -69,18 +62,15 @@ def _snapshot_spec(spec: SampleSpec) -> SampleSpec:
 class DelayedRunner(FakeRunner):
     """`pace` says how often a step that could be computed is, wherever that is asked."""
 
-    can_overlap = True
+    overlap_depth = 1
 
     def __init__(self, num_pages: int, page_size: int, rng: random.Random, pace: float) -> None:
         super().__init__(num_pages, page_size)
-        self.num_pages = num_pages
         self.rng = rng
         self.pace = pace
         self.queue: list[Launched] = []  # not collected yet
         self.log: list[tuple[str, int]] = []  # ("launch" or "collect", step)
-        self.finding: BaseException | None = None  # the engine would take it for a failed step
         # What a test may do, or have happen.
-        self.before_launch: Callable[[SchedulerOutput], None] = lambda _: None
         self.before_collect: Callable[[], None] = lambda: None
         self.broken_rows: Callable[[ScheduledRequest], bool] = lambda _: False
         self.fails_to_launch: Callable[[], bool] = lambda: False
@@ -92,26 +82,13 @@ class DelayedRunner(FakeRunner):
         self._last: Launched | None = None  # computed
         self._lost: set[int] = set()  # of those whose K/V or last token the last step has spoilt
 
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        return self.collect(self.launch(schedule))
-
     def launch(self, schedule: SchedulerOutput) -> Launched:
-        with self._noticing():
+        with self.noticing():
             return self._launch(schedule)
 
     def collect(self, pending: Launched) -> ModelRunnerOutput:
-        with self._noticing():
+        with self.noticing():
             return self._collect(pending)
-
-    @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        try:
-            yield
-        except DeviceFailed:
-            raise
-        except BaseException as error:
-            self.finding = self.finding or error
-            raise
 
     def _launch(self, schedule: SchedulerOutput) -> Launched:
         self.before_launch(schedule)
@@ -148,7 +125,7 @@ class DelayedRunner(FakeRunner):
             raise pending.error
         assert pending.output is not None
         schedule, drawn = pending.schedule, pending.output.outputs
-        for one, output in zip((*schedule.rows, *schedule.twins), drawn, strict=True):
+        for one, output in zip(schedule.rows, drawn, strict=True):
             if output is not None and output.token_id >= 0:
                 self.untold[one.request_id] = [output.token_id]
         return pending.output
@@ -168,7 +145,6 @@ class DelayedRunner(FakeRunner):
         drawn = iter(self.run(_with_rows(schedule, sound)).outputs)
         self.tokens, self.namespaces = alive
         outputs = [next(drawn) if at in sound else _NOTHING for at in range(len(rows))]
-        outputs += [next(drawn) if twin.row in sound else _NOTHING for twin in schedule.twins]
         for at, row in enumerate(schedule.rows):
             is_answered = row.sample is not None or row.logprob_targets is not None
             if rows[at] is None or (is_answered and self.broken_rows(row)):
@@ -177,10 +153,6 @@ class DelayedRunner(FakeRunner):
                     self.cells[cell] = _GARBAGE
                 if is_answered:
                     outputs[at] = SampleOutput(-1, None, (), "the best logit is nan")
-        for at, twin in enumerate(schedule.twins, len(rows)):
-            first = outputs[twin.row]
-            if first is not None and first.error is not None:
-                outputs[at] = first
         launched.output = ModelRunnerOutput(tuple(outputs), {})
 
     def _with_source(
@@ -206,37 +178,28 @@ class DelayedRunner(FakeRunner):
 
 
 def _with_rows(schedule: SchedulerOutput, rows: dict[int, ScheduledRequest]) -> SchedulerOutput:
-    """Only those rows, and their twins."""
-    place = {at: new for new, at in enumerate(rows)}
-    twins = [t._replace(row=place[t.row]) for t in schedule.twins if t.row in place]
+    """Only those rows."""
     return SchedulerOutput(
         schedule.step, tuple(rows.values()), schedule.cow_copies, schedule.num_prefill_tokens,
-        schedule.num_decode_tokens, tuple(twins),
+        schedule.num_decode_tokens,
     )  # fmt: skip
 
 
 @dataclass
 class OverlapDriver(Driver):
-    """Turns the real pipeline. What a plain driver calls a step is a turn of it here."""
+    """A driver whose engine launches one step ahead."""
 
     pace: float = 0.4  # see DelayedRunner
-    seconds: dict[str, float] = field(default_factory=dict)
     serials: list[str] = field(default_factory=list)
     stopped: set[str] = field(default_factory=set)  # from outside
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def make_runner(self) -> DelayedRunner:
         rng = random.Random(
             self.num_pages * 1_000 + self.page_size * 100 + self.chunked_prefill_size
         )
-        self.runner: DelayedRunner = DelayedRunner(self.num_pages, self.page_size, rng, self.pace)
-        self.runner.num_slots = self.max_running_requests
-        self.runner.before_launch = self._note_launch
-        self.runner.length = lambda name: len(self.scheduler._requests[name].tokens)
-        self.seconds = dict.fromkeys(
-            ("schedule", "prepare", "forward", "sample", "commit", "hidden"), 0.0
-        )
-        self.pipeline = Pipeline(self.scheduler, self.runner, self.seconds)
+        runner = DelayedRunner(self.num_pages, self.page_size, rng, self.pace)
+        runner.length = lambda name: len(self.scheduler._requests[name].tokens)
+        return runner
 
     def add(self, name: str, *args: Any, **more: Any) -> None:
         super().add(name, *args, **more)
@@ -245,7 +208,7 @@ class OverlapDriver(Driver):
 
     def finish(self, name: str) -> None:
         """At a stop string, say."""
-        output = self.scheduler.finish(name, "stop")
+        output = self.engine.finish(name, "stop")
         if output is not None:
             self.stopped.add(name)
             self._collect([output])
@@ -260,17 +223,14 @@ class OverlapDriver(Driver):
         if not self.has_work:
             return None
         self.runner.tick()
-        outputs = self.pipeline.step()
-        if self.runner.finding is not None:
-            raise self.runner.finding
-        self._collect(outputs)
+        super().step()
         self.runner.untold.clear()
         self.runner.tick()
         return self.schedules[-1]
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or not self.pipeline.is_idle
+        return self.engine.has_work()
 
     def _name_beams(self) -> None:
         super()._name_beams()
@@ -278,13 +238,6 @@ class OverlapDriver(Driver):
             if state.head is not None:
                 head = state.head.request.request_id
                 self.runner.serials[name] = self.runner.serials[head]
-
-    def _note_launch(self, schedule: SchedulerOutput) -> None:
-        self.schedules.append(schedule)
-        self._name_beams()
-        for row in schedule.rows:
-            if row.request_id not in self.admitted:
-                self.admitted.append(row.request_id)
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

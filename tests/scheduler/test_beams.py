@@ -252,8 +252,7 @@ class TestEnds:
             driver.step()
         schedule = driver.scheduler.schedule()
         assert schedule is not None
-        driver._name_beams()
-        output = driver.runner.execute(schedule)
+        output = driver.runner.collect(driver.runner.launch(schedule))
         rows = list(output.outputs)
         at = [row.request_id for row in schedule.rows].index("#a#2")
         rows[at] = SampleOutput(-1, None, (), "the best logit is nan")
@@ -309,7 +308,7 @@ def random_beams(rng: random.Random) -> BeamParams:
 
 
 def storm(seed: int, steps: int, page_size: int, kind: str = "radix") -> Counter[str]:
-    """Searches among requests, twins and scores, with every kind of interruption."""
+    """Searches among requests, samples and scores, with every kind of interruption."""
     rng = random.Random(seed)
     pages = max(3, rng.choice([48, 70, 120, 400]) // page_size)
     driver = Driver(
@@ -347,14 +346,10 @@ def storm(seed: int, steps: int, page_size: int, kind: str = "radix") -> Counter
                 cut = rng.randint(1, len(prompt) - 1)
                 driver.add(name, prompt[:-1], logprob_targets=prompt[cut:])
             else:
-                twin_of = ""
-                if names and rng.random() < 0.4:
-                    twin_of = names[-1]
-                    prompt = driver.prompts[twin_of]
-                    if driver.requests[twin_of].logprob_targets is not None:
-                        twin_of = ""
+                if names and rng.random() < 0.4:  # another sample
+                    prompt = driver.prompts[names[-1]]
                     common["namespace"] = driver.requests[names[-1]].params.namespace
-                driver.add(name, prompt, twin_of=twin_of, seed=len(names), **common)
+                driver.add(name, prompt, seed=len(names), **common)
             names.append(name)
         if names and rng.random() < 0.05:
             driver.abort(rng.choice(names[-12:]))

@@ -17,10 +17,10 @@ from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from tests.scheduler import (
     test_beams,
     test_prompt_scores,
+    test_samples,
     test_scheduler,
     test_scores,
     test_storm,
-    test_twins,
 )
 from tests.scheduler.fake import EOS, Driver, random_prompt
 from tests.scheduler.overlap_fake import OverlapDriver
@@ -34,7 +34,7 @@ PAGE_SIZES = [1, 2, 16]
 def overlapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other tests' programs run on the device that is late."""
     modules: list[ModuleType] = [
-        test_beams, test_prompt_scores, test_scheduler, test_scores, test_storm, test_twins,
+        test_beams, test_prompt_scores, test_scheduler, test_scores, test_storm, test_samples,
     ]  # fmt: skip
     for module in modules:
         monkeypatch.setattr(module, "Driver", OverlapDriver)
@@ -150,12 +150,6 @@ class TestDrains:
         self.check(driver, lambda _, row: bool(row.sample and row.sample.num_candidates))
         test_beams.check_search(driver, "a", beams)
 
-    def test_twins(self) -> None:
-        driver = OverlapDriver(1000, 2, chunked_prefill_size=30)
-        for i in range(4):
-            test_twins.add_group(driver, str(i), [i + 2, *prompt(i, 20)], 3, max_tokens=6)
-        self.check(driver, lambda schedule, _: bool(schedule.twins))
-
     def test_scores(self) -> None:
         driver = OverlapDriver(1000, 1, chunked_prefill_size=8)
         test_prompt_scores.add(driver, "a", prompt(0, 30), max_tokens=9, ignore_eos=True)
@@ -176,12 +170,12 @@ class TestDrains:
         driver.drain()
 
 
-class TestTwins:
-    def test_one_that_comes_while_its_first_draws_is_a_request_like_others(self) -> None:
+class TestSamples:
+    def test_one_that_comes_while_the_first_draws_is_a_request_like_others(self) -> None:
         driver = OverlapDriver(200, 1, chunked_prefill_size=64, pace=0.0)
         driver.add("first", prompt(0, 20), max_tokens=9, ignore_eos=True)
         driver.step()  # launched, not collected
-        driver.add("late", prompt(0, 20), twin_of="first", seed=3, max_tokens=9, ignore_eos=True)
+        driver.add("late", prompt(0, 20), seed=3, max_tokens=9, ignore_eos=True)
         driver.run()
         assert driver.finished["late"].usage.cached_tokens == 19
         driver.drain()
@@ -189,11 +183,11 @@ class TestTwins:
     @pytest.mark.parametrize("aborted", ["a.0", "a.1"])
     def test_aborts_while_the_prompt_is_computed(self, aborted: str) -> None:
         driver = OverlapDriver(200, 1, chunked_prefill_size=64, pace=0.0)
-        names = test_twins.add_group(driver, "a", prompt(0, 20), 4, max_tokens=5)
+        names = test_samples.add_group(driver, "a", prompt(0, 20), 4, max_tokens=5)
         driver.step()
         driver.abort(aborted)
         driver.run()
-        test_twins.check_outputs(driver, names)
+        test_samples.check_outputs(driver, names)
         assert [driver.finished[n].reason for n in names if n != aborted] == ["length"] * 3
         driver.drain()
 
@@ -259,7 +253,7 @@ def mixed_program(driver: Driver, seed: int) -> None:
             params |= rng.choice([{}, {"logprobs": 0}, {"temperature": 0}, {"min_tokens": 1}])
             driver.add(name, tokens, seed=number, **params)
         elif what < 0.7:
-            test_twins.add_group(driver, name, tokens, 3, **params)
+            test_samples.add_group(driver, name, tokens, 3, **params)
         elif what < 0.8:
             driver.add(name, tokens, presence_penalty=1, **params)
         elif what < 0.9:
@@ -402,11 +396,10 @@ class TestFailures:
         driver = self.driver()
         for _ in range(4):
             driver.step()
-        assert not driver.pipeline.is_idle
-        driver._collect(driver.scheduler.fail_all(EngineDead("closed")))
-        assert not driver.scheduler.has_work
-        driver.pipeline.drain()
-        assert driver.pipeline.is_idle
+        assert len(driver.runner.queue) == 1
+        driver._collect(driver.engine.fail_all(EngineDead("closed")))
+        assert not driver.engine.has_work()
+        assert not driver.runner.queue
         driver.drain()
 
 
@@ -428,7 +421,7 @@ class TestStorms:
         for seed in range(3):
             seen += test_beams.storm(seed, 60, page_size, kind)
         assert seen["steps_ahead"] > 0
-        test_twins.test_storm(page_size, kind, page_size)
+        test_samples.test_storm(page_size, kind, page_size)
         test_prompt_scores.storm(page_size, page_size)
         test_scores.test_storm(page_size, page_size)
 
@@ -524,7 +517,7 @@ class Storm:
             driver.add(name, tokens, **params)
             for number in range(rng.randint(1, 3)):
                 params["seed"] = number + 1
-                driver.add(f"r{len(driver.serials)}", tokens, twin_of=name, **params)
+                driver.add(f"r{len(driver.serials)}", tokens, **params)
         elif what < 0.85:
             self.searches[name] = test_beams.random_beams(rng)
             driver.add(name, tokens, beams=self.searches[name], **params)

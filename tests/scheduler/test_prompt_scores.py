@@ -67,23 +67,16 @@ def test_a_prompt_of_one_token() -> None:
     driver.drain()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_twins_share_the_scores(steps: int) -> None:
+def test_samples_share_the_prompt_that_the_first_one_scores() -> None:
     driver = Driver(400, 2, chunked_prefill_size=7)
-    for seed in range(4):
-        first = "" if seed == 0 else "0"
-        driver.add(
-            str(seed), PROMPT, twin_of=first, seed=seed, logprob_targets=PROMPT[1:], draws=True,
-            max_tokens=5, ignore_eos=True, prompt_logprobs=1,
-        )  # fmt: skip
-    for _ in range(steps):
-        driver.step()
-    driver.abort("0")  # its work is not lost
+    add(driver, "0", PROMPT, 1, max_tokens=5, ignore_eos=True)
+    for seed in range(1, 4):
+        driver.add(str(seed), PROMPT, seed=seed, max_tokens=5, ignore_eos=True)
     driver.run()
-    for name in "0123":
-        check(driver, name, 1)
-    assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT)
-    assert set(driver.runner.computed.values()) == {1}
+    check(driver, "0", 1)
+    for name in "123":
+        assert driver.output(name) == driver.expected(name, 5)
+    assert driver.scheduler.stats()["prefilled_tokens"] == len(PROMPT) + 3
     driver.drain()
 
 

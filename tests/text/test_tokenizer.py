@@ -18,6 +18,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """One token a byte: every character beyond ASCII spans several tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
+    return load(folder)
+
+
+def load(folder: Path) -> Tokenizer:
     found = Tokenizer.load(folder)
     assert found is not None
     return found
@@ -114,19 +118,19 @@ class TestChat:
         ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
         assert len(ids) == 5  # <|user|> h i newline <|assistant|>
 
-    def test_a_template_error_is_a_bad_request(self, tmp_path: Path) -> None:
-        make_tokenizer(tmp_path)
-        found = Tokenizer.load(tmp_path)
-        found._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    def test_a_template_error_is_a_bad_request(self, tokenizer: Tokenizer) -> None:
+        template = "{{ raise_exception('roles must alternate') }}"
         with pytest.raises(InvalidRequest, match="roles must alternate"):
-            found.encode_chat([{"role": "user", "content": "hi"}])
+            tokenizer.render_chat([{"role": "user", "content": "hi"}], template=template)
 
     def test_no_template(self, tmp_path: Path) -> None:
-        make_tokenizer(tmp_path)
-        found = Tokenizer.load(tmp_path)
-        found._tokenizer.chat_template = None
+        wrapped = make_tokenizer(tmp_path)
+        wrapped.chat_template = None
+        for file in tmp_path.iterdir():
+            file.unlink()
+        wrapped.save_pretrained(tmp_path)
         with pytest.raises(InvalidRequest, match="no chat template"):
-            found.encode_chat([{"role": "user", "content": "hi"}])
+            load(tmp_path).encode_chat([{"role": "user", "content": "hi"}])
 
     def test_no_tokenizer(self, tmp_path: Path) -> None:
         assert Tokenizer.load(tmp_path) is None

@@ -1,4 +1,4 @@
-"""What a Triton kernel is started with: a value that can be run, interpreted or only compiled.
+"""A launch of a Triton kernel: a value that can be run, interpreted or only compiled.
 
 A family's functions make `Launch`es from tensors and touch no device. The same launches, made from
 tensors of the meta device, tell the ahead-of-time compiler what would be compiled on a GPU.
@@ -12,20 +12,18 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 
 def _import_triton() -> tuple[Any, Any]:
-    """With functions of its own that are to be compiled, as Triton decides when it is imported.
-
-    `interpreter` makes interpreted copies of them; there is no other way back.
-    """
-    with patch.dict(os.environ):
-        os.environ.pop("TRITON_INTERPRET", None)
-        language = importlib.import_module("triton.language")
+    """Triton's language with its own functions compiled, whatever TRITON_INTERPRET says: Triton
+    reads that variable when it is imported."""
+    interpret = os.environ.pop("TRITON_INTERPRET", None)
+    language = importlib.import_module("triton.language")
+    if interpret is not None:
+        os.environ["TRITON_INTERPRET"] = interpret
     return language, importlib.import_module("triton.runtime.jit").JITFunction
 
 
@@ -41,7 +39,7 @@ Capability = tuple[int, int]  # of the GPU: (9, 0) is Hopper
 def kernel(varying: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """A function in Triton's language, never run by Python.
 
-    It stays compiled code whatever the environment says: `interpreter` makes its own copy.
+    It stays compiled code whatever TRITON_INTERPRET says.
     varying: arguments that change from call to call, or may lie anywhere in a larger buffer.
     Nothing is compiled anew for their values (1, multiples of 16) or, of pointers, alignment.
     """

@@ -1,19 +1,29 @@
-"""Which rows of a step begin with the same pages, and how far: the tree that attention can use.
+"""Cascade attention: the pages that rows of a step share, and which are worth reading once.
 
 Found from the page ids alone: rows that share a page share all before it. A node is a run of pages
-that several rows have in common; whether it is worth attending to together is decided node by node
-by a backend's cost model. Nodes are what every backend's shared attention is planned from.
+that several rows have in common; nodes form a tree, whose levels are launches of their own. A cost
+model decides which nodes and levels pay. numpy only.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from radixserve.attention.base import HostIndex, IndexArray
+
+MAX_LEVELS = 4
+
+# Bytes of K and V of one layer whose reading takes as long as what a level of shared pages costs in
+# a layer, two launches and a merge: 16,384 tokens of 8 heads of 128 in 16 bits. From known launch
+# times and a bandwidth of 4.3 TB/s; to be measured.
+SHARE_BYTES = 64 << 20
+
+# Tokens whose K and V take as long to read as merging two states of a row: three outputs and some.
+MERGE_TOKENS = 8
 
 Pays = Callable[[int, int], bool]  # of (rows, tokens): whether they are better read once
 
@@ -29,6 +39,61 @@ class SharedNode:
     first: int
     end: int
     level: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class SharingCost:
+    """The cost model: when reading pages once for all their rows is worth it.
+
+    Reading a node's pages for each of its rows costs (rows - 1) * tokens more, which must pay for
+    merging: rows * merge_tokens. All nodes of a level together must save `least_tokens`: they share
+    their launches. With one prefix: (rows - 1) * tokens >= least_tokens.
+    """
+
+    least_tokens: int
+    merge_tokens: int
+
+    @classmethod
+    def of_token(cls, token_bytes: int) -> SharingCost:
+        """For K and V of `token_bytes` a token in a layer."""
+        return cls(max(1, SHARE_BYTES // token_bytes), MERGE_TOKENS)
+
+    def pays(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether a node does, in a level that pays."""
+        return (num_rows - 1) * num_tokens >= max(1, num_rows * self.merge_tokens)
+
+    def may_pay(self, start: IndexArray) -> bool:
+        """Whether any level of rows with `start` [R] tokens before the step could."""
+        return len(start) > 1 and int(start.sum() - start.max()) >= self.least_tokens
+
+
+class NodeFinder:
+    """Finds the nodes of a step that pay; remembers those of the last call."""
+
+    def __init__(self, page_size: int, cost: SharingCost | None) -> None:
+        """`cost` None: nothing is shared."""
+        self._page_size, self._cost = page_size, cost
+        self._last: tuple[HostIndex, int, list[SharedNode]] | None = None
+
+    def find(self, host: HostIndex, max_levels: int = MAX_LEVELS) -> list[SharedNode]:
+        """At most `max_levels` deep, parents first; reads host.kv_indices only if some may pay."""
+        cost = self._cost
+        if cost is None or not max_levels or not cost.may_pay(host.start):
+            return []
+        if self._last is None or self._last[0] is not host or self._last[1] != max_levels:
+            nodes = limit_levels(find_shared(host, self._page_size, cost.pays), max_levels)
+            nodes = drop_levels(nodes, -(-cost.least_tokens // self._page_size))
+            self._last = host, max_levels, nodes
+        return self._last[2]
+
+    def pays_in_place(self, host: HostIndex) -> bool:
+        """Whether one level pays for rows that are not put in another order."""
+        saved = saved_pages(self.find(host, 1), np.arange(len(host.start)))
+        return self._cost is not None and saved * self._page_size >= self._cost.least_tokens
 
 
 def find_shared(host: HostIndex, page_size: int, pays: Pays) -> list[SharedNode]:
@@ -47,7 +112,7 @@ def find_shared(host: HostIndex, page_size: int, pays: Pays) -> list[SharedNode]
         rows, first, depth, level = waiting.pop()
         rows = rows[whole[rows] > depth]
         for group in _by_page(host, rows, depth):
-            end = _agreed(host, group, depth, int(whole[group].min()))
+            end = _common_pages(host, group, depth, int(whole[group].min()))
             if pays(len(group), (end - first) * page_size):
                 found.append(SharedNode(group, first, end, level))
                 waiting.append((group, end, end, level + 1))
@@ -57,12 +122,75 @@ def find_shared(host: HostIndex, page_size: int, pays: Pays) -> list[SharedNode]
     return found
 
 
-def covered_pages(nodes: list[SharedNode], num_rows: int) -> IndexArray:
+def covered_pages(nodes: Sequence[SharedNode], num_rows: int) -> IndexArray:
     """[num_rows] leading pages of each row that lie in nodes."""
     covered = np.zeros(num_rows, np.int64)
     for node in nodes:
         covered[node.rows] = node.end
     return covered
+
+
+def saved_pages(nodes: Sequence[SharedNode], order: IndexArray | None = None) -> int:
+    """Pages that rows would read each for itself, less those read once a node; once for each run
+    of neighbours if the rows lie in `order` [R]."""
+    place = np.arange(0) if order is None else np.argsort(order)
+    saved = 0
+    for node in nodes:
+        num_reads = 1 if order is None else count_runs(place[node.rows])
+        saved += (len(node.rows) - num_reads) * node.num_pages
+    return saved
+
+
+def count_runs(places: IndexArray) -> int:
+    """Runs of neighbours among distinct numbers, at least one of them."""
+    return 1 + int((np.diff(np.sort(places)) > 1).sum())
+
+
+def limit_levels(nodes: Sequence[SharedNode], max_levels: int) -> list[SharedNode]:
+    """The nodes with at most `max_levels` above each other, parents before children.
+
+    Where there are more, the nodes go whose going costs the fewest tokens read more often: a node
+    with children hands its pages to each of them, a leaf to its rows.
+    """
+    nodes = list(nodes)
+    while nodes and (deepest := max(node.level for node in nodes)) >= max_levels:
+        bottom = next(node for node in nodes if node.level == deepest)
+        chain = [node for node in nodes if bottom.rows[0] in node.rows]
+        victim = min(chain, key=lambda node: _loss(node, nodes))
+        nodes = [_without(victim, node) for node in nodes if node is not victim]
+    return sorted(nodes, key=lambda node: node.level)
+
+
+def drop_levels(nodes: Sequence[SharedNode], least_pages: int) -> list[SharedNode]:
+    """The nodes without the levels that save fewer than `least_pages` pages each, all their nodes
+    together; the one that saves least goes first. The nodes below take its pages."""
+    nodes = list(nodes)
+    while nodes:
+        levels = [list(group) for _, group in itertools.groupby(nodes, lambda node: node.level)]
+        victims = min(levels, key=saved_pages)
+        if saved_pages(victims) >= least_pages:
+            break
+        nodes = [node for node in nodes if node.level != victims[0].level]
+        for victim in victims:
+            nodes = [_without(victim, node) for node in nodes]
+    return nodes
+
+
+def _loss(node: SharedNode, nodes: Sequence[SharedNode]) -> int:
+    """Pages read more often without `node`."""
+    num_readers = len(node.rows)
+    for child in nodes:
+        if child.level == node.level + 1 and child.rows[0] in node.rows:
+            num_readers -= len(child.rows) - 1
+    return (num_readers - 1) * node.num_pages
+
+
+def _without(dropped: SharedNode, node: SharedNode) -> SharedNode:
+    """`node` once `dropped` is no longer above it."""
+    if node.level <= dropped.level or node.rows[0] not in dropped.rows:
+        return node
+    first = dropped.first if node.level == dropped.level + 1 else node.first
+    return replace(node, first=first, level=node.level - 1)
 
 
 def _by_page(host: HostIndex, rows: IndexArray, depth: int) -> list[IndexArray]:
@@ -79,16 +207,16 @@ def _by_page(host: HostIndex, rows: IndexArray, depth: int) -> list[IndexArray]:
     return [rows[order[first:end]] for first, end in itertools.pairwise(bounds) if end - first > 1]
 
 
-def _agreed(host: HostIndex, rows: IndexArray, depth: int, limit: int) -> int:
+def _common_pages(host: HostIndex, rows: IndexArray, depth: int, limit: int) -> int:
     """Leading pages, at most `limit`, that all rows have in common; those before `depth` are."""
     pages = host.kv_indices
     starts = host.kv_indptr[rows].tolist()
     model = pages[starts[0] + depth : starts[0] + limit]
     known = model.tobytes()
     for start in starts[1:]:
-        own = pages[start + depth : start + limit]
-        if own.tobytes() != known:
-            limit = depth + int((own != model).argmax())
+        other = pages[start + depth : start + limit]
+        if other.tobytes() != known:
+            limit = depth + int((other != model).argmax())
             model = model[: limit - depth]
             known = model.tobytes()
     return limit

@@ -1,34 +1,31 @@
 """The `flashinfer` backend: FlashInfer's paged kernels over the pool, for CUDA.
 
 Rows of one token run in the decode kernel, others in the fa2 prefill kernel, shared pages in the
-prefill kernel without a mask; planning and merging are paged.py's. fa2 everywhere: fa3 neither
+prefill kernel without a mask; planning and merging are backend.py's. fa2 everywhere: fa3 neither
 packs the query heads of a K/V head into one tile nor splits keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from radixserve.attention.cuda.backend import GraphBuffers, PagedBackend
 from radixserve.attention.cuda.flashinfer_calls import (
     DecodeCalls,
-    GraphBuffers,
     HeadShape,
     Library,
+    PagedCalls,
     PrefillCalls,
     compile_modules,
     import_error,
     load_library,
     unsupported_reason,
 )
-from radixserve.attention.cuda.launches import Launch, PartBuffers, StagedPart
-from radixserve.attention.cuda.paged import PagedBackend
-from radixserve.attention.cuda.parts import choose_kernel_page_size
+from radixserve.attention.cuda.metadata import LaunchMetadata
 from radixserve.errors import ModelNotSupported
 
-WORKSPACE_BYTES = 256 << 20  # where keys are split: partial results of all parts, one after another
+WORKSPACE_BYTES = 256 << 20  # where keys are split: partial results of all launches, in turn
 GRAPH_INT_BYTES = 1 << 20  # for plans of graphs, some bytes a row; wrappers make themselves 8 MiB
 LARGEST_TILE = 128  # queries x query heads of a K/V head in one tile of the prefill kernel
 SMALLEST_TILE = 16
@@ -39,11 +36,17 @@ MERGE_THREADS = 1024  # of a block, which merges all heads of a token
 
 
 class FlashInferBackend(PagedBackend):
-    """See `AttentionBackend`. Borrows kv [L, 2, num_pages, P, Hkv, D], float16 or bfloat16.
+    """See `AttentionBackend`; float16 or bfloat16.
+
+    One float workspace for all wrappers: what a run leaves there is read by that run alone. Where
+    plans are left on the device is each wrapper's own, as several live in a step; graphs share it
+    by wrapper key, as one of them is at work at a time.
 
     `shares`, `kernel_page_size`: see `PagedBackend`. `library` takes FlashInfer's place, for tests.
     Raises ModelNotSupported, with the reason, for heads that FlashInfer does not serve.
     """
+
+    name = "flashinfer"
 
     def __init__(
         self,
@@ -58,41 +61,23 @@ class FlashInferBackend(PagedBackend):
         reason = unsupported_reason(kv.dtype, head_dim)
         if reason or (library is None and (reason := import_error())):
             raise ModelNotSupported(f"the flashinfer backend cannot be used: {reason}")
-        kernel_page_size = choose_kernel_page_size(kv.shape[3], kernel_page_size)
-        heads = HeadShape(num_heads, num_kv_heads, head_dim, kernel_page_size, kv.dtype)
-        kernels = FlashInferKernels(kv, heads, library or load_library())
-        super().__init__(
-            kv,
-            num_heads,
-            kernels,
-            shares=shares and can_merge(heads),
-            kernel_page_size=kernel_page_size,
-        )
-
-
-class FlashInferKernels:
-    """See `PagedKernels`. One float workspace for all wrappers: what a run leaves there is read by
-    that run alone. Where plans are left on the device is each wrapper's own, as several live in a
-    step; graphs share it by wrapper key, as one of them is at work at a time.
-    """
-
-    name = "flashinfer"
-
-    def __init__(self, kv: Tensor, heads: HeadShape, library: Library) -> None:
-        self._library, self._heads = library, heads
+        shares = shares and can_merge(num_heads, head_dim, kv.dtype)
+        super().__init__(kv, num_heads, shares=shares, kernel_page_size=kernel_page_size)
+        size = self.kernel_page_size
+        self._heads = heads = HeadShape(num_heads, num_kv_heads, head_dim, size, kv.dtype)
+        self._library = library or load_library()
         self._num_sms = count_sms(kv.device)
         num_bytes = max(WORKSPACE_BYTES, workspace_bytes(heads, self._num_sms))
         self._workspace = torch.zeros(
             num_bytes if kv.is_cuda else 0, dtype=torch.uint8, device=kv.device
         )
-        shape = (-1, heads.page_size, heads.num_kv_heads, heads.head_dim)
+        shape = (-1, size, num_kv_heads, head_dim)
         self._pages = [(layer[0].view(shape), layer[1].view(shape)) for layer in kv.unbind(0)]
-        self._decode: DecodeCalls | None = None
-        self._prefill: dict[str, PrefillCalls] = {}  # by wrapper key
+        self._wrappers: dict[str, PagedCalls] = {}  # of steps without a graph
         self._int_workspaces: dict[str, Tensor] = {}  # of graphs, by wrapper key
 
     def prepare(self) -> None:
-        if not self._workspace.is_cuda:
+        if not self.kv.is_cuda:
             return
         try:
             compile_modules(self._heads)
@@ -102,69 +87,45 @@ class FlashInferKernels:
                 'CUDA_HOME and ninja in PATH; attention_backend="triton" does without them'
             ) from error
 
-    def launch(self, staged: StagedPart, wrapper_key: str) -> Launch:
-        calls: DecodeCalls | PrefillCalls
-        if staged.part.is_decode and not self._wants_tensor_cores(staged.part.num_requests):
-            if self._decode is None:
-                self._decode = DecodeCalls(self._library, self._workspace, self._heads)
-            calls = self._decode
+    def make_launch(
+        self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None
+    ) -> PagedCalls:
+        plan, key = metadata.plan, metadata.wrapper_key
+        common = self._library, self._heads, self._pages
+        tensor_cores = wants_tensor_cores(plan.num_requests, self._heads, self._num_sms)
+        calls: PagedCalls
+        if buffers is not None:
+            graph = buffers, self._int_workspace(key)
+            workspace = self._graph_workspace(plan.num_requests, plan.num_tokens)
+            if plan.is_decode:
+                calls = DecodeCalls(*common, workspace, graph, use_tensor_cores=tensor_cores)
+            else:
+                calls = PrefillCalls(*common, workspace, graph)
         else:
-            if wrapper_key not in self._prefill:
-                self._prefill[wrapper_key] = PrefillCalls(
-                    self._library, self._workspace, self._heads
-                )
-            calls = self._prefill[wrapper_key]
-        calls.plan(staged)
-        return FlashInferLaunch(calls, self._pages)
-
-    def fixed(self, staged: StagedPart, wrapper_key: str, buffers: PartBuffers) -> FlashInferLaunch:
-        part = staged.part
-        workspace = self._workspace_for(part.num_requests, part.end - part.first)
-        if wrapper_key not in self._int_workspaces:
-            self._int_workspaces[wrapper_key] = torch.empty(
-                GRAPH_INT_BYTES, dtype=torch.uint8, device=workspace.device
-            )
-        fixed = GraphBuffers(buffers, self._int_workspaces[wrapper_key])
-        calls: DecodeCalls | PrefillCalls
-        if part.is_decode:
-            calls = DecodeCalls(
-                self._library,
-                workspace,
-                self._heads,
-                fixed=fixed,
-                use_tensor_cores=self._wants_tensor_cores(part.num_requests),
-            )
-        else:
-            calls = PrefillCalls(self._library, workspace, self._heads, fixed=fixed)
-        calls.plan(staged)
-        return FlashInferLaunch(calls, self._pages)
+            make = DecodeCalls if plan.is_decode and not tensor_cores else PrefillCalls
+            key = f"{key} {make.__name__}"
+            if key not in self._wrappers:
+                self._wrappers[key] = make(*common, self._workspace)
+            calls = self._wrappers[key]
+        calls.plan(metadata)
+        return calls
 
     def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         self._library.merge_state_in_place(out, lse, other, other_lse)
 
-    def _wants_tensor_cores(self, num_rows: int) -> bool:
-        return wants_tensor_cores(num_rows, self._heads, self._num_sms)
+    def _int_workspace(self, wrapper_key: str) -> Tensor:
+        if wrapper_key not in self._int_workspaces:
+            self._int_workspaces[wrapper_key] = torch.empty(
+                GRAPH_INT_BYTES, dtype=torch.uint8, device=self.kv.device
+            )
+        return self._int_workspaces[wrapper_key]
 
-    def _workspace_for(self, num_requests: int, num_tokens: int) -> Tensor:
+    def _graph_workspace(self, num_requests: int, num_tokens: int) -> Tensor:
         """The common one, or a larger one that is common from now on: graphs keep theirs."""
         wanted = graph_workspace_bytes(self._heads, self._num_sms, num_requests, num_tokens)
         if self._workspace.is_cuda and wanted > len(self._workspace):
             self._workspace = self._workspace.new_zeros(wanted)
         return self._workspace
-
-
-@dataclass(frozen=True, slots=True)
-class FlashInferLaunch:
-    """See `GraphLaunch`."""
-
-    calls: DecodeCalls | PrefillCalls
-    pages: list[tuple[Tensor, Tensor]]  # of each layer: K and V [num_pages, page_size, Hkv, D]
-
-    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
-        self.calls.run(q, self.pages[layer], scale, out, lse)
-
-    def update(self, staged: StagedPart) -> None:
-        self.calls.plan(staged)
 
 
 def wants_tensor_cores(num_rows: int, heads: HeadShape, num_sms: int) -> bool:
@@ -195,7 +156,7 @@ def workspace_bytes(heads: HeadShape, num_sms: int) -> int:
 def graph_workspace_bytes(
     heads: HeadShape, num_sms: int, num_requests: int, num_tokens: int
 ) -> int:
-    """Of a graph, which always splits: for the most tiles that its shape allows."""
+    """Partial results of a graph, which always splits: for the most tiles of its shape."""
     group = heads.num_heads // heads.num_kv_heads
     longest = (num_tokens - num_requests + 1) * group
     tile = SMALLEST_TILE if longest <= SMALLEST_TILE else LARGEST_TILE if longest > 64 else 64
@@ -210,14 +171,14 @@ def _tile_bytes(heads: HeadShape, num_tiles: int, tile: int) -> int:
     return heads.num_heads * num_tiles * tile * (heads.head_dim + 1) * 4 + 4096
 
 
-def can_merge(heads: HeadShape) -> bool:
+def can_merge(num_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether FlashInfer's merge takes so many heads: one block has all of a token's."""
-    values = max(16 // heads.dtype.itemsize, heads.head_dim // 32)  # that a thread reads
-    return heads.num_heads * (heads.head_dim // values) <= MERGE_THREADS
+    values = max(16 // dtype.itemsize, head_dim // 32)  # that a thread reads
+    return num_heads * (head_dim // values) <= MERGE_THREADS
 
 
 def count_sms(device: torch.device) -> int:
-    """Multiprocessors; on the CPU, where nothing hangs on it, those of an H200."""
+    """Multiprocessors; those of an H200 on the CPU, where nothing depends on it."""
     if device.type != "cuda":
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

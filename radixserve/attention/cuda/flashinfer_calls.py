@@ -1,16 +1,17 @@
 """Every call into FlashInfer: the names that are used, and two wrappers around its wrappers.
 
-What is passed here is held against the signatures of the installed package in the tests. Importing
-this module needs no FlashInfer.
+The tests hold the arguments against the signatures of the installed package. Importing this module
+needs no FlashInfer.
 
 `plan` of either wrapper gets int32 arrays that lie on the host (indptr, last_page_len, lengths),
 pinned, and page ids that lie on the device: nothing waits for the device. FlashInfer copies what it
-plans from pinned memory of its own; who plans again must know that this copy is done.
+plans from pinned memory of its own: the next plan must wait until this copy is done.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,14 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from radixserve.attention.cuda.launches import PartBuffers, StagedPart
+from radixserve.attention.cuda.backend import GraphBuffers
+from radixserve.attention.cuda.metadata import LaunchMetadata
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Library(NamedTuple):
-    """What is used of FlashInfer."""
+    """FlashInfer's names that are used."""
 
     decode_wrapper: Callable[..., Any]
     prefill_wrapper: Callable[..., Any]
@@ -69,7 +71,7 @@ def import_error() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What all plans of a pool have in common."""
+    """The arguments that all plans of a pool have in common."""
 
     num_heads: int
     num_kv_heads: int
@@ -78,7 +80,7 @@ class HeadShape:
     dtype: torch.dtype
 
     def as_arguments(self) -> dict[str, Any]:
-        """Of both wrappers' plans. The scale of the scores is given to `run`."""
+        """For both wrappers' plans. The scale of the scores is given to `run`."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -90,54 +92,73 @@ class HeadShape:
         }
 
 
-class GraphBuffers(NamedTuple):
-    """What the wrapper of a graph is made with."""
+class PagedCalls(ABC):
+    """See `Launch`: a wrapper of FlashInfer's, planned for one launch after another."""
 
-    buffers: PartBuffers  # of the sizes that all its plans have
-    int_workspace: Tensor  # uint8: where a plan is left on the device until the next one
+    def __init__(
+        self,
+        library: Library,
+        heads: HeadShape,
+        pages: list[tuple[Tensor, Tensor]],  # each layer's K and V [num_pages, page_size, Hkv, D]
+        graph: tuple[GraphBuffers, Tensor] | None,
+    ) -> None:
+        """`graph`: for a CUDA graph the buffers, of the sizes that all plans have, and an int
+        workspace, uint8, where a plan is left on the device until the next one."""
+        self._library, self._heads, self._pages = library, heads, pages
+        self._is_graph = graph is not None
+        self._wrapper: Any = None
+
+    @abstractmethod
+    def plan(self, metadata: LaunchMetadata) -> None:
+        """The first one compiles or loads the kernels."""
+
+    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
+        pages = self._pages[layer]
+        self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
 
 
-class DecodeCalls:
-    """Rows of one token. With `fixed` for a CUDA graph, of always as many rows.
+class DecodeCalls(PagedCalls):
+    """Rows of one token; for a graph always as many rows.
 
-    Without them CUDA cores only: the fast plan of the kernel for tensor cores copies last_page_len
-    back from the device; PrefillCalls run that kernel, too.
+    Without a graph CUDA cores only: the fast plan of the kernel for tensor cores copies
+    last_page_len back from the device; PrefillCalls run that kernel, too.
     """
 
     def __init__(
         self,
         library: Library,
-        workspace: Tensor,
         heads: HeadShape,
+        pages: list[tuple[Tensor, Tensor]],
+        workspace: Tensor,
+        graph: tuple[GraphBuffers, Tensor] | None = None,
         *,
-        fixed: GraphBuffers | None = None,
         use_tensor_cores: bool = False,
     ) -> None:
-        assert fixed is not None or not use_tensor_cores
-        self._library, self._heads, self._is_fixed = library, heads, fixed is not None
+        super().__init__(library, heads, pages, graph)
+        assert graph is not None or not use_tensor_cores
         more: dict[str, Any] = {}
-        if fixed is not None:
+        if graph is not None:
             more = {
                 "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": fixed.buffers.kv_indptr,
-                "paged_kv_indices_buffer": fixed.buffers.kv_indices,
-                "paged_kv_last_page_len_buffer": fixed.buffers.last_page_len,
+                "paged_kv_indptr_buffer": graph[0].kv_indptr,
+                "paged_kv_indices_buffer": graph[0].kv_indices,
+                "paged_kv_last_page_len_buffer": graph[0].last_page_len,
             }
         self._wrapper = library.decode_wrapper(
             workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2", **more
         )
-        if fixed is not None:
-            self._wrapper.reset_workspace_buffer(workspace, fixed.int_workspace)
+        if graph is not None:
+            self._wrapper.reset_workspace_buffer(workspace, graph[1])
         self._is_planned = False
 
-    def plan(self, staged: StagedPart) -> None:
-        """The first one compiles or loads the kernels."""
+    def plan(self, metadata: LaunchMetadata) -> None:
         arguments = self._heads.as_arguments() | {"head_dim": self._heads.head_dim}
+        host = metadata.host
         if not self._is_planned:
             self._wrapper.plan(
-                staged.kv_indptr.host,
-                staged.kv_indices,
-                staged.last_page_len.host,
+                host.kv_indptr,
+                metadata.kv_indices,
+                host.last_page_len,
                 non_blocking=True,
                 **arguments,
             )
@@ -145,72 +166,61 @@ class DecodeCalls:
             return
         # In a graph the arrays lie in the wrapper's buffers already, and those given here are only
         # measured; without one they become its arrays.
+        side = host if self._is_graph else metadata.device
         self._library.fast_decode_plan(
             self._wrapper,
-            staged.kv_indptr.host if self._is_fixed else staged.kv_indptr.device,
-            staged.kv_indices,
-            staged.last_page_len.host if self._is_fixed else staged.last_page_len.device,
+            side.kv_indptr,
+            metadata.kv_indices,
+            side.last_page_len,
             non_blocking=True,
-            global_override_indptr_cpu=staged.kv_indptr.host,
+            global_override_indptr_cpu=host.kv_indptr,
             **arguments,
         )
 
-    def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], scale: float, out: Tensor, lse: Tensor | None
-    ) -> None:
-        """pages: K and V [num_pages, page_size, Hkv, D]; out [n, Hq, D], lse [n, Hq]: no gaps."""
-        self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
 
+class PrefillCalls(PagedCalls):
+    """Rows of any number of tokens, or groups of them over shared pages.
 
-class PrefillCalls:
-    """Rows of any number of tokens, or groups of them over shared pages. See `DecodeCalls`.
-
-    With `fixed` the first plan must be of as many tokens as any later one.
+    For a graph the first plan must be of as many tokens as any later one.
     """
 
     def __init__(
         self,
         library: Library,
-        workspace: Tensor,
         heads: HeadShape,
-        *,
-        fixed: GraphBuffers | None = None,
+        pages: list[tuple[Tensor, Tensor]],
+        workspace: Tensor,
+        graph: tuple[GraphBuffers, Tensor] | None = None,
     ) -> None:
-        self._heads = heads
+        super().__init__(library, heads, pages, graph)
         more: dict[str, Any] = {}
-        if fixed is not None:
+        if graph is not None:
             more = {
                 "use_cuda_graph": True,
-                "qo_indptr_buf": fixed.buffers.qo_indptr,
-                "paged_kv_indptr_buf": fixed.buffers.kv_indptr,
-                "paged_kv_indices_buf": fixed.buffers.kv_indices,
-                "paged_kv_last_page_len_buf": fixed.buffers.last_page_len,
+                "qo_indptr_buf": graph[0].qo_indptr,
+                "paged_kv_indptr_buf": graph[0].kv_indptr,
+                "paged_kv_indices_buf": graph[0].kv_indices,
+                "paged_kv_last_page_len_buf": graph[0].last_page_len,
             }
         self._wrapper = library.prefill_wrapper(workspace, "NHD", backend="fa2", **more)
-        if fixed is not None:
-            self._wrapper.reset_workspace_buffer(workspace, fixed.int_workspace)
+        if graph is not None:
+            self._wrapper.reset_workspace_buffer(workspace, graph[1])
 
-    def plan(self, staged: StagedPart) -> None:
-        part = staged.part
+    def plan(self, metadata: LaunchMetadata) -> None:
+        plan, host = metadata.plan, metadata.host
         self._wrapper.plan(
-            staged.qo_indptr.host,
-            staged.kv_indptr.host,
-            staged.kv_indices,
-            staged.last_page_len.host,
+            host.qo_indptr,
+            host.kv_indptr,
+            metadata.kv_indices,
+            host.last_page_len,
             head_dim_qk=self._heads.head_dim,
             head_dim_vo=self._heads.head_dim,
-            causal=part.is_causal and part.max_q > 1,
+            causal=plan.is_causal and plan.max_q > 1,
             non_blocking=True,
-            seq_lens=staged.kv_lens.host,
-            max_token_per_sequence=part.max_q,
+            seq_lens=host.kv_lens,
+            max_token_per_sequence=plan.max_q,
             **self._heads.as_arguments(),
         )
-
-    def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], scale: float, out: Tensor, lse: Tensor | None
-    ) -> None:
-        """See `DecodeCalls.run`."""
-        self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
 
 
 def compile_modules(heads: HeadShape) -> None:

@@ -1,0 +1,112 @@
+"""Shapes of Llama-like decoders, what their parts cost, and checkpoints with random weights.
+
+Costs do not depend on the weights' values, only on their shapes; so that greedy tokens are decided
+by more than rounding, the weights are drawn wider than a new model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a decoder; no biases."""
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int = 4_096
+
+    @staticmethod
+    def of(config: dict[str, Any]) -> Shape:
+        """From the fields of a config.json."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return Shape(
+            num_layers=config["num_hidden_layers"],
+            hidden=hidden,
+            num_heads=heads,
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+        )
+
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of one layer's products; those that read the same input as one."""
+        attended = self.num_heads * self.head_dim
+        return {
+            "qkv": (attended + 2 * self.num_kv_heads * self.head_dim, self.hidden),
+            "o": (self.hidden, attended),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of the matrices of all layers."""
+        return self.num_layers * sum(n * k for n, k in self.projections.values())
+
+    @property
+    def head_weights(self) -> int:
+        """Elements of the matrix that makes logits; the embedding has as many."""
+        return self.vocab * self.hidden
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of the keys and values of one token, all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def score_flops(self) -> int:
+        """FLOPs of one token on one key, all layers: the score and the weighted sum."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers, hidden {self.hidden}, {self.num_heads} query and"
+            f" {self.num_kv_heads} KV heads of {self.head_dim}, intermediate {self.intermediate},"
+            f" vocabulary {self.vocab:,}"
+        )
+
+
+SHAPES = {
+    "tiny": Shape(4, 256, 8, 2, 64, 688, 4_096),
+    "small": Shape(12, 768, 12, 4, 128, 3_072, 8_192),
+}
+
+
+def save_checkpoint(shape: Shape, dtype: str, folder: Path, seed: int = 0) -> None:
+    """Write config.json, generation_config.json and model.safetensors; no tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)

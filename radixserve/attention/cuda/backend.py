@@ -1,0 +1,225 @@
+"""The part that the CUDA backends share: a step is planned, uploaded, launched and merged.
+
+`PagedBackend` plans any step; `GraphBackend` steps of one shape in buffers that never move, so that
+`attend` can be captured in a CUDA graph. A subclass of `PagedBackend` brings the kernels. All but
+these runs on the CPU as well.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
+from radixserve.attention.cuda.cascade import NodeFinder, SharingCost
+from radixserve.attention.cuda.metadata import LaunchMetadata, PlanUploader, layout
+from radixserve.attention.cuda.plan import (
+    GraphShape,
+    PagedPlan,
+    choose_kernel_page_size,
+    plan_graph,
+    plan_rows,
+)
+
+
+class Launch(Protocol):
+    """A kernel with its metadata, run once a layer."""
+
+    def plan(self, metadata: LaunchMetadata) -> None:
+        """Take other metadata; in a graph of the same shape, in the same buffers."""
+        ...
+
+    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
+        """Attend with the launch's queries q [n, Hq, D] into out [n, Hq, D] and lse [n, Hq]
+        float32, the base-2 logarithm of the sum of exponentiated scores."""
+        ...
+
+
+class LaunchSlice(NamedTuple):
+    launch: Launch
+    tokens: slice  # of the plan's order
+
+
+class GraphBuffers(NamedTuple):
+    """Device memory of a graph's launch, int32. Filled before the launch is planned."""
+
+    qo_indptr: Tensor  # [n + 1]
+    kv_indptr: Tensor  # [n + 1]
+    last_page_len: Tensor  # [n]
+    kv_indices: Tensor  # [max_pages]
+
+
+class PlannedBackend(AttentionBackend):
+    """`attend` over planned launches."""
+
+    unique: Sequence[LaunchSlice] = ()
+    shared: Sequence[LaunchSlice] = ()
+    _order: Tensor | None = None  # [T] int64: which token lies where; None: all in place
+
+    @abstractmethod
+    def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        """out, lse become those over both sets of keys. [n, Hq, D], [n, Hq] float32, no gaps."""
+
+    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+        assert self.unique, "attend before plan"
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        order = self._order
+        queries = q if order is None else q.index_select(0, order)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if self.shared else None
+        for launch, at in self.unique:
+            launch.run(queries[at], layer, scale, out[at], None if lse is None else lse[at])
+        for launch, at in self.shared:
+            assert lse is not None
+            other, other_lse = torch.empty_like(out[at]), torch.empty_like(lse[at])
+            launch.run(queries[at], layer, scale, other, other_lse)
+            self.merge(out[at], lse[at], other, other_lse)
+        return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
+
+    def _install(self, plan: PagedPlan, launches: Sequence[Launch], batch: ForwardBatch) -> None:
+        placed = [
+            LaunchSlice(launch, slice(one.first, one.end))
+            for launch, one in zip(launches, plan.launches, strict=True)
+        ]
+        self.unique, self.shared = placed[: len(plan.unique)], placed[len(plan.unique) :]
+        self._slot_mapping = batch.slot_mapping
+
+
+class PagedBackend(PlannedBackend):
+    """See `AttentionBackend`. Plans any step.
+
+    `shares`: whether rows attend together to pages that they have in common, where that pays
+    (cascade.py). `kernel_page_size`: tokens of a page as the kernels read it.
+    """
+
+    can_capture = True
+
+    def __init__(
+        self, kv: Tensor, num_heads: int, *, shares: bool, kernel_page_size: int | None
+    ) -> None:
+        super().__init__(kv, num_heads)
+        self.kernel_page_size = choose_kernel_page_size(self.page_size, kernel_page_size)
+        token_bytes = 2 * self.num_kv_heads * self.head_dim * kv.element_size()
+        cost = SharingCost.of_token(token_bytes) if shares else None
+        self.nodes, self.uploader = NodeFinder(self.page_size, cost), PlanUploader(kv.device)
+        self._page_buffers: dict[int, Tensor] = {}
+
+    @abstractmethod
+    def make_launch(self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None) -> Launch:
+        """For the current plan; an earlier one with that wrapper key is not run any more.
+
+        With `buffers` for a graph: the metadata has the sizes that all later plans will have.
+        """
+
+    def plan(self, batch: ForwardBatch) -> None:
+        nodes = self.nodes.find(batch.host)
+        plan = plan_rows(batch.host, self.page_size, nodes, self.kernel_page_size)
+        self.uploader.begin()
+        launches = self.uploader.launches(plan, batch)
+        self._order = None
+        if plan.order is not None:
+            self._order = self.uploader.upload([plan.order.astype(np.int32)])[1][0].long()
+        made = [self.make_launch(one) for one in launches]
+        self.uploader.end()
+        self._install(plan, made, batch)
+
+    def shared_levels(self, batch: ForwardBatch) -> int:
+        """1 where a level pays for the rows as they lie, else 0."""
+        return int(self.nodes.pays_in_place(batch.host))
+
+    def capture_backend(self, max_rows: int, max_pages: int, num_levels: int = 0) -> GraphBackend:
+        """See `AttentionBackend`. With num_levels=1 it reads one level of shared pages together,
+        where it finds any that pay; which costs a graph two launches more."""
+        if num_levels not in (0, 1):
+            raise ValueError(f"a graph has 0 or 1 shared levels, not {num_levels}")
+        max_pages *= self.page_size // self.kernel_page_size
+        return GraphBackend(self, GraphShape.of_rows(max_rows, max_pages, num_levels))
+
+    def page_buffer(self, at: int, size: int) -> Tensor:
+        """[size] int32 for the kv_indices of launch `at`; graphs share it."""
+        if at not in self._page_buffers or len(self._page_buffers[at]) < size:
+            self._page_buffers[at] = torch.zeros(size, dtype=torch.int32, device=self.kv.device)
+        return self._page_buffers[at][:size]
+
+
+class GraphBackend(PlannedBackend):
+    """See `AttentionBackend`; made by `PagedBackend.capture_backend`.
+
+    `plan` belongs outside of the graph and before each replay; `attend` with q [max_rows, Hq, D]
+    inside: what it launches is the same for every plan, and reads the same memory. Rows beyond the
+    batch's get any result. Rows are not put in another order: those that share pages must lie next
+    to each other to be read together.
+    """
+
+    def __init__(self, eager: PagedBackend, shape: GraphShape) -> None:
+        super().__init__(eager.kv, eager.num_heads)
+        self.name, self.shape, self._eager = eager.name, shape, eager
+        device = eager.kv.device
+        sizes = [shape.num_rows, shape.num_groups] if shape.num_groups else [shape.num_rows]
+        places, total = layout([length for n in sizes for length in (n + 1, n + 1, n, n)])
+        self._memory = torch.zeros(total, dtype=torch.int32, device=device)
+        arrays = [self._memory[place] for place in places]
+        self.buffers = [
+            GraphBuffers(
+                qo_indptr=arrays[4 * at],
+                kv_indptr=arrays[4 * at + 1],
+                last_page_len=arrays[4 * at + 2],
+                kv_indices=eager.page_buffer(at, shape.max_pages),
+            )
+            for at in range(len(sizes))
+        ]  # of each launch
+        self._launches: list[Launch] = []
+        self.plan(_one_row(self.page_size, device))
+
+    @property
+    def num_levels(self) -> int:
+        return len(self.buffers) - 1
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether `plan` takes it."""
+        num_rows = len(batch.host.start)
+        missing = self.shape.num_rows - num_rows
+        factor = self.page_size // self._eager.kernel_page_size
+        num_pages = int(batch.host.kv_indptr[-1]) * factor + missing
+        is_decode = batch.num_tokens == num_rows
+        return is_decode and missing >= 0 and num_pages <= self.shape.max_pages
+
+    def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        self._eager.merge(out, lse, other, other_lse)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        eager, host = self._eager, batch.host
+        nodes = eager.nodes.find(host, self.num_levels)
+        plan = plan_graph(host, self.page_size, nodes, eager.kernel_page_size, self.shape)
+        eager.uploader.begin()
+        launches = [
+            replace(one, kv_indices=buffers.kv_indices[: one.plan.num_pages].copy_(one.kv_indices))
+            for one, buffers in zip(
+                eager.uploader.launches(plan, batch, self._memory), self.buffers, strict=True
+            )
+        ]
+        if self._launches:
+            for launch, one in zip(self._launches, launches, strict=True):
+                launch.plan(one)
+        else:
+            self._launches = [
+                eager.make_launch(one, buffers)
+                for one, buffers in zip(launches, self.buffers, strict=True)
+            ]
+        eager.uploader.end()
+        self._install(plan, self._launches, batch)
+
+
+def _one_row(page_size: int, device: torch.device) -> ForwardBatch:
+    """A row of one token on page 0, to make a graph's launches with."""
+    one, bounds = np.ones(1, np.int64), np.arange(2)
+    host = HostIndex(np.zeros(1, np.int64), bounds, bounds, one, [np.zeros(1, np.int32)])
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return ForwardBatch(zero, zero, zero, zero, host, page_size)

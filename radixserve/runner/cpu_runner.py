@@ -1,0 +1,95 @@
+"""`CpuModelRunner`: a step is computed when it is launched."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from radixserve.attention.choice import make_backend
+from radixserve.config import EngineConfig
+from radixserve.models.parallel import TPGroup
+from radixserve.runner.base import SingleDeviceRunner, load_on_device
+from radixserve.runner.host_memory import keep_freed_memory
+from radixserve.runner.input_batch import InputBatch, prepare_inputs
+from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.sampler import sample, score, with_scores
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
+
+
+class CpuModelRunner(SingleDeviceRunner):
+    """See `ModelRunner`. tp_group: this runner is one of several that compute each layer together.
+
+    Raises what `load_on_device` and `choose_num_pages` raise.
+    """
+
+    overlap_depth = 0
+
+    def __init__(
+        self, model_path: str, config: EngineConfig, tp_group: TPGroup | None = None
+    ) -> None:
+        keep_freed_memory()
+        parts = load_on_device(model_path, config, torch.device("cpu"), tp_group)
+        super().__init__(parts, config)
+        self._draws = tp_group is None or tp_group.rank == 0
+        num_pages = choose_num_pages(config, self.info)
+        if tp_group is not None:
+            num_pages = tp_group.agree(num_pages)
+        self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
+        self.backend = make_backend(
+            parts.backend_name, self.pool.kv, self.info.num_heads, shares=config.cascade_attention
+        )
+        self._describe()
+
+    @torch.inference_mode()
+    def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        """Copy page heads, run every row through the model in one forward, draw the tokens.
+
+        Where it raises ValueError the page heads were copied.
+        """
+        began = time.perf_counter()
+        self.pool.copy_heads(schedule.cow_copies)
+        if not schedule.rows:
+            return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
+        inputs = prepare_inputs(schedule.rows, self.pool.page_size)
+        batch = inputs.to_device(self._device)
+        self.backend.plan(batch)
+        prepared = time.perf_counter()
+        logits = self.model.forward(batch, self.backend)  # [S, V]
+        computed = time.perf_counter()
+        outputs = _sample_rows(logits, inputs) if self._draws else (None,) * len(schedule.rows)
+        seconds = {
+            "prepare": prepared - began,
+            "forward": computed - prepared,
+            "sample": time.perf_counter() - computed,
+        }
+        return ModelRunnerOutput(outputs, seconds)
+
+    def collect(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
+        return pending
+
+
+def _sample_rows(logits: Tensor, inputs: InputBatch) -> tuple[SampleOutput | None, ...]:
+    """A token or scores for each row that asks for them."""
+    rows = inputs.requests
+    specs = [row.sample for row in rows if row.sample is not None]
+    if len(specs) == len(logits):
+        outputs = sample(logits, specs)
+        if len(outputs) == len(rows):
+            return tuple(outputs)
+        drawn = iter(outputs)
+        return tuple(None if row.sample is None else next(drawn) for row in rows)
+    first, counts = inputs.logit_ranges()
+    last = (first + counts - 1).tolist()
+    sources = [at for at, row in zip(last, rows, strict=True) if row.sample is not None]
+    drawn = iter(sample(logits[sources], specs))
+    answers: list[SampleOutput | None] = []
+    for row, begin in zip(rows, first.tolist(), strict=True):
+        output = None if row.sample is None else next(drawn)
+        if row.logprob_targets is not None:
+            targets = row.logprob_targets
+            scored = score(logits[begin : begin + len(targets)], targets, row.num_top_logprobs)
+            output = with_scores(output, scored)
+        answers.append(output)
+    return tuple(answers)

@@ -1,0 +1,19 @@
+"""`make_runner`: the runner that the settings ask for."""
+
+from __future__ import annotations
+
+from radixserve.config import EngineConfig
+from radixserve.runner.base import ModelRunner, RunnerKind
+from radixserve.runner.cpu_runner import CpuModelRunner
+from radixserve.runner.cuda_runner import CudaModelRunner
+from radixserve.runner.device import choose_device
+from radixserve.runner.tensor_parallel.runner import TPModelRunner
+
+
+def make_runner(model_path: str, config: EngineConfig) -> ModelRunner:
+    """Of one device, or of `config.tensor_parallel_size` of them. Raises what these raise."""
+    device = choose_device(config.device, config.attention_backend)
+    kind: RunnerKind = CudaModelRunner if device.type == "cuda" else CpuModelRunner
+    if config.tensor_parallel_size == 1:
+        return kind(model_path, config, None)
+    return TPModelRunner(model_path, config, kind)

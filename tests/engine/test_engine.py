@@ -1,0 +1,235 @@
+"""The engine over a runner that computes while the host goes on; the model is a formula."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixserve.commands.terminal import format_profile
+from radixserve.config import EngineConfig
+from radixserve.engine.engine import Engine
+from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.worker import EngineThread
+from radixserve.errors import EngineDead, InvalidRequest
+from radixserve.output import Completion, RequestOutput
+from radixserve.request import Request, SamplingParams
+from radixserve.schedule import UNKNOWN, ModelRunnerOutput, SampleOutput, SchedulerOutput
+
+VOCAB, EOS = 97, 1
+
+
+class ChainRunner:
+    """The next token is a function of the last one and its place."""
+
+    overlap_depth = 1
+    num_pages = 400
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.drawn: list[int] = []  # by the last launched step
+        self.permits = threading.Semaphore(10_000)  # how many steps the device completes
+
+    def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        self.log.append("launch")
+        return self.compute(schedule)
+
+    def collect(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
+        assert self.permits.acquire(timeout=20)
+        self.log.append("collect")
+        return pending
+
+    def close(self) -> None:
+        pass
+
+    def compute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        drawn = []
+        for row in schedule.rows:
+            last = int(row.token_ids[-1]) if row.future_index < 0 else self.drawn[row.future_index]
+            assert last != UNKNOWN
+            drawn.append((last * 31 + row.end) % VOCAB)
+        self.drawn = drawn
+        rows = zip(schedule.rows, drawn, strict=True)
+        outputs = [None if row.sample is None else SampleOutput(t, None, ()) for row, t in rows]
+        return ModelRunnerOutput(tuple(outputs), {"prepare": 0.25, "forward": 0.5, "sample": 0.0})
+
+
+def request(name: str, tokens: Iterable[int], ends: bool = True, **params: Any) -> Request:
+    return Request(
+        request_id=name,
+        token_ids=np.asarray(list(tokens), np.int32),
+        params=SamplingParams(**params),
+        seed=0,
+        end_ids=frozenset({EOS}) if ends else frozenset(),
+        max_len=200,
+    )
+
+
+def run(engine: Engine) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+        engine.check()
+    return outputs
+
+
+def told(outputs: list[RequestOutput]) -> tuple[list[int], str]:
+    assert outputs[-1].finish is not None
+    assert all(output.finish is None for output in outputs[:-1])
+    return [token for output in outputs for token in output.token_ids], outputs[-1].finish.reason
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash", "off"])
+def test_the_same_with_and_without(cache: str) -> None:
+    answers = []
+    for overlap in (True, False):
+        runner = ChainRunner()
+        config = EngineConfig(page_size=4, chunked_prefill_size=16, cache=cache, overlap=overlap)
+        engine = Engine(runner, config)
+        for i in range(12):
+            engine.add(request(f"r{i}", range(2, 20 + i), max_tokens=60))
+        answers.append({name: told(outputs) for name, outputs in run(engine).items()})
+        ahead = ["launch", "launch"] if overlap else ["launch", "collect"]
+        assert runner.log[:2] == ahead
+        stats = engine.stats()
+        assert stats["pages_private"] == stats["pages_locked"] == 0
+        assert (stats["steps_ahead"] > 20) == overlap
+        assert stats["forward_s"] == 0.5 * stats["steps"]
+        assert ("overlapped with another step" in format_profile(stats)) == overlap
+        if overlap:
+            assert stats["overlapped_s"] > 0
+        else:
+            assert stats["overlapped_s"] == 0
+    assert answers[0] == answers[1]
+    assert {reason for _, reason in answers[0].values()} == {"stop", "length"}
+
+
+def test_a_runner_that_cannot_overlap_is_not_asked_to() -> None:
+    class Plain(ChainRunner):
+        overlap_depth = 0
+
+    runner = Plain()
+    engine = Engine(runner, EngineConfig())
+    engine.add(request("a", range(2, 20)))
+    run(engine)
+    assert runner.log == ["launch", "collect"] * (len(runner.log) // 2)
+    with pytest.raises(InvalidRequest, match="overlap must be True or False"):
+        EngineConfig(overlap=1)  # type: ignore[arg-type]
+
+
+def test_a_step_in_flight_is_work() -> None:
+    engine = Engine(ChainRunner(), EngineConfig())
+    engine.add(request("a", range(2, 20), ends=False))
+    assert engine.step() == []
+    output = engine.abort("a")
+    assert output is not None
+    assert output.finish is not None
+    assert output.finish.reason == "abort"
+    assert engine.has_work()
+    assert engine.step() == []
+    assert not engine.has_work()
+    assert engine.stats()["discarded_tokens"] == 18
+    assert engine.step() == []
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_told() -> None:
+    """Also where it had to be waited for: a penalty."""
+    runner = ChainRunner()
+    engine = Engine(runner, EngineConfig())
+    engine.add(request("a", range(2, 20), ends=False, max_tokens=5, presence_penalty=1.0))
+    for _ in range(5):
+        engine.step()
+        assert runner.log[-1] == "launch"
+    assert runner.log == ["launch"] + ["collect", "launch"] * 4
+    assert [output.finish is None for output in engine.step()] == [False]
+
+
+def test_what_an_owner_may_do_between_steps() -> None:
+    engine = Engine(ChainRunner(), EngineConfig(page_size=2))
+    engine.add(request("a", range(2, 20), ends=False, max_tokens=30))
+    tokens = []
+    for turn in range(40):
+        tokens += [token for output in engine.step() for token in output.token_ids]
+        if turn == 5:
+            engine.reset_cache()
+        if turn == 8:
+            assert engine.lookup(np.arange(2, 20, dtype=np.int32)).cached_len == 0
+            assert engine.claim("chat", np.arange(2, 20, dtype=np.int32)) == 0
+        if turn == 12:
+            engine.add(request("b", range(2, 30), ends=False, max_tokens=1))
+        engine.check()
+    assert len(tokens) == 31
+    assert not engine.has_work()
+
+
+def test_everything_is_failed_with_a_step_in_flight() -> None:
+    runner = ChainRunner()
+    engine = Engine(runner, EngineConfig())
+    engine.add(request("a", range(2, 20), ends=False))
+    engine.step()
+    assert [output.request_id for output in engine.fail_all(EngineDead("closed"))] == ["a"]
+    assert not engine.has_work()
+    assert runner.log == ["launch", "collect"]
+
+
+class TestThread:
+    def setup_method(self) -> None:
+        self.ended = threading.Event()
+
+    def ticket(self, name: str, events: list[Event], **params: Any) -> Ticket:
+        def notify(event: Event) -> None:
+            events.append(event)
+            self.ended.set()
+
+        one = request(name, range(2, 20), ends=False, **params)
+        return Ticket(one, None, notify, streams=False)
+
+    def test_it_goes_on_while_a_step_is_in_flight(self) -> None:
+        runner, events = ChainRunner(), []
+        thread = EngineThread(Engine(runner, EngineConfig()))
+        thread.submit([self.ticket("a", events, max_tokens=20)])
+        assert self.ended.wait(20)  # without any further message
+        (completion,) = events
+        assert isinstance(completion, Completion)
+        assert len(completion.token_ids) == 20
+        assert thread.call(lambda engine: engine.has_work()) is False
+        assert thread.call(lambda engine: engine.stats())["steps_ahead"] == 19
+        thread.close()
+
+    def test_abort_and_close(self) -> None:
+        runner, events = ChainRunner(), []
+        runner.permits = threading.Semaphore(4)
+        engine = Engine(runner, EngineConfig())
+        thread = EngineThread(engine)
+        thread.submit([self.ticket("a", events, max_tokens=150)])
+        while len(runner.log) < 10:  # it waits for the fifth step, and the sixth is launched
+            time.sleep(0.001)
+        with ThreadPoolExecutor(1) as pool:
+            aborted = pool.submit(thread.abort, ["a"])
+            while thread._inbox.empty():
+                time.sleep(0.001)
+            runner.permits.release()
+            assert aborted.result(20) == 1
+        self.ended.clear()
+        thread.submit([self.ticket("a", events, max_tokens=3)])  # its last row may be in flight
+        runner.permits.release(4)
+        assert self.ended.wait(20)
+        first, second = events
+        assert isinstance(first, Completion)
+        assert isinstance(second, Completion)
+        assert (first.finish_reason, second.finish_reason) == ("abort", "length")
+        assert len(first.token_ids) == 5
+        assert second.token_ids == first.token_ids[:3]
+        runner.permits = threading.Semaphore(0)
+        thread.submit([self.ticket("b", events, max_tokens=100)])
+        threading.Timer(0.05, runner.permits.release, (100,)).start()
+        thread.close()
+        assert isinstance(events[-1], EngineDead)
+        assert not engine.has_work()
+        assert runner.log.count("launch") == runner.log.count("collect")

@@ -1,0 +1,141 @@
+"""Launches through Triton's interpreter: kernels as numpy code, on CPU tensors. For tests.
+
+Triton decides when it is imported whether `tl.sum` and its like are to be compiled or interpreted,
+and patches its modules while it interprets. Here each launch gets copies of its functions and of
+`tl`'s own, and puts everything back: compiled and interpreted kernels live in one process. Four
+faults of the interpreter are mended: it multiplies the bits of bfloat16 matrices as integers, cuts
+off what float32 has more than bfloat16 instead of rounding, is slow with float16 matrices, and
+before Triton 3.9 stumbles over numpy 2.4, which makes no numbers of arrays with an axis.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve_kernels.gpu.launch import JITFunction, Launch, tl
+
+from triton.runtime import interpreter  # isort: skip  (launch decides how Triton is imported)
+from triton.runtime.interpreter import _patch_lang_tensor  # isort: skip
+from triton.runtime.jit import mangle_type  # isort: skip
+
+mangle_type(1)  # its first call imports parts of Triton that need the compiled functions
+TensorHandle, InterpreterBuilder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+
+PATCHED = (tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype)
+
+
+class _Interpreted(interpreter.InterpretedFunction):
+    """A kernel that is interpreted, also where another one calls it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.rewrite()(*args, **kwargs)  # Triton's own patches everything once more
+
+
+def interpret(launch: Launch) -> None:
+    """Run a launch on CPU tensors, one program after another."""
+    if 0 not in launch.grid:
+        with _interpreting():
+            interpreted(launch.kernel)[launch.grid](**launch.arguments)
+
+
+def interpreted(kernel: Any) -> Any:
+    """The interpreted copy of a compiled kernel."""
+    return _interpreted(kernel.fn)
+
+
+@functools.cache
+def _interpreted(function: Any) -> Any:
+    """A copy whose calls of other kernels are calls of their copies."""
+    names = dict(function.__globals__) | {"_core": tl.core}  # modules among them get patched
+    for name in function.__code__.co_names:
+        if isinstance(names.get(name), JITFunction):
+            names[name] = interpreted(names[name])
+    copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy.__annotations__, copy.__module__ = function.__annotations__, function.__module__
+    copy.__qualname__ = function.__qualname__
+    return _Interpreted(copy)
+
+
+@functools.cache
+def _standard() -> dict[str, Any]:
+    """Interpreted copies of the functions of `tl` that are kernels themselves."""
+    functions = vars(tl.standard).items()
+    return {name: interpreted(value) for name, value in functions if isinstance(value, JITFunction)}
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    """Triton's language made of numpy; all of it is as before afterwards."""
+    before = [dict(vars(place)) for place in PATCHED]
+    try:
+        for name, function in _standard().items():
+            setattr(tl.standard, name, function)
+            if isinstance(getattr(tl, name, None), JITFunction):
+                setattr(tl, name, function)
+        with ExitStack() as stack:
+            for name, method in _MENDED.items():
+                stack.enter_context(patch.object(InterpreterBuilder, name, method))
+            stack.enter_context(patch.object(interpreter, "_patch_lang_tensor", _mended_tensor))
+            stack.enter_context(np.errstate(all="ignore"))  # as a GPU does
+            yield
+    finally:
+        for place, names in zip(PATCHED, before, strict=True):
+            _restore(place, names)
+
+
+def _restore(place: Any, names: dict[str, Any]) -> None:
+    for name, value in list(vars(place).items()):
+        if name not in names:
+            if place is not tl.standard:  # where Triton itself interprets it leaves names there
+                delattr(place, name)
+        elif value is not names[name]:
+            setattr(place, name, names[name])
+    for name in names.keys() - vars(place).keys():
+        setattr(place, name, names[name])
+
+
+def _widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bfloat16 numbers, kept as their bits, in float32."""
+    return np.left_shift(bits.astype(np.uint32), 16).view(np.float32)
+
+
+def _rounded(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of the nearest bfloat16 numbers, ties to even."""
+    bits = np.ascontiguousarray(numbers).view(np.uint32)
+    nearest = bits + 0x7FFF + (bits >> 16 & 1)
+    nearest = np.where(np.isnan(numbers), bits | 0x400000, nearest)
+    return (nearest >> 16).astype(np.uint16)
+
+
+_cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+
+def _mended_cast(self: Any, source: Any, kind: Any) -> Any:
+    mine, wanted = source.dtype.scalar, kind.scalar
+    if mine != wanted and mine == tl.bfloat16:
+        source = TensorHandle(_widened(source.data), tl.float32)
+        return source if wanted == tl.float32 else _cast(self, source, kind)
+    if mine != wanted and wanted == tl.bfloat16:
+        return TensorHandle(_rounded(source.data.astype(np.float32)), wanted)
+    return _cast(self, source, kind)
+
+
+def _mended_dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:
+    a, b = (_mended_cast(self, one, tl.float32) for one in (a, b))
+    return _dot(self, a, b, total, precision, imprecise)
+
+
+def _mended_tensor(tensor: Any, scope: Any) -> None:
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+_MENDED = {"cast_impl": _mended_cast, "create_dot": _mended_dot}
