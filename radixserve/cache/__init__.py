@@ -2,9 +2,11 @@
 
 from radixserve.cache.hash.hash_cache import HashBlockCache
 from radixserve.cache.hash.sequence import HashSequence
-from radixserve.cache.interface import CacheSequence, CacheSession, PrefixCache, PrefixWatch
+from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.radix.radix_cache import RadixCache
 from radixserve.cache.radix.sequence import CachedSequence
+from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.watch import PrefixWatch
 from radixserve.errors import OutOfPages
 from radixserve.output import Lookup
 

@@ -1,24 +1,28 @@
-"""What a prefix cache is, for those who use one: the scheduler, the engine, replay.
+"""`PrefixCache`: what the scheduler, the engine and replay use of a prefix cache.
 
 `RadixCache` and `HashBlockCache` are the two implementations; one contract test runs on both.
-Single-threaded: one owner makes every call. Nobody but the cache changes what it hands out, apart
-from `copies`, which the owner of the K/V memory performs before the sequence is used.
+Single-threaded: one owner makes every call. Only the cache changes what it hands out, apart from
+`cow_copies`, which the owner of the K/V memory performs before the sequence is used.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
+from radixserve.cache.page_pool import PageAllocator, PageOwner
+from radixserve.cache.sequence import CacheSequence
 from radixserve.cache.tokens import TokenIds
+from radixserve.cache.watch import PrefixWatch, WatchRegistry
+from radixserve.checks import check_int, check_str
 from radixserve.output import Lookup
-
-PageCopy = tuple[int, int, int]  # (source page, destination page, tokens of its head)
 
 
 class CacheSession(Protocol):
-    """Somebody whose sequences belong together and who will come back, until it is closed: a chat,
-    a branch, a tenant."""
+    """Sequences that belong together and will be continued, until it is closed: a chat, a branch, a
+    tenant."""
 
     @property
     def name(self) -> str: ...
@@ -30,98 +34,51 @@ class CacheSession(Protocol):
         """It will not come back: what only closed sessions reach goes first. Twice does nothing."""
 
 
-class PrefixWatch(Protocol):
-    """A look-up that stays: answers from memory until the cache changes where it ended."""
-
-    @property
-    def cached_len(self) -> int:
-        """Tokens in the cache at the last refresh, at most all but the last one."""
-
-    @property
-    def locked_len(self) -> int:
-        """Of `cached_len`, tokens in pages that live sequences hold anyway."""
-
-    def path(self) -> tuple[int, ...]:
-        """Names of the places that the match goes through, from the root down."""
-
-    def close(self) -> None: ...
-
-
-class CacheSequence(Protocol):
-    """One session of a path, with its own pages behind it; see `CachedSequence`."""
-
-    cached_len: int
-    cow_copies: list[PageCopy]
-
-    @property
-    def tokens(self) -> IntArray: ...
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def committed_len(self) -> int: ...
-
-    @property
-    def num_unknown(self) -> int: ...
-
-    @property
-    def pages(self) -> IntArray: ...
-
-    @property
-    def num_private(self) -> int: ...
-
-    @property
-    def is_released(self) -> bool: ...
-
-    @property
-    def is_stale(self) -> bool: ...
-
-    def pages_wanted(self, num_tokens: int) -> int: ...
-
-    def page_table_delta(self) -> tuple[IntArray, int]: ...
-
-    def extend(self, tokens: TokenIds, num_unknown: int = 0) -> None: ...
-
-    def append_placeholders(self, num_tokens: int) -> None: ...
-
-    def fill(self, tokens: TokenIds) -> None: ...
-
-    def commit(self, length: int) -> None: ...
-
-    def fork(self) -> CacheSequence: ...
-
-    def truncate(self, length: int) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class PrefixCache(Protocol):
+class PrefixCache(ABC):
     """Tokens in, the longest cached prefix out; see `RadixCache` for what each call promises."""
 
-    @property
-    def num_pages(self) -> int: ...
+    def __init__(
+        self, allocator: PageAllocator, owner: PageOwner, watch_registry: WatchRegistry
+    ) -> None:
+        self._allocator = allocator
+        self._owner = owner
+        self._watch_registry = watch_registry
 
     @property
-    def page_size(self) -> int: ...
+    def num_pages(self) -> int:
+        return self._allocator.pool.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._allocator.page_size
 
     @property
     def sharing_enabled(self) -> bool:
         """Whether sequences share what others computed."""
+        return True
 
     @property
     def num_available(self) -> int:
         """Pages that are free or evictable now."""
+        return self._allocator.num_available
 
-    def lookup(
-        self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False
-    ) -> Lookup: ...
+    @abstractmethod
+    def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
+        """What `acquire` would reuse now, and why not more. Changes nothing."""
 
-    def watch(self, tokens: IntArray, namespace: str = "") -> PrefixWatch: ...
+    @abstractmethod
+    def watch(self, tokens: IntArray, namespace: str = "") -> PrefixWatch:
+        """A look-up that stays: see `changed_watches`. It has to be closed."""
 
     def changed_watches(self) -> list[PrefixWatch]:
-        """Refresh the open probes whose answer may have changed since the last call."""
+        """Refresh the open watches whose match may have changed since the last call; returns them.
 
+        O(watches that rest on what changed), not O(all watches).
+        """
+        return self._watch_registry.take_changed()
+
+    @abstractmethod
     def acquire(
         self,
         tokens: TokenIds,
@@ -130,16 +87,68 @@ class PrefixCache(Protocol):
         allow_full: bool = False,
         session: CacheSession | None = None,
         priority: int = 0,
-    ) -> CacheSequence: ...
+    ) -> CacheSequence:
+        """The longest cached prefix of `tokens`, locked until the sequence is released.
 
-    def open_session(self, name: str, *, lease_s: float | None = None) -> CacheSession: ...
+        At least the last token is left to compute unless `allow_full`. The sequence's length is
+        `cached_len`; `extend` takes room for the rest.
+        """
 
-    def evict(self, num_tokens: int) -> int: ...
+    @abstractmethod
+    def open_session(self, name: str, *, lease_s: float | None = None) -> CacheSession:
+        """A session to pass to `acquire`. Names need not be unique; they are for `stats`."""
 
-    def reset(self, namespace: str | None = None) -> None: ...
+    def evict(self, num_tokens: int) -> int:
+        """Free room for `num_tokens`, rounded up to a page, from what no sequence has locked.
 
-    def stats(self) -> dict[str, Any]: ...
+        Returns the room freed, in tokens of whole pages: less than asked when there is no more.
+        """
+        num_tokens = check_int("num_tokens", num_tokens, 0)
+        return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
-    def check(self) -> None: ...
+    def reset(self, namespace: str | None = None) -> None:
+        """Forget one namespace, or all; pages in use are freed when released.
 
-    def dump(self, max_nodes: int = 10_000) -> dict[str, Any]: ...
+        Sequences acquired before go on undisturbed, but what they commit is not kept.
+        """
+        if namespace is not None:
+            check_str("namespace", namespace)
+        self._owner.reset(namespace)
+        self._allocator.stats.num_resets += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start (tokens) and gauges (pages). free + tree + private == total.
+
+        "leases" lists the leases now, first to end first: {"session", "tokens", "seconds_left"},
+        with the tokens from the root to where its sequence ended.
+        """
+        allocator = self._allocator
+        return {
+            "page_size": self.page_size,
+            "pages_total": self.num_pages,
+            "pages_free": allocator.pool.num_free,
+            "pages_tree": self._owner.num_pages,
+            "pages_locked": self._owner.num_pages - self._owner.num_evictable,
+            "pages_private": allocator.num_private,
+            "sequences": len(allocator.live_sequences),
+            "watches": len(self._watch_registry),
+            "splits": 0,
+            "evicted_tokens": self._owner.num_evicted_tokens,
+            **asdict(allocator.stats),
+            "leases": [],
+            "pages_leased": 0,
+            "pages_closed": 0,
+        }
+
+    @abstractmethod
+    def check(self) -> None:
+        """Audit every page's owner and every law of the cache; AssertionError names the first
+        broken one. O(everything): for tests and for those in doubt."""
+
+    @abstractmethod
+    def dump(self, max_nodes: int = 10_000) -> dict[str, Any]:
+        """The cached prefixes as nested dicts, breadth first up to `max_nodes` nodes.
+
+        {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
+        "num_tokens", "pages", "lock_ref", "sequences", "children"}.
+        """

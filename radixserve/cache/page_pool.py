@@ -1,14 +1,16 @@
-"""The free list: which page ids belong to nobody. Knows nothing of tokens, nodes or sequences.
+"""Page ids: `PagePool`, the free list, and `PageAllocator`, which makes room by eviction.
 
 Sequences that grow token by token take turns. If each took the page on top, the pages of one would
-lie apart, and a processor reads such keys and values a fifth more slowly than those that lie side
-by side. So who takes one page behind another gets it from a run of consecutive ids that is kept for
-the next such call. Kept pages are free pages: whoever needs them gets them.
+lie apart, and a processor reads such keys and values a fifth more slowly than contiguous ones. So a
+sequence that grows slowly gets pages from a run of consecutive ids that is kept for its next calls.
+Kept pages are free pages: any call that needs them gets them.
 """
 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -34,6 +36,11 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free) + self._num_kept
 
+    @property
+    def num_runs(self) -> int:
+        """Runs kept for sequences that grow, at most MAX_RUNS."""
+        return len(self._runs)
+
     def allocate(self, count: int) -> array[int]:
         """Take `count` pages, or raise OutOfPages and take none. O(count)."""
         cut = len(self._free) - count
@@ -47,36 +54,42 @@ class PagePool:
         del self._free[cut:]
         return taken
 
-    def allocate_after(self, page: int) -> int:
-        """Take one page: `page` + 1 if the one who took `page` is likely to be who asks. O(1).
+    def allocate_after(self, page: int, count: int = 1) -> array[int]:
+        """Take `count` pages, `page` + 1 and so on where a run is kept there, else a new run.
 
-        Raises OutOfPages where none is free.
+        Raises OutOfPages, and takes none, where not as many are free. O(count).
         """
-        first = page + 1
-        end = self._runs.pop(first, 0)
-        if not end:
-            run = self._begin_run()
-            if run is None:
-                return self.allocate(1)[0]
-            first, end = run
-        self._num_kept -= 1
-        if first + 1 < end:
-            self._runs[first + 1] = end
-        return first
-
-    def allocate_some_after(self, page: int, count: int) -> array[int]:
-        """Take `count` pages, each as `allocate_after` the one before; OutOfPages, and none is
-        taken, where not as many are free. O(count)."""
-        if count > self.num_free:
+        if count > len(self._free) + self._num_kept:
             return self.allocate(count)
+        runs, first = self._runs, page + 1
+        if count == 1 and first in runs:  # the usual case
+            end = runs.pop(first)
+            self._num_kept -= 1
+            if first + 1 < end:
+                runs[first + 1] = end
+            return array("i", (first,))
         taken = array("i")
-        for _ in range(count):
-            page = self.allocate_after(page)
-            taken.append(page)
+        while count:
+            end = runs.pop(first, 0)
+            if not end:
+                run = self._begin_run()
+                if run is None:
+                    taken += self.allocate(1)
+                    first = taken[-1] + 1
+                    count -= 1
+                    continue
+                first, end = run
+            stop = min(end, first + count)
+            taken.extend(range(first, stop))
+            self._num_kept -= stop - first
+            count -= stop - first
+            first = stop
+            if stop < end:
+                runs[stop] = end
         return taken
 
     def release_run(self, page: int) -> None:
-        """Nobody will ask for a page behind `page` any more: what is kept for that is not. O(1)."""
+        """No page after `page` will be asked for: what is kept for that is not any more. O(1)."""
         if page + 1 in self._runs:
             self._end_run(page + 1)
 
@@ -116,3 +129,93 @@ class PagePool:
         self._free.extend(range(end - 1, first - 1, -1))
         self._num_kept -= end - first
         return end - first
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Tokens since the cache was made."""
+
+    acquired_tokens: int = 0  # asked for by acquire
+    matched_tokens: int = 0  # of those, found
+    copied_tokens: int = 0  # of those, in page heads that had to be copied
+    committed_tokens: int = 0  # whose K/V was published
+    duplicate_tokens: int = 0  # of those, published by another first; whole pages only
+    num_acquired: int = 0  # sequences
+    num_resets: int = 0
+
+
+class PageOwner(Protocol):
+    """The part of a cache that holds published pages: a tree, or a table of blocks."""
+
+    num_pages: int  # published ones
+    num_evicted_tokens: int
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that `make_room` can free now."""
+
+    def make_room(self, num_pages: int) -> bool:
+        """Free that many pages; False, and nothing is freed, where fewer can be."""
+
+    def evict(self, num_pages: int) -> int:
+        """Free up to that many pages of living namespaces; returns how many."""
+
+    def reset(self, name: str | None) -> None:
+        """Forget one namespace, or all."""
+
+
+class LockHolder(Protocol):
+    """A live sequence, as far as the allocator knows it."""
+
+    def shrink_lock(self) -> None:
+        """Lock no more of the published pages than needed: memory is short."""
+
+
+class PageAllocator:
+    """What all sequences of one cache share: pages, counters, and the list of live sequences."""
+
+    def __init__(self, pool: PagePool, page_size: int, owner: PageOwner) -> None:
+        self.page_size = page_size
+        self.pool = pool
+        self.free = pool.free  # private pages go back to the free list
+        self.stats = CacheStats()
+        self.live_sequences: set[LockHolder] = set()
+        self._owner = owner
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or evictable."""
+        return self.pool.num_free + self._owner.num_evictable
+
+    @property
+    def num_private(self) -> int:
+        """Pages that belong to sequences."""
+        return self.pool.num_pages - self.pool.num_free - self._owner.num_pages
+
+    def allocate(self, count: int, *, may_shrink_locks: bool = True) -> array[int]:
+        """`count` pages, evicting the oldest unused ones; OutOfPages, nothing dropped, if too few.
+
+        `may_shrink_locks`: when short, make sequences lock no more than they need.
+        """
+        pool, owner = self.pool, self._owner
+        missing = count - pool.num_free
+        if missing > 0 and not owner.make_room(missing):
+            if may_shrink_locks:
+                for sequence in self.live_sequences:
+                    sequence.shrink_lock()
+            if not owner.make_room(count - pool.num_free):
+                raise OutOfPages(
+                    f"{count} pages wanted: {pool.num_free} free and "
+                    f"{owner.num_evictable} evictable of {pool.num_pages}"
+                )
+        return pool.allocate(count)
+
+    def allocate_after(self, page: int, count: int) -> array[int]:
+        """`count` pages for a sequence that holds `page` and grows slowly, contiguous if they can
+        be; OutOfPages, nothing dropped, if there are too few."""
+        if count > self.pool.num_free:
+            return self.allocate(count)
+        return self.pool.allocate_after(page, count)

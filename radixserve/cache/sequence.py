@@ -1,42 +1,100 @@
-"""`PagedSequence`: the tokens of a sequence and their pages, as both caches have them.
+"""`CacheSequence`: the tokens of a sequence and their pages, as both caches have them.
 
-    tokens     [ known ...................................... ) [ unknown ... length)
+    tokens     [0 ............... committed) [ ... known) [ placeholders ... length)
+    pages      [ of the cache, read-only ][ private to this sequence ...           )
 
-Unknown ones have room and no id yet: a step in flight computes their K/V before anybody on the host
-knows them. They cannot be committed, so none is ever published.
+A placeholder has room and no id yet: a step in flight computes its K/V before the host knows the
+token. Placeholders cannot be committed, so none is ever published.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from typing import Self
 
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
-_UNKNOWN = np.array([-1], np.int32).tobytes()
-_NO_TABLE: IntArray = np.empty(0, np.int32)
+PageCopy = tuple[int, int, int]  # (source page, destination page, tokens of its head)
+
+_PLACEHOLDER: IntArray = np.array([-1], np.int32)
+_NO_PAGES: IntArray = np.empty(0, np.int32)
+FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
 
 
-class PagedSequence(ABC):
-    """A base: who derives calls `_begin` first, and `_pages_change` where it replaces pages."""
+class Namespace:
+    """One namespace of a cache. Dead after a reset: no look-up finds it any more."""
 
-    __slots__ = ("_num_synced", "_num_unknown", "_pages", "_synced_pages", "_tokens")
+    __slots__ = ("is_dead", "name")
 
-    def _begin(self, tokens: bytearray, pages: array[int]) -> None:
-        self._tokens = tokens  # int32 bytes
-        self._pages = pages
-        self._num_unknown = 0  # tokens at the end
-        self._synced_pages = _NO_TABLE  # the pages as they were told; never a view of `_pages`
-        self._num_synced = 0  # leading pages that are what they were then
+    def __init__(self, name: str, *, is_dead: bool = False) -> None:
+        self.name = name
+        self.is_dead = is_dead
+
+
+class CacheSequence(ABC):
+    """Grows by `extend`, publishes by `commit`, ends with `release`. Not thread-safe.
+
+    A subclass says what publishing, a cut and a release mean for the pages that the cache owns.
+    """
+
+    __slots__ = (
+        "_allocator",
+        "_committed",
+        "_has_run",
+        "_is_open",
+        "_namespace",
+        "_num_shared",
+        "_num_synced",
+        "_num_unknown",
+        "_pages",
+        "_synced_pages",
+        "_tokens",
+        "cached_len",
+        "cow_copies",
+    )
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        namespace: Namespace,
+        tokens: bytearray,
+        shared: array[int],
+        copy: PageCopy | None,
+    ) -> None:
+        """All of `tokens` (int32 bytes) are committed; `shared` are the cache's pages for them, and
+        `copy` fills one more. The sequence owns the arrays from now on."""
+        self._allocator = allocator
+        self._namespace = namespace
+        self._tokens = tokens
+        self._pages = shared
+        self._num_shared = len(shared)  # leading pages that belong to the cache
+        self._committed = self.cached_len = len(tokens) // TOKEN_BYTES
+        self._num_unknown = 0  # placeholders at the end
+        self._is_open = True
+        self._has_run = False  # it has taken pages a few at a time
+        self._synced_pages = _NO_PAGES  # what `page_table_delta` answered; no view of `_pages`
+        self._num_synced = 0  # leading pages that have not changed since
+        self.cow_copies: list[PageCopy] = []  # (source page, own page, tokens of its head)
+        if copy is not None:
+            shared.append(copy[1])
+            self.cow_copies.append(copy)
+        allocator.live_sequences.add(self)
+
+    def __repr__(self) -> str:
+        state = "" if self._is_open else ", released"
+        name = type(self).__name__
+        return f"{name}(length={self.length}, cached_len={self.cached_len}{state})"
 
     @property
     def tokens(self) -> IntArray:
-        """[length] int32 token ids, -1 for unknown ones; a view, not to be written."""
+        """[length] int32 token ids, -1 for placeholders; a view, not to be written."""
         return np.frombuffer(self._tokens, np.int32)
 
     @property
@@ -45,8 +103,13 @@ class PagedSequence(ABC):
         return len(self._tokens) // TOKEN_BYTES
 
     @property
+    def committed_len(self) -> int:
+        """Tokens whose K/V is in the pages."""
+        return self._committed
+
+    @property
     def num_unknown(self) -> int:
-        """Tokens at the end that `fill` has to tell."""
+        """Placeholders at the end, which `fill` replaces."""
         return self._num_unknown
 
     @property
@@ -54,9 +117,27 @@ class PagedSequence(ABC):
         """[ceil(length / page_size)] int32 page ids of positions [0, length); a view."""
         return np.frombuffer(self._pages, np.int32)
 
+    @property
+    def num_private(self) -> int:
+        """Pages that belong to this sequence alone."""
+        return len(self._pages) - self._num_shared
+
+    @property
+    def is_released(self) -> bool:
+        return not self._is_open
+
+    @property
+    def is_stale(self) -> bool:
+        """Its namespace was reset: what it commits is not found by others."""
+        return self._namespace.is_dead
+
+    def pages_wanted(self, num_tokens: int) -> int:
+        """New pages that `extend` by that many tokens would take."""
+        return self._allocator.pages_for(self.length + num_tokens) - len(self._pages)
+
     def page_table_delta(self) -> tuple[IntArray, int]:
-        """The page ids, as `pages`, and the first index that may differ from what the last call
-        told, 0 at the first call.
+        """The page ids, as `pages`, and the first index that may differ from the last call's
+        answer, 0 at the first call.
 
         The array stays as it is until the next call. O(pages that differ), amortised.
         """
@@ -74,15 +155,37 @@ class PagedSequence(ABC):
             self._num_synced = size
         return table[:size], first
 
-    def _pages_change(self, first: int) -> None:
-        """Pages from index `first` on are about to be replaced or let go."""
-        if first < self._num_synced:
-            self._num_synced = first
+    # -- growing ------------------------------------------------------------------------------
 
-    # -- tokens that are not known yet --------------------------------------------------------
+    def extend(self, tokens: TokenIds) -> None:
+        """Room for `tokens` at the present end, evicting unused pages when none is free.
 
-    @abstractmethod
-    def extend(self, tokens: TokenIds, num_unknown: int = 0) -> None: ...
+        Raises OutOfPages, and changes nothing, when there is not enough. O(tokens).
+        """
+        if self._num_unknown or not self._is_open:
+            self._check_open()
+            raise InvalidRequest(
+                f"{self._num_unknown} tokens at the end are unknown: fill them before others "
+                f"follow, or append more placeholders"
+            )
+        data = as_token_ids(tokens).tobytes()
+        pages, allocator = self._pages, self._allocator
+        length = (len(self._tokens) + len(data)) // TOKEN_BYTES
+        wanted = -(-length // allocator.page_size) - len(pages)
+        if wanted > 0:
+            if wanted <= FEW_PAGES and pages:
+                more = allocator.allocate_after(pages[-1], wanted)
+                self._has_run = True
+            else:
+                more = allocator.allocate(wanted)
+            try:
+                pages += more
+            except BufferError:  # a view of the shorter state is still in use
+                self._pages = pages + more
+        try:
+            self._tokens += data
+        except BufferError:
+            self._tokens = self._tokens + data
 
     def append_placeholders(self, num_tokens: int) -> None:
         """Room for tokens that are not known yet, as `extend` does for known ones.
@@ -93,14 +196,13 @@ class PagedSequence(ABC):
             num_tokens = check_int("num_tokens", num_tokens, 1)
         before, self._num_unknown = self._num_unknown, 0
         try:
-            self.extend(_NO_TABLE, num_tokens)
-        except BaseException:
+            self.extend(_PLACEHOLDER if num_tokens == 1 else _PLACEHOLDER.repeat(num_tokens))
+            before += num_tokens
+        finally:
             self._num_unknown = before
-            raise
-        self._num_unknown = before + num_tokens
 
     def fill(self, tokens: TokenIds) -> None:
-        """Tell the ids of the first unknown tokens. InvalidRequest where there are not as many."""
+        """Replace the first placeholders. InvalidRequest where there are not as many."""
         data = as_token_ids(tokens).tobytes()
         left = self._num_unknown - len(data) // TOKEN_BYTES
         if left < 0:
@@ -112,15 +214,120 @@ class PagedSequence(ABC):
         self._tokens[start : start + len(data)] = data
         self._num_unknown = left
 
-    def _data_after(self, tokens: TokenIds, num_unknown: int) -> bytes:
-        """What `extend` appends, as int32 bytes. Raises InvalidRequest."""
-        if type(num_unknown) is not int or num_unknown < 0:
-            num_unknown = check_int("num_unknown", num_unknown, 0)
-        data = as_token_ids(tokens).tobytes()
-        return data + _UNKNOWN * num_unknown if num_unknown else data
+    def commit(self, length: int) -> None:
+        """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
 
-    def _refuse_to_extend(self) -> None:
-        raise InvalidRequest(
-            f"{self._num_unknown} tokens at the end are unknown: fill them before others follow, "
-            f"or reserve more"
-        )
+        Where the cache holds the same tokens already, its pages replace this sequence's own, which
+        are freed: whole pages of committed tokens only. Later pages stay where they are: a step in
+        flight may be writing them. O(tokens published since the last commit).
+        """
+        if not self._is_open:
+            self._check_open()
+        if type(length) is not int or length < 0:
+            length = check_int("length", length, 0)
+        known = len(self._tokens) // TOKEN_BYTES - self._num_unknown
+        if not self._committed <= length <= known:
+            raise InvalidRequest(
+                f"commit takes a length between {self._committed} (committed already) and "
+                f"{known}, got {length}"
+            )
+        if self.cow_copies:
+            self._drop_copies()
+        self._allocator.stats.committed_tokens += length - self._committed
+        self._committed = length
+        self._publish()
+
+    # -- branching and rolling back ---------------------------------------------------------------
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """A second user of everything committed. Copies at most one page head.
+
+        Raises OutOfPages when that page cannot be had.
+        """
+
+    def truncate(self, length: int) -> None:
+        """Roll back to the first `length` tokens; what was published stays cached.
+
+        A cut inside a page of the cache copies that page's head. Raises OutOfPages, and changes
+        nothing, when the page for it cannot be had.
+        """
+        self._check_open()
+        length = check_int("length", length, 0)
+        if length > self.length:
+            raise InvalidRequest(f"truncate takes a length up to {self.length}, got {length}")
+        whole, extra = divmod(length, self._allocator.page_size)
+        self._cut(length, whole, extra)
+        if extra and self.cow_copies:  # a copy still to be made must not reach beyond the cut
+            last = self._pages[whole]
+            self.cow_copies[:] = [
+                (src, dst, min(n, extra) if dst == last else n) for src, dst, n in self.cow_copies
+            ]
+        self._num_unknown = max(0, length - (self.length - self._num_unknown))
+        self._tokens = self._tokens[: length * TOKEN_BYTES]
+        self._committed = min(self._committed, length)
+        self.cached_len = min(self.cached_len, length)
+
+    def release(self) -> None:
+        """Let go: what was published stays cached, the rest is freed. Twice does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._has_run and self._pages:
+            self._allocator.pool.release_run(self._pages[-1])
+        if len(self._pages) > self._num_shared:
+            self._allocator.free(self._pages[self._num_shared :])
+        self._release_shared()
+        self._allocator.live_sequences.discard(self)
+
+    def shrink_lock(self) -> None:  # noqa: B027  (only some caches can)
+        """Lock no more of the published pages than needed: memory is short."""
+
+    # -- for a subclass -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Make the cache hold [0, committed)."""
+
+    @abstractmethod
+    def _cut(self, length: int, whole: int, extra: int) -> None:
+        """Keep the pages of the first `length` tokens: `whole` pages and `extra` tokens."""
+
+    @abstractmethod
+    def _release_shared(self) -> None:
+        """Unlock the pages of the cache; private ones are free already."""
+
+    def _drop_copies(self) -> None:
+        """The pending copies have been made, or need not be made any more."""
+        self.cow_copies.clear()
+
+    def _drop_pages(self, keep: int) -> None:
+        """Keep the first `keep` pages; private ones after them are freed."""
+        self._pages_change(keep)
+        dropped = self._pages[max(keep, self._num_shared) :]
+        self._allocator.free(dropped)
+        self.cow_copies[:] = [copy for copy in self.cow_copies if copy[1] not in dropped]
+        self._pages = self._pages[:keep]
+        self._num_shared = min(self._num_shared, keep)
+
+    def _replace_pages(self, first: int, pages: array[int]) -> None:
+        """Use the cache's `pages` from index `first` on; give our own ones there back."""
+        if not pages:
+            return
+        self._pages_change(first)
+        last = first + len(pages)
+        own = self._pages[max(first, self._num_shared) : last]
+        if own:
+            self._allocator.stats.duplicate_tokens += len(own) * self._allocator.page_size
+            self._allocator.free(own)
+        self._pages[first:last] = pages
+        self._num_shared = max(self._num_shared, last)
+
+    def _pages_change(self, first: int) -> None:
+        """Pages from index `first` on are about to be replaced or let go."""
+        if first < self._num_synced:
+            self._num_synced = first
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise InvalidRequest("this sequence was released; acquire a new one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from radixserve.cache import RadixCache
 from radixserve.cache.radix.eviction import EvictionOrder
 from radixserve.cache.radix.node import Node
-from radixserve.cache.radix.policies import ARC
+from radixserve.cache.radix.policies import ARC, POLICIES
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest
 
@@ -36,6 +36,23 @@ def is_cached(cache: RadixCache, tokens: list[int]) -> bool:
 
 def survivors(cache: RadixCache, names: Sequence[int], size: int = 10) -> list[int]:
     return [name for name in names if is_cached(cache, block(name, size))]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[EvictionOrder]:
+    """The orders of eviction of the caches that the test makes."""
+    orders: list[EvictionOrder] = []
+
+    def recorded(make: Callable[[int], EvictionOrder]) -> Callable[[int], EvictionOrder]:
+        return lambda num_pages: orders.append(make(num_pages)) or orders[-1]
+
+    for name, make in POLICIES.items():
+        monkeypatch.setitem(POLICIES, name, recorded(make))
+    return orders
+
+
+def test_there_is_a_policy_for_each_name() -> None:
+    assert tuple(POLICIES) == EVICTION_POLICIES
 
 
 class TestWhoGoes:
@@ -118,19 +135,21 @@ class TestWhoGoes:
 
 
 class TestARC:
-    def test_coming_back_for_recent_things_gives_recency_more_room(self) -> None:
+    def test_coming_back_for_recent_things_gives_recency_more_room(
+        self, made: list[EvictionOrder]
+    ) -> None:
         cache = RadixCache(100, eviction="arc")
-        order = cache._allocator.tree.order
-        assert isinstance(order, ARC)
+        [order] = made
         for name in range(5):
             serve(cache, block(name))
             serve(cache, block(name))  # seen twice
         for name in range(10, 22):
             serve(cache, block(name))  # seen once; the first ones are gone again
-        assert order._share == 0
+        assert isinstance(order, ARC)
+        assert order.once_share == 0
         for name in range(10, 14):
             serve(cache, block(name))
-        assert order._share > 0
+        assert order.once_share > 0
 
     def test_it_adapts_where_lru_fails_and_where_lfu_fails(self) -> None:
         def hits(eviction: str, names: list[int]) -> int:
@@ -148,16 +167,11 @@ class TestARC:
 
     def test_what_it_remembers_is_bounded(self) -> None:
         cache = RadixCache(50, eviction="arc")
-        order = cache._allocator.tree.order
-        assert isinstance(order, ARC)
         for name in range(500):
             serve(cache, block(name))
             if name % 3 == 0:
                 serve(cache, block(name))
-        for lost in (order._evicted_once, order._evicted_again):
-            assert lost.num_pages <= 50
-            assert lost.num_pages == sum(lost._pages.values())
-            assert set(lost._tails.values()) <= set(lost._pages)
+            cache.check()  # the bounds are among its laws
 
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
@@ -182,7 +196,7 @@ def test_evictions_take_leaves_and_never_more_than_asked(eviction: str, page_siz
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
-    eviction: str, monkeypatch: pytest.MonkeyPatch
+    eviction: str, made: list[EvictionOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted in nodes asked for, discarded or added, not in seconds."""
     calls: dict[int, int] = {}
@@ -190,7 +204,7 @@ def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
         cache = RadixCache(leaves * 4, eviction=eviction)
         for row in np.arange(leaves * 4, dtype=np.int32).reshape(leaves, 4):
             serve(cache, row.tolist())
-        order = cache._allocator.tree.order
+        order = made[-1]
         count = [0]
 
         def counted(name: str, order: EvictionOrder = order, count: list[int] = count) -> None:

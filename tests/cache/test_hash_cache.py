@@ -6,6 +6,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ import pytest
 
 from radixserve.cache import HashBlockCache, HashSequence, OutOfPages
 from radixserve.cache.hash import hash_cache
-from radixserve.cache.hash.block_hash import BlockChain, make_digest
+from radixserve.cache.hash.block import Block
+from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, make_digest
+from radixserve.cache.hash.block_pool import BlockPool
+from radixserve.cache.page_pool import PagePool
 from radixserve.errors import InvalidRequest
 from tests.cache.hash_world import LateHashWorld
 from tests.cache.world import random_step
@@ -117,15 +121,18 @@ class TestHashingOnce:
         assert probe.cached_len == 320
         probe.close()
 
-    def test_nothing_is_kept_of_a_prompt_that_nobody_holds(self) -> None:
+    def test_nothing_is_kept_of_a_prompt_that_nobody_holds(self, hashed: list[bytes]) -> None:
         cache = HashBlockCache(1000, 16)
         probe = cache.watch(array(list(range(100))))
         cache.lookup(list(range(100)))
         cache.acquire(list(range(200, 300))).release()
-        assert len(cache._pool.chains) == 1
-        probe.close()
-        del probe
-        assert len(cache._pool.chains) == 0
+        for num_hashed in (0, 1):
+            hashed.clear()
+            cache.lookup(list(range(100)))
+            assert len([data for data in hashed if data != b"namespace "]) == num_hashed
+            if not num_hashed:
+                probe.close()
+                del probe
 
 
 def probe_before(length: int) -> int:
@@ -181,8 +188,9 @@ class TestWeakHashes:
 def twins_of_one_key(cache: HashBlockCache) -> tuple[int, int]:
     """Two tokens whose first blocks have the same key."""
     seen: dict[bytes, int] = {}
+    chains = ChainMemo(hash_cache.make_digest("weak"), cache.page_size * 4)
     for token in range(100):
-        key = cache._pool.chain("", array([token]).tobytes()).key(0)
+        key = chains.get(chains.root_key(""), array([token]).tobytes()).key(0)
         if key in seen:
             return seen[key], token
         seen[key] = token
@@ -323,11 +331,11 @@ class TestOrder:
         cache = HashBlockCache(64, 1)
         for first in range(200):
             put(cache, [first] * 40).release()
-        assert len(cache._pool.evicted) == 4096
-        assert cache.lookup([190] * 41).reason == "evicted"
-        assert cache.lookup([3] * 41).reason == "never_seen"  # forgotten
+        evicted = [cache.lookup([first] * 41).reason == "evicted" for first in range(200)]
+        # each prompt's first block is evicted last: 4,096 / 40 of them are remembered
+        assert evicted == [False] * 96 + [True] * 103 + [False]
         cache.reset()
-        assert len(cache._pool.evicted) == 0
+        assert cache.lookup([190] * 41).reason == "never_seen"
 
     def test_a_reset_forgets_what_was_evicted_in_that_namespace_only(self) -> None:
         cache = HashBlockCache(64, 4)
@@ -359,31 +367,53 @@ def test_a_million_tokens_need_no_recursion() -> None:
     assert cache.stats()["pages_free"] == 62_501
 
 
-def drop(field: str) -> Callable[[HashBlockCache, HashSequence], object]:
-    return lambda cache, _: getattr(cache._pool, field).popitem()
+@dataclass
+class Parts:
+    """What a cache is made of, and a sequence that is in use."""
+
+    pages: PagePool
+    pool: BlockPool
+    seq: HashSequence
+
+    @property
+    def locked(self) -> list[Block]:
+        return [block for block in self.pool.namespaces[""].blocks.values() if block.lock_ref]
 
 
-DAMAGE: dict[str, Callable[[HashBlockCache, HashSequence], object]] = {
-    "belongs to": lambda cache, _: cache._pool.free(cache._pool.pages.allocate(1) * 2),
-    "belong to nobody": lambda cache, _: cache._pool.pages.allocate(1),
-    "has 2 locks, not 1": lambda cache, seq: cache._pool.lock(seq._blocks[-1:]),
-    "blocks evictable": drop("unused"),
-    "wrong key": lambda _, seq: setattr(seq._blocks[0], "tokens", b"x" * 16),
-    "not where it says": lambda _, seq: setattr(seq._blocks[0], "is_listed", False),
-    "another page than": lambda _, seq: seq._pages.__setitem__(0, int(seq.pages[1])),
-    "not published all": lambda _, seq: setattr(seq, "_committed", 12),
-    "miscounts its sequences": lambda _, seq: setattr(seq._namespace, "num_sequences", 5),
-    "does not protect its copy": lambda _, seq: seq.cow_copies.append((0, 1, 2)),
+DAMAGE: dict[str, Callable[[Parts], object]] = {
+    "belongs to": lambda parts: parts.pages.free(parts.pages.allocate(1) * 2),
+    "have no owner": lambda parts: parts.pages.allocate(1),
+    "has 2 locks, not 1": lambda parts: parts.pool.lock(parts.locked[-1:]),
+    "blocks evictable": lambda parts: parts.pool.unused.popitem(),
+    "wrong key": lambda parts: setattr(parts.locked[0], "tokens", b"x" * 16),
+    "not where it says": lambda parts: setattr(parts.locked[0], "is_listed", False),
+    "another page than": lambda parts: np.put(parts.seq.pages, 0, parts.seq.pages[1]),
+    "not published all": lambda parts: setattr(parts.seq, "_committed", 12),
+    "miscounts its sequences": lambda parts: setattr(parts.pool.namespaces[""], "num_sequences", 5),
+    "does not protect its copy": lambda parts: parts.seq.cow_copies.append((0, 1, 2)),
 }
 
 
 @pytest.mark.parametrize("says", DAMAGE)
-def test_the_audit_finds_what_is_wrong(says: str) -> None:
+def test_the_audit_finds_what_is_wrong(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    for part in (PagePool, BlockPool):
+        monkeypatch.setattr(hash_cache, part.__name__, recorded(part, made))
     cache = HashBlockCache(30, 4)
     put(cache, list(range(40))).release()
     seq = put(cache, [5] * 18)
     seq.extend([6])
     cache.check()
-    DAMAGE[says](cache, seq)
+    DAMAGE[says](Parts(made["PagePool"], made["BlockPool"], seq))
     with pytest.raises(AssertionError, match=says):
         cache.check()
+
+
+def recorded(make: Callable[..., Any], made: dict[str, Any]) -> Callable[..., Any]:
+    """`make`, which also puts what it returns into `made`."""
+
+    def call(*args: Any) -> Any:
+        made[make.__name__] = make(*args)
+        return made[make.__name__]
+
+    return call

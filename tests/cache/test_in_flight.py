@@ -57,23 +57,25 @@ class TestUnknownTokens:
         assert cache.lookup([1, -1, -1]).cached_len == 1
         cache.check()
 
-    def test_known_and_unknown_ones_at_once(self, make: Any) -> None:
+    def test_known_and_unknown_ones_together(self, make: Any) -> None:
         cache = make(8, 2)
         seq = cache.acquire([1])
-        seq.extend([1, 2], 3)
+        seq.extend([1, 2])
+        seq.append_placeholders(3)
         assert (seq.length, seq.num_unknown, len(seq.pages)) == (5, 3, 3)
         assert seq.tokens.tolist() == [1, 2, -1, -1, -1]
         with pytest.raises(InvalidRequest, match="unknown: fill them"):
-            seq.extend([5], 1)
+            seq.extend([5])
         seq.fill([7, 8, 9])
         seq.commit(5)
+        seq.extend([5])
         for bad in (-1, None, 0.0, "2"):
-            with pytest.raises(InvalidRequest, match="num_unknown must be"):
-                seq.extend([5], bad)
+            with pytest.raises(InvalidRequest, match="num_tokens must be"):
+                seq.append_placeholders(bad)
         with pytest.raises(OutOfPages):
-            seq.extend([5], 11)
-        assert (seq.length, seq.num_unknown) == (5, 0)
-        seq.extend([5], 10)
+            seq.append_placeholders(11)
+        assert (seq.length, seq.num_unknown) == (6, 0)
+        seq.append_placeholders(10)
         cache.check()
         seq.release()
         cache.check()
@@ -185,7 +187,7 @@ class FlightWorld(World):
     def land(self) -> None:
         flight = self.flights.pop(0)
         seq, shared = flight.seq, self.shared_cells()
-        for source, target, count in flight.copies:
+        for source, target, count in flight.cow_copies:
             for slot in range(count):
                 self.cells[target, slot] = self.cells[source, slot]
         known = seq.length - seq.num_unknown

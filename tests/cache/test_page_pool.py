@@ -18,7 +18,7 @@ def grow(pool: PagePool, count: int, last: int = -1) -> list[int]:
     """What one gets that takes page by page."""
     taken = []
     for _ in range(count):
-        last = pool.allocate_after(last)
+        [last] = pool.allocate_after(last)
         taken.append(last)
     return taken
 
@@ -28,7 +28,7 @@ def test_who_takes_turns_gets_pages_in_a_row() -> None:
     ours, theirs = [], []
     for _ in range(RUN_PAGES):
         for mine in (ours, theirs):
-            mine.append(pool.allocate_after(mine[-1] if mine else -1))
+            mine += pool.allocate_after(mine[-1] if mine else -1)
     assert ours == list(range(RUN_PAGES))
     assert theirs == list(range(RUN_PAGES, 2 * RUN_PAGES))
     assert pool.num_free == len(pool.free_ids()) == 100 - 2 * RUN_PAGES
@@ -61,11 +61,11 @@ def test_too_many_are_refused_and_nothing_changes() -> None:
 
 def test_several_at_once_are_those_one_by_one() -> None:
     one, many = PagePool(100), PagePool(100)
-    assert many.allocate_some_after(-1, 20).tolist() == grow(one, 20)
-    assert many.allocate_some_after(19, 3).tolist() == grow(one, 3, 19)
+    assert many.allocate_after(-1, 20).tolist() == grow(one, 20)
+    assert many.allocate_after(19, 3).tolist() == grow(one, 3, 19)
     before = many.free_ids()
     with pytest.raises(OutOfPages, match="78 pages wanted, 77 free of 100"):
-        many.allocate_some_after(22, 78)
+        many.allocate_after(22, 78)
     assert many.free_ids() == before == one.free_ids()
 
 
@@ -91,7 +91,7 @@ def test_runs_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PagePool(1000)
     for _ in range(20):
         pool.allocate_after(-1)
-        assert len(pool._runs) <= 3
+        assert pool.num_runs <= 3
     assert pool.num_free == len(set(pool.free_ids())) == 980
 
 
@@ -116,9 +116,9 @@ def test_every_page_is_free_or_taken(steps: list[tuple[int, int]]) -> None:
         elif kind == 1 and pool.num_free >= 3 * who:
             mine += pool.allocate(3 * who)
         elif kind == 2 and pool.num_free:
-            mine.append(pool.allocate_after(mine[-1] if mine else -1))
+            mine += pool.allocate_after(mine[-1] if mine else -1)
         elif kind == 3 and who % 2 and pool.num_free >= who:
-            mine += pool.allocate_some_after(mine[-1] if mine else -1, who)
+            mine += pool.allocate_after(mine[-1] if mine else -1, who)
         elif kind == 3:
             mine += grow(pool, min(5, pool.num_free), mine[-1] if mine else -1)
         free = pool.free_ids()
@@ -146,4 +146,4 @@ def test_sequences_that_decode_side_by_side(page_size: int) -> None:
         sequence.release()
     cache.check()
     assert cache.num_available == 400
-    assert not cache._allocator.pool._runs
+    assert cache._allocator.pool.num_runs == 0

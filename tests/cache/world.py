@@ -259,14 +259,9 @@ class World:
         for probe, _, _ in self.probes:
             probe.close()
         self.probes.clear()
-        tree = self.cache._allocator.tree
-        assert not len(tree.watch_registry)
-        stack = [namespace.root for namespace in tree.namespaces.values()]
-        while stack:
-            node = stack.pop()
-            assert not node.watchers, "a closed probe is still watching"
-            stack.extend(node.children.values())
+        assert self.cache.stats()["watches"] == 0, "a closed watch is still concerned"
         self.cache.reset()
+        assert self.cache.changed_watches() == []
         self.check()
         stats = self.cache.stats()
         assert stats["pages_free"] == stats["pages_total"]

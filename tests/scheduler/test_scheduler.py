@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from radixserve.cache import RadixCache
-from radixserve.cache.radix.radix_tree import RadixTree
+from radixserve.cache.radix import prefix_watch, radix_cache
+from radixserve.cache.radix.match import find_match
 from radixserve.errors import InvalidRequest
 from radixserve.request import Request, SamplingParams
 from radixserve.schedule import SampleSpec
@@ -437,13 +438,14 @@ def publish(cache: RadixCache, tokens: list[int]) -> None:
 
 
 def count_walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    walk, count = RadixTree.match, [0]
+    count = [0]
 
     def counted(*args: object) -> object:
         count[0] += 1
-        return walk(*args)  # type: ignore[arg-type]
+        return find_match(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(RadixTree, "match", counted)
+    for module in (radix_cache, prefix_watch):
+        monkeypatch.setattr(module, "find_match", counted)
     return count
 
 

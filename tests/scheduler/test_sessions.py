@@ -138,12 +138,9 @@ def test_the_engine_passes_them_on(cache: str) -> None:
 
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_the_engine_has_every_eviction_that_the_cache_has(eviction: str) -> None:
-    from radixserve.config import EVICTION_POLICIES
-
     class Runner(FakeRunner):
         num_pages = 64
 
-    assert EVICTION_POLICIES == EVICTION_POLICIES
     Engine(Runner(64, 1), EngineConfig(eviction=eviction)).check()
     with pytest.raises(InvalidRequest, match="lru"):
         EngineConfig(eviction="mru")

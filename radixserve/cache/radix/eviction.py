@@ -1,6 +1,6 @@
 """In which order unused nodes are dropped: the interface, and the default.
 
-The other policies are in `policies`, what is known of sessions in `session_eviction`.
+The other policies are in `policies`, the order above them in `session_eviction`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from radixserve.cache.radix.node import Node
 
 
 class PathUse(NamedTuple):
-    """What a sequence did with the path that it lets go."""
+    """What a sequence did with the path that it releases."""
 
     reused: int  # it found whole pages up to this position
     has_published: bool  # it published what was not there
@@ -33,6 +33,10 @@ class EvictionOrder(ABC):
     initial_key = 0  # of a new node
     tracks_use = False  # whether `on_path_used` is called
     tracks_evictions = False  # whether `on_evicted` is called
+
+    def __init__(self, num_pages: int) -> None:
+        """`num_pages`: of the whole pool."""
+        self._num_pages = num_pages
 
     @abstractmethod
     def add(self, node: Node) -> None:
@@ -58,7 +62,7 @@ class EvictionOrder(ABC):
         """What is here, each queue in its order, for audits."""
 
     def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
-        """A sequence anchored in `node` is about to let go: before its path is unlocked."""
+        """A sequence that ends in `node` is about to be released: before its path is unlocked."""
 
     def on_resized(self, node: Node) -> None:  # noqa: B027
         """An unlocked node was cut short, by an eviction or a split."""
@@ -67,18 +71,22 @@ class EvictionOrder(ABC):
         """Eviction takes the last `num_pages` of `node`; they begin at `point`. It was discarded
         before if that is all of it."""
 
+    def check(self) -> None:  # noqa: B027
+        """AssertionError at the first broken law of the policy's own records."""
+
 
 class LRU(EvictionOrder):
     """Least recently used first; every operation is O(1), amortized.
 
     A path is added deepest first, so a parent is always younger than its children and the oldest
-    entry is always a leaf: no heap, no search. Nodes lie under ascending ticks, which they bear as
-    their marks: neighbours in age are neighbours in memory.
+    entry is always a leaf: no heap, no search. Nodes lie under ascending ticks, their policy keys:
+    neighbours in age are neighbours in memory.
     """
 
     _MAX_STEPS = 1_000
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
         self._nodes: dict[int, Node] = {}  # by tick, ascending
         self._next = 1
         self._oldest = 1  # no tick before it is in use
@@ -90,7 +98,7 @@ class LRU(EvictionOrder):
 
     def discard(self, node: Node) -> None:
         nodes, tick = self._nodes, node.policy_key
-        if nodes.get(tick) is node:  # a split copies marks
+        if nodes.get(tick) is node:  # a split copies keys
             del nodes[tick]
             if tick == self._oldest:
                 self._oldest = tick + 1

@@ -8,43 +8,35 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radixserve.cache.sequence import Namespace
 from radixserve.cache.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from sortedcontainers import SortedList
 
 
-class Watcher:
-    """Somebody whose match ends in a node; compared by identity."""
-
-    __slots__ = ()
-
-
 class SessionRefs:
-    """Who may come back to a node. None in its place means: sequences without a session only."""
+    """Which sessions may return to a node. None in its place: only sequences without a session."""
 
     __slots__ = ("is_public", "num_leased", "num_open", "sessions")
 
     def __init__(self, *, is_public: bool) -> None:
         self.is_public = is_public  # a sequence without a session reached it
-        self.num_open = 0  # open sessions anchored here + children that are claimed
+        self.num_open = 0  # open sessions that end here + children that open sessions reach
         self.num_leased = 0  # of both, the leased ones
-        self.sessions: set[object] = set()  # open ones, anchored in this very node
+        self.sessions: set[object] = set()  # open ones that end in this very node
 
 
-# Shared by all nodes that nobody watches, and by all leaves; they stay empty.
-NO_WATCHERS: dict[bytes, set[Watcher]] = {}
-NO_CHILDREN: dict[bytes, Node] = {}
+NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves; stays empty
 
 
-class NamespaceTree:
-    """One namespace's tree. Dead after a reset: nobody new finds it, what it frees is not kept."""
+class NamespaceTree(Namespace):
+    """One namespace's tree. What a dead one frees is not kept."""
 
-    __slots__ = ("is_dead", "name", "num_locked", "num_pages", "root")
+    __slots__ = ("num_locked", "num_pages", "root")
 
     def __init__(self, name: str, *, is_dead: bool = False) -> None:
-        self.name = name
-        self.is_dead = is_dead
+        super().__init__(name, is_dead=is_dead)
         self.num_pages = 0  # in its nodes
         self.num_locked = 0  # in its locked nodes
         self.root = Node(self, None, 0, b"", bytearray(), array("i"), node_id=name)
@@ -66,7 +58,6 @@ class Node:
         "session_refs",
         "start",
         "tokens",
-        "watchers",
     )
 
     def __init__(
@@ -81,21 +72,17 @@ class Node:
     ) -> None:
         self.namespace = namespace
         self.parent = parent
-        self.start = start
+        self.start = start  # position of its first token
         self.key = key  # the bytes of its first page, fewer if shorter: among the parent's children
-        self.tokens = tokens
+        self.tokens = tokens  # int32 bytes
         self.pages = pages
-        self.node_id = node_id  # names the node for the memory of evictions
-        self.watchers: dict[bytes, set[Watcher]] = (
-            NO_WATCHERS  # by the token that they look for next
-        )
-        self.lock_ref = 0  # sequences that hold this very node + locked children
+        self.node_id = node_id  # never used again; the root's is its namespace's name
+        self.lock_ref = 0  # sequences that end in this very node + locked children
         self.policy_key = 0  # the eviction policy's own
         self.session_refs: SessionRefs | None = None
         self.children = NO_CHILDREN
-        self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = (
-            None  # see child_index
-        )
+        # see child_index; None while a scan of all children is faster
+        self.first_token_index: dict[bytes, list[bytes] | SortedList] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The eviction policies besides LRU: FIFO, LFU, priority, SLRU, ARC; `make_eviction` picks one.
+"""The eviction policies besides LRU: FIFO, LFU, priority, SLRU and ARC; `POLICIES` lists all.
 
 A node's `policy_key` is theirs: a stamp, a count, a priority or a segment. Along a path keys never
 rise towards the leaves, which makes every victim a leaf.
@@ -18,27 +18,13 @@ from radixserve.cache.radix.node import Node, path
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
-def make_eviction(policy: str, num_pages: int) -> EvictionOrder:
-    """The order for one of EVICTION_POLICIES over a pool of `num_pages`."""
-    if policy == "arc":
-        return ARC(num_pages)
-    if policy == "slru":
-        return SLRU(num_pages)
-    plain: dict[str, type[EvictionOrder]] = {
-        "lru": LRU,
-        "lfu": LFU,
-        "fifo": FIFO,
-        "priority": Priority,
-    }
-    return plain[policy]()
-
-
 class Ranked(EvictionOrder):
-    """Lowest mark first, least recently used among equals. O(log nodes)."""
+    """Lowest key first, least recently used among equals. O(log nodes)."""
 
     tracks_use = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
         self._tick = 0
         self._nodes: SortedDict = SortedDict()  # rank -> node
         self._ranks: dict[Node, tuple[int, ...]] = {}
@@ -100,8 +86,8 @@ class FIFO(Ranked):
     O(depth) a sequence that published something.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
         self._stamp = 0
 
     def on_path_used(self, node: Node, use: PathUse) -> None:
@@ -141,11 +127,12 @@ class _Segment:
 
 
 class _Segmented(EvictionOrder):
-    """Two segments: seen once, and seen again (mark 1). O(1)."""
+    """Two segments: seen once, and seen again (policy_key 1). O(1)."""
 
     tracks_use = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
         self._once = _Segment()
         self._again = _Segment()
 
@@ -180,7 +167,7 @@ class SLRU(_Segmented):
     _PROTECTED_SHARE = 0.8
 
     def __init__(self, num_pages: int) -> None:
-        super().__init__()
+        super().__init__(num_pages)
         self._max_protected = int(num_pages * self._PROTECTED_SHARE)
 
     def add(self, node: Node) -> None:
@@ -206,20 +193,19 @@ class ARC(_Segmented):
     """
 
     tracks_evictions = True
-    _MAX_POINTS = 1 << 16  # places remembered of each list
+    _MAX_POINTS = 1 << 16  # points remembered of each list
 
     def __init__(self, num_pages: int) -> None:
-        super().__init__()
-        self._num_pages = num_pages
-        self._share = 0.0  # pages that the nodes seen once may fill
-        self._evicted_once = _EvictedList(num_pages, self._MAX_POINTS)
-        self._evicted_again = _EvictedList(num_pages, self._MAX_POINTS)
+        super().__init__(num_pages)
+        self.once_share = 0.0  # pages that the nodes seen once may fill
+        self._evicted_once = _EvictedPoints(num_pages, self._MAX_POINTS)
+        self._evicted_again = _EvictedPoints(num_pages, self._MAX_POINTS)
 
     def victim(self) -> Node | None:
         once, again = self._once.oldest(), self._again.oldest()
         if once is None or again is None:
             return once or again
-        if self._once.num_pages > self._share or again.children:
+        if self._once.num_pages > self.once_share or again.children:
             return once
         return again
 
@@ -244,39 +230,42 @@ class ARC(_Segmented):
         lost = self._evicted_again if node.policy_key else self._evicted_once
         lost.remember(node.node_id, point, num_pages)
 
+    def check(self) -> None:
+        for evicted in (self._evicted_once, self._evicted_again):
+            evicted.check()
+
     def _mark_above(self, node: Node) -> None:
-        """What lies above a marked node is marked, too."""
-        is_marked = False
+        """Above a node that was seen again, all were."""
+        again = 0
         for at in path(node):
-            if at.policy_key and is_marked:
+            if at.policy_key and again:
                 return
-            is_marked = is_marked or bool(at.policy_key)
-            at.policy_key = int(is_marked)
+            again = at.policy_key = again or at.policy_key
 
     def _take_evicted(self, point: EvictionPoint) -> bool:
-        """Whether that place is remembered; it is not any more, and the shares are adapted."""
+        """Whether that point is remembered; forgets it, and adapts the share."""
         once, again = self._evicted_once, self._evicted_again
         in_once, in_again = max(1, once.num_pages), max(1, again.num_pages)
         pages = once.forget(point)
         if pages:
             more = pages * max(1.0, in_again / in_once)
-            self._share = min(float(self._num_pages), self._share + more)
+            self.once_share = min(float(self._num_pages), self.once_share + more)
             return True
         pages = again.forget(point)
         if pages:
             less = pages * max(1.0, in_once / in_again)
-            self._share = max(0.0, self._share - less)
+            self.once_share = max(0.0, self.once_share - less)
         return bool(pages)
 
 
-class _EvictedList:
-    """Places where pages were evicted, oldest first, up to a number of pages and of places."""
+class _EvictedPoints:
+    """Points where pages were evicted, oldest first, up to a number of pages and of points."""
 
-    __slots__ = ("_max_pages", "_max_places", "_pages", "_tails", "num_pages")
+    __slots__ = ("_max_pages", "_max_points", "_pages", "_tails", "num_pages")
 
-    def __init__(self, max_pages: int, max_places: int) -> None:
+    def __init__(self, max_pages: int, max_points: int) -> None:
         self._max_pages = max_pages
-        self._max_places = max_places
+        self._max_points = max_points
         self._pages: OrderedDict[EvictionPoint, int] = OrderedDict()
         self._tails: dict[
             int | str, EvictionPoint
@@ -293,7 +282,7 @@ class _EvictedList:
         self.num_pages += num_pages
         if point[0] == node_id:
             self._tails[node_id] = point
-        while self.num_pages > self._max_pages or len(self._pages) > self._max_places:
+        while self.num_pages > self._max_pages or len(self._pages) > self._max_points:
             self.forget(next(iter(self._pages)))
 
     def forget(self, point: EvictionPoint) -> int:
@@ -303,3 +292,20 @@ class _EvictedList:
         if pages and self._tails.get(point[0]) == point:
             del self._tails[point[0]]
         return pages
+
+    def check(self) -> None:
+        """AssertionError unless what is remembered is counted and bounded."""
+        assert self.num_pages == sum(self._pages.values()), "evicted pages miscounted"
+        assert self.num_pages <= self._max_pages, "too many evicted pages remembered"
+        assert len(self._pages) <= self._max_points, "too many evicted points remembered"
+        assert set(self._tails.values()) <= set(self._pages), "a tail that is not remembered"
+
+
+POLICIES: dict[str, type[EvictionOrder]] = {  # one for each name of config.EVICTION_POLICIES
+    "lru": LRU,
+    "arc": ARC,
+    "lfu": LFU,
+    "fifo": FIFO,
+    "slru": SLRU,
+    "priority": Priority,
+}

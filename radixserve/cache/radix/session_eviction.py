@@ -1,18 +1,18 @@
-"""Who will come back: sessions, their claims on nodes, leases; an order above any policy.
+"""Sessions and their leases: an order of eviction above any policy.
 
-A sequence may belong to a session (a chat, a branch, a tenant). Where its sequences end, an open
-session is anchored; its claim covers the path up to the root. Nodes fall into classes, and the
-classes are monotone along a path (what is claimed, leased or public has all above it so, too):
+A sequence may belong to a session (a chat, a branch, a tenant). The nodes where its sequences ended
+are the session's end nodes; it reaches their whole paths. Nodes fall into classes, and a node's
+ancestors are never in a class that goes earlier:
 
     closed    only closed sessions reached it: dropped first
     expired   the policy's turn had come, a lease kept it, and that lease has ended: dropped next
     ordinary  the policy decides
-    leased    claimed by an open session with a lease: last
+    leased    reached by an open session with a lease: last
 
-Each anchor has its own lease, from the last time that a sequence ended there. A lease ends after
-its time, and the first begun end while all leased nodes together fill more than a share of the
+Each end node has its own lease, from the last time that a sequence ended there. A lease ends at its
+deadline, and the first begun end while all leased nodes together fill more than a share of the
 pool; a path that is longer than that share gets none. Leased pages are evictable like all others,
-so they never keep anybody waiting.
+so no request ever waits for them.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from radixserve.cache.radix.eviction import EvictionOrder, PathUse
 from radixserve.cache.radix.node import Node, SessionRefs, path
 from radixserve.errors import InvalidRequest
 
-Deadline = tuple[float, int]  # its end on the cache's clock, and a number that makes it unique
+Deadline = tuple[float, int]  # a lease's end on the cache's clock; a number that makes it unique
 
 
 class RadixSession:
-    """A session's anchors in one `RadixCache`, which made it with `open_session`."""
+    """A session's end nodes in one `RadixCache`, which made it with `open_session`."""
 
-    __slots__ = ("_eviction", "end_nodes", "is_open", "lease_s", "name")
+    __slots__ = ("_order", "end_nodes", "is_open", "lease_s", "name")
 
-    def __init__(self, session_eviction: SessionAwareEviction, name: str, lease_s: float) -> None:
-        self._eviction = session_eviction
+    def __init__(self, order: SessionAwareEviction, name: str, lease_s: float) -> None:
+        self._order = order
         self.name = name
         self.lease_s = lease_s  # 0: none
         self.is_open = True
-        self.end_nodes: dict[Node, Deadline | None] = {}  # where its sequences ended
+        self.end_nodes: dict[Node, Deadline | None] = {}  # None: no lease
 
     def __repr__(self) -> str:
         state = "" if self.is_open else ", closed"
-        return f"RadixHolder({self.name!r}{state})"
+        return f"RadixSession({self.name!r}{state})"
 
     def close(self) -> None:
         """It will not come back: what only closed sessions reach goes first. Twice does nothing.
 
-        O(nodes that nobody else claims).
+        O(nodes that no other session reaches).
         """
         if self.is_open:
-            self._eviction.close(self)
+            self._order.close(self)
 
-    def belongs_to(self, session_eviction: SessionAwareEviction | None) -> bool:
-        return self._eviction is session_eviction
+    def belongs_to(self, order: SessionAwareEviction | None) -> bool:
+        return self._order is order
 
 
 class SessionAwareEviction(EvictionOrder):
@@ -72,8 +72,8 @@ class SessionAwareEviction(EvictionOrder):
         self._closed: OrderedDict[Node, None] = OrderedDict()
         self._expired: OrderedDict[Node, None] = OrderedDict()
         self._leased: OrderedDict[Node, None] = OrderedDict()  # whose turn has come in the policy
-        self._leases: SortedDict = SortedDict()  # Lease -> (session, anchor), first to end first
-        self._begun: OrderedDict[Deadline, None] = OrderedDict()  # the same, first begun first
+        self._leases: SortedDict = SortedDict()  # Deadline -> (session, end node), first to end
+        self._begun: OrderedDict[Deadline, None] = OrderedDict()  # the same, first begun
         self._num_leases = 0  # ever given
         self.open_sessions: set[RadixSession] = set()
         self.num_leased_pages = 0
@@ -81,8 +81,8 @@ class SessionAwareEviction(EvictionOrder):
     # -- as an order of eviction --------------------------------------------------------------
 
     def add(self, node: Node) -> None:
-        session_refs = node.session_refs
-        if session_refs is None or session_refs.is_public or session_refs.num_open:
+        refs = node.session_refs
+        if refs is None or refs.is_public or refs.num_open:
             self._policy.add(node)
         else:
             self._closed[node] = None
@@ -101,8 +101,8 @@ class SessionAwareEviction(EvictionOrder):
         for node in self._expired:
             return node
         while (found := self._policy.victim()) is not None:
-            session_refs = found.session_refs
-            if session_refs is None or not session_refs.num_leased:
+            refs = found.session_refs
+            if refs is None or not refs.num_leased:
                 return found
             self._policy.discard(found)
             self._leased[found] = None
@@ -129,10 +129,10 @@ class SessionAwareEviction(EvictionOrder):
         self.open_sessions.add(session)
         return session
 
-    def claim(self, session: RadixSession, node: Node) -> None:
-        """A sequence of `session`, anchored in `node`, is about to be released; its path is locked.
+    def add_end(self, session: RadixSession, node: Node) -> None:
+        """A sequence of `session` that ends in `node` is about to be released; its path is locked.
 
-        The session's anchors above move here, and a lease begins anew. O(depth).
+        The session's end nodes above move here, and a lease begins anew. O(depth).
         """
         if not session.is_open or node.namespace.is_dead or node.parent is None:
             return
@@ -140,13 +140,11 @@ class SessionAwareEviction(EvictionOrder):
             self._end_lease(session, node)
         else:
             session.end_nodes[node] = None
-            _session_refs(node).sessions.add(session)
+            _refs(node).sessions.add(session)
             self._add_refs(node, 1, 0)
-        at = node.parent
-        while at.parent is not None:
-            if session in _session_refs(at).sessions:
-                self._remove_end(session, at)
-            at = at.parent
+        for above in path(node.parent):
+            if session in _refs(above).sessions:
+                self._remove_end(session, above)
         if session.lease_s:
             self._begin_lease(session, node)
 
@@ -156,43 +154,42 @@ class SessionAwareEviction(EvictionOrder):
         for node in list(session.end_nodes):
             self._remove_end(session, node)
 
-    def publish(self, node: Node) -> None:
+    def make_public(self, node: Node) -> None:
         """A sequence without a session reached `node`, which is locked. O(nodes not public yet)."""
-        at = node
-        while (
-            at.parent is not None and at.session_refs is not None and not at.session_refs.is_public
-        ):
-            at.session_refs.is_public = True
+        for at in path(node):
+            refs = at.session_refs
+            if refs is None or refs.is_public:
+                return
+            refs.is_public = True
             self._reclassify(at)
-            at = at.parent
 
-    def split(self, upper: Node, lower: Node) -> None:
-        """`upper` is the new head of the claimed node `lower`."""
-        below = _session_refs(lower)
+    def on_split(self, upper: Node, lower: Node) -> None:
+        """`upper` is the new head of the node `lower`, which has session refs."""
+        below = _refs(lower)
         above = upper.session_refs = SessionRefs(is_public=below.is_public)
         above.num_open = int(below.num_open > 0)
         above.num_leased = int(below.num_leased > 0)
 
     def on_removed(self, node: Node) -> None:
-        """`node` goes, its pages are out: its sessions' anchors move to its parent.
+        """`node` goes, its pages are out: what ended there ends in its parent.
 
-        O(sessions anchored in `node`).
+        O(sessions that end in `node`).
         """
-        session_refs, parent = _session_refs(node), node.parent
+        refs, parent = _refs(node), node.parent
         assert parent is not None
-        for session in list(session_refs.sessions):
+        for session in list(refs.sessions):
             assert isinstance(session, RadixSession)
             self._move_end_up(session, node, parent)
-        if session_refs.num_open:  # children are left: a dead subtree is taken apart from above
-            self._drop_refs(parent, 1, int(session_refs.num_leased > 0))
+        if refs.num_open:  # children are left: a dead subtree is taken apart from above
+            self._drop_refs(parent, 1, int(refs.num_leased > 0))
         self._closed.pop(node, None)
         self._expired.pop(node, None)
         self._leased.pop(node, None)
         node.session_refs = None
 
     def count_pages(self, node: Node, pages: int) -> None:
-        """`node`, which is claimed, has that many pages more."""
-        if _session_refs(node).num_leased:
+        """`node`, which has session refs, has that many pages more."""
+        if _refs(node).num_leased:
             self.num_leased_pages += pages
 
     def leases(self) -> list[dict[str, Any]]:
@@ -200,80 +197,78 @@ class SessionAwareEviction(EvictionOrder):
         self._end_leases()
         now = self._clock()
         return [
-            {"session": session.name, "tokens": node.end, "seconds_left": deadline - now}
-            for (deadline, _), (session, node) in self._leases.items()
+            {"session": session.name, "tokens": node.end, "seconds_left": end - now}
+            for (end, _), (session, node) in self._leases.items()
         ]
-
-    def check(self) -> None:
-        """AssertionError unless sessions, anchors and leases agree with each other."""
-        leases = {}
-        for session in self.open_sessions:
-            assert session.is_open, f"{session!r} is among the open ones"
-            for node, lease in session.end_nodes.items():
-                assert node.parent is not None, f"{session!r} is anchored in a node that is gone"
-                assert session in _session_refs(node).sessions, (
-                    f"{session!r} is unknown to its anchor"
-                )
-                if lease is not None:
-                    leases[lease] = (session, node)
-        assert leases == dict(self._leases), "leases and anchors disagree"
-        assert set(leases) == set(self._begun), "leases and their order of beginning disagree"
-        for node in self._closed:
-            session_refs = node.session_refs
-            assert session_refs is not None, f"node {node.node_id} is public and counts as closed"
-            assert not session_refs.is_public, f"node {node.node_id} is public and counts as closed"
-            assert not session_refs.num_open, f"node {node.node_id} is claimed and counts as closed"
 
     @property
     def num_closed_pages(self) -> int:
         """O(closed nodes)."""
         return sum(len(node.pages) for node in self._closed)
 
-    # -- claims -------------------------------------------------------------------------------
+    def check(self) -> None:
+        """AssertionError unless sessions, end nodes and leases agree with each other."""
+        self._policy.check()
+        leases = {}
+        for session in self.open_sessions:
+            assert session.is_open, f"{session!r} is among the open ones"
+            for node, deadline in session.end_nodes.items():
+                assert node.parent is not None, f"{session!r} ends in a node that is gone"
+                assert session in _refs(node).sessions, f"{session!r} is unknown to its end node"
+                if deadline is not None:
+                    leases[deadline] = (session, node)
+        assert leases == dict(self._leases), "leases and end nodes disagree"
+        assert set(leases) == set(self._begun), "leases and their order of beginning disagree"
+        for node in self._closed:
+            refs, name = node.session_refs, f"node {node.node_id}"
+            is_public = refs is None or refs.is_public
+            assert not is_public, f"{name} is public and counts as closed"
+            assert not refs or not refs.num_open, f"{name} is reached and counts as closed"
+
+    # -- references ---------------------------------------------------------------------------
 
     def _remove_end(self, session: RadixSession, node: Node) -> None:
-        """Take an anchor away, with its lease."""
+        """`node` is no end node of `session` any more; its lease ends."""
         self._end_lease(session, node)
         del session.end_nodes[node]
-        _session_refs(node).sessions.discard(session)
+        _refs(node).sessions.discard(session)
         self._drop_refs(node, 1, 0)
 
     def _move_end_up(self, session: RadixSession, node: Node, parent: Node) -> None:
-        if parent.parent is None or session in _session_refs(parent).sessions:
+        if parent.parent is None or session in _refs(parent).sessions:
             self._remove_end(session, node)
             return
-        lease = session.end_nodes[node]
-        session.end_nodes[parent] = lease
-        _session_refs(parent).sessions.add(session)
-        self._add_refs(parent, 1, int(lease is not None))
-        if lease is not None:
-            self._leases[lease] = (session, parent)
-        del session.end_nodes[node]
-        _session_refs(node).sessions.discard(session)
-        self._drop_refs(node, 1, int(lease is not None))
+        deadline = session.end_nodes.pop(node)
+        is_leased = int(deadline is not None)
+        session.end_nodes[parent] = deadline
+        _refs(parent).sessions.add(session)
+        self._add_refs(parent, 1, is_leased)
+        if deadline is not None:
+            self._leases[deadline] = (session, parent)
+        _refs(node).sessions.discard(session)
+        self._drop_refs(node, 1, is_leased)
 
     def _add_refs(self, node: Node, is_open: int, is_leased: int) -> None:
-        """Count a claim in `node` and, where it is the first of its kind there, above it."""
-        at = node
-        while at.parent is not None and (is_open or is_leased):
-            session_refs = _session_refs(at)
-            session_refs.num_open += is_open
-            session_refs.num_leased += is_leased
-            is_open = int(is_open and session_refs.num_open == 1)
-            is_leased = int(is_leased and session_refs.num_leased == 1)
+        """Count a reference in `node` and, where it is the first of its kind there, above it."""
+        for at in path(node):
+            refs = _refs(at)
+            refs.num_open += is_open
+            refs.num_leased += is_leased
+            is_open = int(is_open and refs.num_open == 1)
+            is_leased = int(is_leased and refs.num_leased == 1)
             if is_leased:
                 self.num_leased_pages += len(at.pages)
-            at = at.parent
+            elif not is_open:
+                return
 
     def _drop_refs(self, node: Node, is_open: int, is_leased: int) -> None:
         """Undo one `_add_refs`; what changes its class moves, deepest first."""
-        at = node
-        while at.parent is not None and (is_open or is_leased):
-            session_refs = _session_refs(at)
-            session_refs.num_open -= is_open
-            session_refs.num_leased -= is_leased
-            is_open = int(is_open and not session_refs.num_open)
-            is_leased = int(is_leased and not session_refs.num_leased)
+        for at in path(node):
+            refs = _refs(at)
+            refs.num_open -= is_open
+            refs.num_leased -= is_leased
+            is_open = int(is_open and not refs.num_open)
+            is_leased = int(is_leased and not refs.num_leased)
             if is_leased:
                 self.num_leased_pages -= len(at.pages)
                 if at in self._leased:
@@ -281,14 +276,15 @@ class SessionAwareEviction(EvictionOrder):
                     self._expired[at] = None
             if is_open:
                 self._reclassify(at)
-            at = at.parent
+            elif not is_leased:
+                return
 
     def _reclassify(self, node: Node) -> None:
-        """`node` is claimed by nobody any more, or is public now."""
-        session_refs = _session_refs(node)
-        if session_refs.num_open:
+        """No open session reaches `node` any more, or it is public now."""
+        refs = _refs(node)
+        if refs.num_open:
             return
-        if session_refs.is_public:
+        if refs.is_public:
             node.session_refs = None
         elif not node.lock_ref and not node.namespace.is_dead:
             self._policy.discard(node)
@@ -301,16 +297,16 @@ class SessionAwareEviction(EvictionOrder):
         if sum(len(at.pages) for at in path(node)) > self._max_leased:
             return  # more than all leases may hold: it would only end the others
         self._num_leases += 1
-        lease = session.end_nodes[node] = (self._clock() + session.lease_s, self._num_leases)
-        self._leases[lease] = (session, node)
-        self._begun[lease] = None
+        deadline = session.end_nodes[node] = (self._clock() + session.lease_s, self._num_leases)
+        self._leases[deadline] = (session, node)
+        self._begun[deadline] = None
         self._add_refs(node, 0, 1)
         self._end_leases()
 
     def _end_lease(self, session: RadixSession, node: Node) -> None:
-        lease = session.end_nodes[node]
-        if lease is not None:
-            del self._leases[lease], self._begun[lease]
+        deadline = session.end_nodes[node]
+        if deadline is not None:
+            del self._leases[deadline], self._begun[deadline]
             session.end_nodes[node] = None
             self._drop_refs(node, 0, 1)
 
@@ -325,15 +321,15 @@ class SessionAwareEviction(EvictionOrder):
             self._end_lease(*self._leases[next(iter(self._begun))])
 
 
-def _session_refs(node: Node) -> SessionRefs:
-    """The node's, made when missing: then it is one that everybody may reach."""
+def _refs(node: Node) -> SessionRefs:
+    """The node's, made when missing: then a sequence without a session reached it."""
     if node.session_refs is None:
         node.session_refs = SessionRefs(is_public=True)
     return node.session_refs
 
 
-def check_session(session: object, session_eviction: SessionAwareEviction | None) -> RadixSession:
+def check_session(session: object, order: SessionAwareEviction | None) -> RadixSession:
     """`session` if that cache made it; else InvalidRequest."""
-    if not isinstance(session, RadixSession) or not session.belongs_to(session_eviction):
+    if not isinstance(session, RadixSession) or not session.belongs_to(order):
         raise InvalidRequest("session must come from this cache's open_session")
     return session

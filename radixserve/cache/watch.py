@@ -1,0 +1,89 @@
+"""`PrefixWatch`: a look-up that stays; `WatchRegistry`: which watches rest on what has changed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+
+Place = tuple[Hashable, bytes]  # a node, block key or namespace, and the token looked for there
+
+
+class PrefixWatch(ABC):
+    """How much of one prompt is cached, for a waiting request. Read-only, like `lookup`.
+
+    It names the places whose change can change its answer; `take_changed` says which watches have
+    to `refresh`. Between two refreshes it answers from memory.
+    """
+
+    __slots__ = ("_registry", "cached_len", "places")
+
+    def __init__(self, registry: WatchRegistry) -> None:
+        self._registry = registry
+        self.places: frozenset[Place] = frozenset()  # that it rests on
+        self.cached_len = 0  # tokens in the cache, at most all but the last one
+
+    @property
+    @abstractmethod
+    def locked_len(self) -> int:
+        """Of `cached_len`, tokens in pages that live sequences hold anyway."""
+
+    @abstractmethod
+    def path(self) -> tuple[int, ...]:
+        """Ids of the nodes or blocks that the match goes through, from the root down."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Look again, and rest on the places where the match ends now."""
+
+    def close(self) -> None:
+        """Rest on nothing any more. A second call does nothing."""
+        self._rest_on(frozenset())
+
+    def _rest_on(self, places: frozenset[Place]) -> None:
+        if places != self.places:
+            self._registry.move(self, self.places, places)
+            self.places = places
+
+
+class WatchRegistry:
+    """Watches by place. `notify` costs O(1); only those concerned are refreshed."""
+
+    __slots__ = ("_changed", "watched")
+
+    def __init__(self) -> None:
+        self.watched: dict[Hashable, dict[bytes, set[PrefixWatch]]] = {}
+        self._changed: set[tuple[Hashable, bytes | None]] = set()
+
+    def __len__(self) -> int:
+        """Open watches."""
+        return len({w for tokens in self.watched.values() for ws in tokens.values() for w in ws})
+
+    def move(self, watch: PrefixWatch, old: frozenset[Place], new: frozenset[Place]) -> None:
+        """`watch` rests on the places `new` from now on, on `old` ones before. O(places)."""
+        watched = self.watched
+        for place, token in old - new:
+            watches = watched[place][token]
+            watches.discard(watch)
+            if not watches:
+                del watched[place][token]
+                if not watched[place]:
+                    del watched[place]
+        for place, token in new - old:
+            watched.setdefault(place, {}).setdefault(token, set()).add(watch)
+
+    def notify(self, place: Hashable, token: bytes | None = None) -> None:
+        """`place` changed: answers that rest on it may differ; with `token`, only those that look
+        for it. Callers skip the call where `watched` is empty."""
+        if place in self.watched:
+            self._changed.add((place, token))
+
+    def take_changed(self) -> list[PrefixWatch]:
+        """Refresh the watches concerned since the last call; returns them."""
+        changed: set[PrefixWatch] = set()
+        for place, token in self._changed:
+            tokens = self.watched.get(place, {})
+            changed.update(*(tokens.values() if token is None else (tokens.get(token, ()),)))
+        self._changed.clear()
+        for watch in changed:
+            watch.refresh()
+        return list(changed)
