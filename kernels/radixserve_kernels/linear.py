@@ -13,24 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ONEDNN: Any = torch.backends.mkldnn  # its functions have no types
 PACK_ROWS = 64  # rows of a typical product, a hint for the layout
 
 
-def _find(name: str, overload: str) -> Any:
-    """An operation of torch.ops.mkldnn, resolved once; one that always fails where it is not."""
+def _find_onednn() -> tuple[Any, Any] | None:
+    """oneDNN's product, alone and with a sum; None where torch has no such operations."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
     try:
-        return getattr(getattr(torch.ops.mkldnn, name), overload)
-    except AttributeError:
-        return _missing
+        operations = torch.ops.mkldnn._linear_pointwise
+        found = operations.default, operations.binary
+        found[0](torch.ones(2, 2), torch.ones(2, 2), None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return None
+    return found
 
 
-def _missing(*_: object) -> Any:
-    raise RuntimeError("this build of torch has no such oneDNN operation")
-
-
-_product = _find("_linear_pointwise", "default")
-_product_and_sum = _find("_linear_pointwise", "binary")
+_ONEDNN = _find_onednn()
+_product: Any
+_product_and_sum: Any
+_product, _product_and_sum = _ONEDNN or (None, None)
 
 
 class Linear:
@@ -59,9 +61,7 @@ class Linear:
 
 def _pack(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's layout; None where there is none."""
-    if weight.device.type != "cpu" or not _ONEDNN.is_available():
-        return None
-    if weight.dtype not in (torch.float32, torch.bfloat16):
+    if not _is_served(weight):
         return None
     try:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
@@ -72,6 +72,12 @@ def _pack(weight: Tensor) -> Tensor | None:
     return packed
 
 
+def _is_served(x: Tensor) -> bool:
+    """Whether oneDNN takes such tensors here."""
+    is_known = x.dtype in (torch.float32, torch.bfloat16)
+    return _ONEDNN is not None and x.device.type == "cpu" and is_known
+
+
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T`, x [M, K], weight [N, K], for a weight that is used once; returns [M, N].
 
@@ -79,20 +85,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     """
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         weight = weight.contiguous()
-    if x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and _HAS_ONEDNN:
+    if _is_served(x):
         result: Tensor = _product(x, weight, None, "none", [], "")
         return result
     return F.linear(x, weight)
-
-
-def _try_onednn() -> bool:
-    if not _ONEDNN.is_available():
-        return False
-    try:
-        _product(torch.ones(2, 2), torch.ones(2, 2), None, "none", [], "")
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-_HAS_ONEDNN = _try_onednn()

@@ -39,7 +39,7 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
 
 
 def token_view(tokens: TokenIds) -> memoryview:
-    """[n] int32, one behind the other in memory; not a copy where `tokens` are. Raises as above."""
+    """[n] int32, contiguous in memory; not a copy where `tokens` are. Raises as above."""
     if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
         view = as_view(tokens)
         if view.c_contiguous and view.format == "i":  # it is "=i" where memory is not aligned

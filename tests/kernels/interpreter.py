@@ -23,7 +23,10 @@ from numpy.typing import NDArray
 from radixserve_kernels.gpu.launch import JITFunction, Launch, tl
 
 from triton.runtime import interpreter  # isort: skip  (launch decides how Triton is imported)
+from triton.runtime.interpreter import _patch_lang_tensor  # isort: skip
+from triton.runtime.jit import mangle_type  # isort: skip
 
+mangle_type(1)  # its first call imports parts of Triton that need the compiled functions
 TensorHandle, InterpreterBuilder = interpreter.TensorHandle, interpreter.InterpreterBuilder
 
 PATCHED = (tl, tl.core, tl.math, tl.standard, tl.core.tensor, tl.core.dtype)
@@ -112,7 +115,6 @@ def _rounded(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     return (nearest >> 16).astype(np.uint16)
 
 
-_patch_tensor = interpreter._patch_lang_tensor
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
 
@@ -132,7 +134,7 @@ def _mended_dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise
 
 
 def _mended_tensor(tensor: Any, scope: Any) -> None:
-    _patch_tensor(tensor, scope)
+    _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,14 +41,19 @@ print("right")
 Script = Callable[[str], Path]
 
 
+def forget() -> None:
+    """As in a process that has not looked for the kernels yet."""
+    library._load.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not looked for the kernels yet, with an empty cache folder."""
     monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
-    library._load.cache_clear()
+    forget()
     yield
-    library._load.cache_clear()
+    forget()
 
 
 @pytest.fixture
@@ -74,11 +80,24 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the real library: a copy of what this user has."""
     folder = tmp_path_factory.mktemp("compiled")
-    library.cpu_library()
-    compiler = library._find_compiler()
-    made = library._find_compiled(library.cache_folder(), f"cpu-{library._fingerprint(compiler)}")
-    assert made is not None
-    return Path(shutil.copy(made, folder)).parent
+    return Path(shutil.copy(library.cpu_library()._name, folder)).parent
+
+
+@pytest.fixture
+def compilations(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that the compiler gets from here on; it makes a copy of the library."""
+    (made,) = compiled.glob("*.so")
+    commands, run = [], subprocess.run
+
+    def compiler(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        if "-o" not in command:
+            return run(command, **options)
+        commands.append(command)
+        shutil.copy(made, command[-1])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(library.subprocess, "run", compiler)
+    return commands
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -124,7 +143,7 @@ def test_no_compiler(
     check_torch_remains(tmp_path / "model", reason, caplog)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    library._load.cache_clear()
+    forget()
     reason = "there is no C++ compiler: c++, g++ and clang++ not found"
     assert unsupported_reason(torch.float32) == reason
 
@@ -220,7 +239,7 @@ def test_a_full_disk(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(library.tempfile, "mkstemp", full)
     assert "No space left on device" in unsupported_reason(torch.float32)
-    library._load.cache_clear()
+    forget()
     monkeypatch.undo()
     monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / "cache"))
     script("exit 0")
@@ -296,7 +315,7 @@ def test_compiled_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.stat().st_mtime_ns for path in compiled.iterdir()}
     assert len(before) == 1
     monkeypatch.setenv("RADIXSERVE_CACHE", str(compiled))
-    monkeypatch.setattr(library, "_compile", None)
+    monkeypatch.setattr(library.tempfile, "mkstemp", None)
     compiled.chmod(0o555)
     try:
         assert unsupported_reason(torch.float32) == ""
@@ -315,13 +334,39 @@ def test_amx_can_be_left_out(compiled: Path) -> None:
     assert done.stdout.strip() in ("0", "1"), done.stderr
 
 
+def test_the_levels_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it has, one on top of the other; a level below the highest can be asked for."""
+    wanted = [name for names, _ in library.LEVELS.values() for name in names]
+    for told, found in (
+        (wanted, ("avx2", "avx512", "avx512bf16", "amx")),
+        (wanted[:-1], ("avx2", "avx512", "avx512bf16")),
+        ([*wanted[:3], "avx512_bf16", "avx512f"], ("avx2",)),
+        (["sse2"], ()),
+    ):
+        monkeypatch.setattr(library, "_processor", lambda told=told: " ".join(told))
+        assert library.levels() == found
+        monkeypatch.delenv("RADIXSERVE_CPU_LEVEL", raising=False)
+        assert library._flags()[-1] == "-march=native"
+        for level, (_, flags) in library.LEVELS.items():
+            monkeypatch.setenv("RADIXSERVE_CPU_LEVEL", level)
+            library._load.cache_clear()
+            if level not in found:
+                allowed = ", ".join(found) or "none, its instructions are not known"
+                reason = f"RADIXSERVE_CPU_LEVEL={level}: this processor has {allowed}"
+                assert unsupported_reason(torch.float32) == reason
+            elif level == found[-1]:
+                assert library._flags()[-1] == "-march=native"
+            else:
+                assert library._flags()[-len(flags) :] == flags
+
+
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut off", "empty", "a byte", "a folder"])
 def test_a_damaged_library_is_replaced(
     damage: str,
     compiled: Path,
+    compilations: list[list[str]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is never loaded: that would end the process. The compiler runs again, once."""
@@ -337,13 +382,6 @@ def test_a_damaged_library_is_replaced(
         path.write_bytes(b"")
     else:
         path.write_bytes(content[:9_000] + bytes([content[9_000] ^ 1]) + content[9_001:])
-    compilations = []
-
-    def compiler(command: list[str], made: str) -> None:
-        compilations.append(command)
-        Path(made).write_bytes(content)
-
-    monkeypatch.setattr(library, "_run_compiler", compiler)
     with caplog.at_level(logging.WARNING, "radixserve"):
         reason = unsupported_reason(torch.float32)
     if damage == "a folder":
@@ -353,28 +391,35 @@ def test_a_damaged_library_is_replaced(
     assert "damaged" in caplog.text
     assert len(compilations) == 1
     assert path.read_bytes() == content
-    library._load.cache_clear()
+    forget()
     assert unsupported_reason(torch.float32) == ""
     assert len(compilations) == 1
 
 
 @needs_compiler
 def test_other_sources_or_compilers_are_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compilations: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert COMPILER is not None
-    first = library._fingerprint([COMPILER])
-    assert library._fingerprint([COMPILER]) == first
-    assert library._fingerprint([COMPILER, "-O1"]) != first
-    monkeypatch.setattr(library, "_processor", lambda: "another one")
-    assert library._fingerprint([COMPILER]) != first
-    monkeypatch.undo()
+    def num_made() -> int:
+        forget()
+        assert unsupported_reason(torch.float32) == ""
+        assert len(list(library.cache_folder().iterdir())) == len(compilations)
+        return len(compilations)
+
+    assert num_made() == 1
+    assert num_made() == 1
+    with monkeypatch.context() as patches:
+        patches.setenv("CXX", f"'{COMPILER}' -O1")
+        assert num_made() == 2
+    with monkeypatch.context() as patches:
+        patches.setattr(library.platform, "machine", lambda: "another one")
+        assert num_made() == 3
     copy = tmp_path / "cpu"
     shutil.copytree(library.SOURCES, copy)
     monkeypatch.setattr(library, "SOURCES", copy)
-    assert library._fingerprint([COMPILER]) == first
-    (copy / "layers.h").write_text("// nothing")
-    assert library._fingerprint([COMPILER]) != first
+    assert num_made() == 3
+    (copy / "another.h").write_text("// nothing")
+    assert num_made() == 4
 
 
 @needs_compiler

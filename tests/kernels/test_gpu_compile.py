@@ -117,28 +117,6 @@ def test_triton_is_imported_when_a_kernel_starts() -> None:
     subprocess.run([sys.executable, "-c", FRESH], check=True, env=environment)
 
 
-def test_signatures_are_those_of_a_call(compiler: ModuleType) -> None:
-    """What is compiled ahead is what Triton's own binder makes of the same arguments."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    for variant in compiler.variants((9, 0), every=False):
-        launch, found = variant.launch, compiler.signature_of(variant.launch)
-        kernel = launch.kernel
-        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        bound, kinds, options = bind(**launch.arguments, **launch.options, debug=False)
-        assert options["num_warps"] == launch.num_warps
-        for number, (name, (kind, value)) in enumerate(zip(bound, kinds, strict=True)):
-            assert found.types[name] == kind
-            if kind == "constexpr":
-                assert found.constants[number,] == bound[name]
-            else:
-                attributes = backend.parse_attr(value) if value else []
-                assert found.attributes.get((number,), []) == attributes
-
-
 def test_the_command(compiler: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         compiler.main(["--targets", "70"])

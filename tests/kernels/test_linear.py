@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,17 +37,18 @@ def test_same_as_torch(
     torch.testing.assert_close(total.double(), exact + plus.double(), rtol=tolerance, atol=atol)
 
 
-def test_without_onednn_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_pack", lambda _: None)
+@pytest.mark.parametrize("build", ["without oneDNN", "without the operations"])
+def test_on_another_build_it_is_torch(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if build == "without oneDNN":
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    else:
+        monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    module = runpy.run_path(linear.__file__)  # it looks for them when it is imported
     x, weight, plus = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
-    assert torch.equal(Linear(weight)(x), F.linear(x, weight))
-    assert torch.equal(Linear(weight)(x, plus), F.linear(x, weight) + plus)
-
-
-def test_without_a_build_that_has_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_product_and_sum", linear._find("no_such_operation", "default"))
-    x, weight = torch.randn(3, 8), torch.randn(5, 8)
-    assert torch.equal(Linear(weight)(x), F.linear(x, weight))
+    layer = module["Linear"](weight)
+    assert torch.equal(layer(x), F.linear(x, weight))
+    assert torch.equal(layer(x, plus), F.linear(x, weight) + plus)
+    assert torch.equal(module["product"](x, weight), F.linear(x, weight))
 
 
 def test_other_dtypes_are_not_packed() -> None:

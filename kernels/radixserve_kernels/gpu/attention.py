@@ -29,19 +29,34 @@ class Blocks:
 
 
 @kernel()
+def row_keys(row, indptr_ptr, last_ptr, page_size: tl.constexpr):
+    """The place of a row's first page in the list of pages, and the number of its keys."""
+    first_page = tl.load(indptr_ptr + row)
+    num_pages = tl.load(indptr_ptr + row + 1) - first_page
+    return first_page, tl.maximum((num_pages - 1) * page_size + tl.load(last_ptr + row), 0)
+
+
+@kernel()
+def empty_state(block_rows: tl.constexpr, block_dim: tl.constexpr):
+    """The state of queries that have seen no key, base 2.
+
+    m_i [rows] float32: the maximum score so far; l_i [rows] float32: the sum of exp2(score - m_i);
+    acc [rows, block_dim] float32: the sum of exp2(score - m_i) * value.
+    """
+    m_i = tl.full([block_rows], float("-inf"), tl.float32)
+    l_i = tl.zeros([block_rows], tl.float32)
+    return m_i, l_i, tl.zeros([block_rows, block_dim], tl.float32)
+
+
+@kernel()
 def attend_keys(
     query,  # [rows, block_dim]
-    m_i,  # [rows] float32: the maximum score so far, base 2
-    l_i,  # [rows] float32: the sum of exp2(score - m_i)
-    acc,  # [rows, block_dim] float32: the sum of exp2(score - m_i) * value
-    k_ptr,  # at the K/V head
-    v_ptr,
-    pages_ptr,  # at the row's first page
+    state,  # see `empty_state`
+    pool,  # K and V at the K/V head, page ids at the row's first, the stride of a slot
     begin,
     end,  # keys
     limit,  # [rows] number of keys that each query sees; read if is_masked
     scale,
-    stride_slot,  # of K and V
     page_size: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
@@ -49,7 +64,9 @@ def attend_keys(
     precision: tl.constexpr,
     is_masked: tl.constexpr,
 ):
-    """Accumulate over the keys [begin, end); without a mask these are whole blocks of keys."""
+    """The state after the keys [begin, end); without a mask these are whole blocks of keys."""
+    m_i, l_i, acc = state
+    k_ptr, v_ptr, pages_ptr, stride_slot = pool
     features = tl.arange(0, block_dim)
     for start in range(begin, end, block_keys):
         position = start + tl.arange(0, block_keys)
@@ -100,9 +117,7 @@ def keys_per_split(
 
 @kernel()
 def write_state(
-    m_i,
-    l_i,
-    acc,
+    state,
     out_ptr,
     lse_ptr,
     out_cells,  # [rows] where each query's output begins
@@ -112,6 +127,7 @@ def write_state(
     block_dim: tl.constexpr,
 ):
     """Store the finished output and, unless its pointer is None, the lse of each query."""
+    m_i, l_i, acc = state
     features = tl.arange(0, block_dim)
     out = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     is_written = is_query[:, None] & (features < head_dim)[None, :]

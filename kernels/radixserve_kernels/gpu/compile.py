@@ -15,22 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from radixserve_kernels.gpu.launch import JITFunction, Launch, tl
 from radixserve_kernels.gpu.variants import Variant, variants
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of a program, by target
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*u1",
-}
 
 
 class Compiled(NamedTuple):
@@ -49,52 +37,38 @@ class Compiled(NamedTuple):
         return self.shared_bytes <= SHARED_BYTES[self.target]
 
 
-class Signature(NamedTuple):
-    """A launch's arguments as the compiler sees them, specialised as Triton does on a call."""
+def source_of(launch: Launch, backend: Any) -> Any:
+    """The kernel and its arguments, specialised by Triton's own binder as on a call: arguments that
+    are not `varying` are constants where they are 1, and known multiples of 16 where they are."""
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import create_function_from_signature
 
-    types: dict[str, str]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], list[list[Any]]]
-
-
-def signature_of(launch: Launch) -> Signature:
-    """Arguments that are not `varying` are constants where they are 1, and else known to be
-    multiples of 16 where they are."""
-    found = Signature({}, {}, {})
-    for number, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        is_special = not parameter.do_not_specialize
-        is_one = type(value) is int and value == 1 and is_special
-        if parameter.is_constexpr or value is None or is_one:
-            found.types[parameter.name] = "constexpr"
-            found.constants[number,] = value
-            continue
-        if isinstance(value, Tensor):
-            found.types[parameter.name] = POINTERS[value.dtype]
-            is_aligned = value.data_ptr() % 16 == 0
-        elif isinstance(value, float):
-            found.types[parameter.name], is_aligned = "fp32", False
-        else:
-            is_int32 = -(2**31) <= value < 2**31
-            found.types[parameter.name] = "i32" if is_int32 else "i64"
-            is_aligned = value % 16 == 0
-        if is_aligned and is_special:
-            found.attributes[number,] = [["tt.divisibility", 16]]
-    return found
+    kernel = launch.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, kinds, _ = bind(**launch.arguments, **launch.options, debug=False)
+    types = {name: kind for name, (kind, _) in zip(bound, kinds, strict=True)}
+    constants = {
+        (number,): bound[name] for number, name in enumerate(bound) if types[name] == "constexpr"
+    }
+    attributes = {
+        (number,): backend.parse_attr(known)
+        for number, (kind, known) in enumerate(kinds)
+        if kind != "constexpr" and known
+    }
+    return ASTSource(kernel, types, constants, attributes)
 
 
 def compile_launch(variant: Variant, target: int) -> Compiled:
     """Compile for sm_<target>; nothing runs. Raises RuntimeError where Triton interprets."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
 
     if not isinstance(tl.sum, JITFunction):
         raise RuntimeError("Triton was imported with TRITON_INTERPRET set: it cannot compile")
-    launch = variant.launch
-    types, constants, attributes = signature_of(launch)
-    source = ASTSource(launch.kernel, types, constants, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
+    launch, gpu = variant.launch, GPUTarget("cuda", target, 32)
+    source = source_of(launch, make_backend(gpu))
+    made = triton.compile(source, target=gpu, options=launch.options)
     registers, stack_bytes = resource_usage(made.asm["cubin"])
     name = launch.kernel.__name__.removesuffix("_kernel")
     shared = made.metadata.shared

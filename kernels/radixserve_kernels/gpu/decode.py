@@ -18,8 +18,10 @@ from radixserve_kernels.gpu.attention import (
     MAX_GROUP,
     attend_keys,
     decode_blocks,
+    empty_state,
     keys_per_split,
     precision_of,
+    row_keys,
     write_state,
 )
 from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
@@ -69,9 +71,7 @@ def decode_kernel(
     kv_head = tl.program_id(1)
     kv_split = tl.program_id(2)
     num_kv_splits = tl.num_programs(2)
-    first_page = tl.load(indptr_ptr + row)
-    num_pages = tl.load(indptr_ptr + row + 1) - first_page
-    num_keys = tl.maximum((num_pages - 1) * page_size + tl.load(last_ptr + row), 0)
+    first_page, num_keys = row_keys(row, indptr_ptr, last_ptr, page_size)
     size = keys_per_split(num_keys, num_kv_splits, fixed_splits, min_keys, max_keys, block_keys)
     begin = kv_split * size
     end = tl.minimum(begin + size, num_keys)
@@ -84,43 +84,17 @@ def decode_kernel(
     is_read = is_query[:, None] & (features < head_dim)[None, :]
     query = tl.load(cells + features[None, :], mask=is_read, other=0.0)
 
-    m_i = tl.full([block_rows], float("-inf"), tl.float32)
-    l_i = tl.zeros([block_rows], tl.float32)
-    acc = tl.zeros([block_rows, block_dim], tl.float32)
     limit = tl.zeros([block_rows], tl.int32) + end
-    m_i, l_i, acc = attend_keys(
-        query,
-        m_i,
-        l_i,
-        acc,
-        k_ptr + kv_head * stride_kv_head,
-        v_ptr + kv_head * stride_kv_head,
-        indices_ptr + first_page,
-        begin,
-        end,
-        limit,
-        scale,
-        stride_slot,
-        page_size,
-        head_dim,
-        block_dim,
-        block_keys,
-        precision,
-        True,
+    kv_offset = kv_head * stride_kv_head
+    pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
+    state = attend_keys(
+        *(query, empty_state(block_rows, block_dim), pool, begin, end, limit, scale),
+        *(page_size, head_dim, block_dim, block_keys, precision, True),
     )
     out_row = row.to(tl.int64) * stride_out_row + kv_split * stride_out_split
-    write_state(
-        m_i,
-        l_i,
-        acc,
-        out_ptr,
-        lse_ptr,
-        out_row + head * stride_out_head,
-        (row.to(tl.int64) * num_heads + head) * num_kv_splits + kv_split,
-        is_query,
-        head_dim,
-        block_dim,
-    )
+    out_cells = out_row + head * stride_out_head
+    lse_cells = (row.to(tl.int64) * num_heads + head) * num_kv_splits + kv_split
+    write_state(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim)
 
 
 @kernel(varying=("lse_ptr", "num_kv_splits"))

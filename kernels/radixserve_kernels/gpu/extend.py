@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.attention import attend_keys, extend_blocks, keys_per_split, write_state
+from radixserve_kernels.gpu.attention import (
+    attend_keys,
+    empty_state,
+    extend_blocks,
+    keys_per_split,
+    row_keys,
+    write_state,
+)
 from radixserve_kernels.gpu.decode import attention_arguments, group_of, split_state
 from radixserve_kernels.gpu.launch import Capability, Launch, capability_of, kernel, power_of_2, tl
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
@@ -74,9 +81,7 @@ def extend_kernel(
     offset = (tile - first_tile) * tile_tokens
     if offset >= num_new:
         return
-    first_page = tl.load(indptr_ptr + row)
-    num_pages = tl.load(indptr_ptr + row + 1) - first_page
-    num_keys = tl.maximum((num_pages - 1) * page_size + tl.load(last_ptr + row), 0)
+    first_page, num_keys = row_keys(row, indptr_ptr, last_ptr, page_size)
 
     features = tl.arange(0, block_dim)
     member = tl.arange(0, block_rows)
@@ -101,42 +106,19 @@ def extend_kernel(
     end = tl.minimum(begin + size, seen)
     whole = tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // block_keys * block_keys
 
-    m_i = tl.full([block_rows], float("-inf"), tl.float32)
-    l_i = tl.zeros([block_rows], tl.float32)
-    acc = tl.zeros([block_rows, block_dim], tl.float32)
+    kv_offset = kv_head * stride_kv_head
+    pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
+    state = empty_state(block_rows, block_dim)
     for is_masked in tl.static_range(2):
-        m_i, l_i, acc = attend_keys(
-            query,
-            m_i,
-            l_i,
-            acc,
-            k_ptr + kv_head * stride_kv_head,
-            v_ptr + kv_head * stride_kv_head,
-            indices_ptr + first_page,
-            begin + whole * is_masked,
-            begin + whole if is_masked == 0 else end,
-            limit,
-            scale,
-            stride_slot,
-            page_size,
-            head_dim,
-            block_dim,
-            block_keys,
-            precision,
-            is_masked == 1,
+        first = begin + whole * is_masked
+        last = begin + whole if is_masked == 0 else end
+        state = attend_keys(
+            *(query, state, pool, first, last, limit, scale),
+            *(page_size, head_dim, block_dim, block_keys, precision, is_masked == 1),
         )
-    write_state(
-        m_i,
-        l_i,
-        acc,
-        out_ptr,
-        lse_ptr,
-        token * stride_out_row + head * stride_out_head + kv_split * stride_out_split,
-        (token * num_heads + head) * num_kv_splits + kv_split,
-        is_query,
-        head_dim,
-        block_dim,
-    )
+    out_cells = token * stride_out_row + head * stride_out_head + kv_split * stride_out_split
+    lse_cells = (token * num_heads + head) * num_kv_splits + kv_split
+    write_state(state, out_ptr, lse_ptr, out_cells, lse_cells, is_query, head_dim, block_dim)
 
 
 def extend(

@@ -43,21 +43,11 @@ from radixserve_kernels.gpu.threshold_search import (
 
 
 @kernel()
-def count_or_mass(
-    values_ptr,
-    end,
-    row_max,
-    temperature,
-    floor,
-    limit,
-    norm,
-    is_count,
-    block: tl.constexpr,
-):
+def count_or_mass(values_ptr, end, scaling, limit, norm, is_count, block: tl.constexpr):
     """The number of tokens with keys up to `limit`, or the sum of exp(scaled) / norm; float64."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, end, block):
-        scaled, is_kept = scaled_logits(values_ptr, start, end, row_max, temperature, floor, block)
+        scaled, is_kept = scaled_logits(values_ptr, start, end, scaling, block)
         weights = tl.where(is_count, 1.0, tl.div_rn(tl.exp(scaled), norm))
         weights = tl.where(is_kept & (key_of(scaled) <= limit), weights, 0.0)
         total += tl.sum(weights.to(tl.float64), 0)
@@ -65,20 +55,13 @@ def count_or_mass(
 
 
 @kernel()
-def kept_weights(
-    values_ptr,
-    start,
-    end,
-    row_max,
-    temperature,
-    floor,
-    limit,
-    norm,
-    min_prob,
-    block: tl.constexpr,
-):
-    """exp(scaled) of the tokens of a block that pass all filters, float64; zero for the others."""
-    scaled, is_kept = scaled_logits(values_ptr, start, end, row_max, temperature, floor, block)
+def kept_weights(values_ptr, start, end, scaling, limits, block: tl.constexpr):
+    """exp(scaled) of the tokens of a block that pass all filters, float64; zero for the others.
+
+    limits: the largest key, and the least probability with the sum that it is a share of.
+    """
+    limit, norm, min_prob = limits
+    scaled, is_kept = scaled_logits(values_ptr, start, end, scaling, block)
     weights = tl.exp(scaled)
     is_kept = is_kept & (key_of(scaled) <= limit) & (tl.div_rn(weights, norm) >= min_prob)
     return tl.where(is_kept, weights, 0.0).to(tl.float64)
@@ -121,6 +104,7 @@ def draw_kernel(
         floor = tl.load(floor_ptr + row)
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
+        scaling = (row_max, temperature, floor)
         uniform = tl.load(uniform_ptr + row)
         blocks = tl.arange(0, block_blocks)
         masses_ptr += row * steps * num_blocks
@@ -131,7 +115,7 @@ def draw_kernel(
         is_gathered = False
         limit = tl.full([], 0x7F800000, tl.int32)  # the key of -inf: all tokens
         norm = tl.sum(masses, 0).to(tl.float32)
-        min_prob = tl.full([], 0.0, tl.float32)  # probability
+        min_prob = tl.full([], 0.0, tl.float32)
         if is_filtered(top_k, top_p, floor, vocab_size):
             counts_ptr += row * steps * num_blocks
             step, num_tokens = choose_step(
@@ -148,31 +132,21 @@ def draw_kernel(
                     before_step = tl.where(step > 0, key_of(step_floor(step - 1, steps)), -1)
                     low = tl.where(is_top_k, before_step, -1)
                     high = tl.where(is_top_k, key_of(step_floor(step, steps)), limit)
-                    while (
-                        high - low > 1
-                    ):  # the min_prob key up to which the weights reach the target
+                    while high - low > 1:  # the least key up to which the weights reach the target
                         middle = low + (high - low) // 2
                         found = count_or_mass(
-                            values_ptr,
-                            end,
-                            row_max,
-                            temperature,
-                            floor,
-                            middle,
-                            norm,
-                            is_top_k,
-                            block,
+                            values_ptr, end, scaling, middle, norm, is_top_k, block
                         )
                         high = tl.where(found >= target, middle, high)
                         low = tl.where(found >= target, low, middle)
                     if is_top_k:
                         limit = high
-                        norm = count_or_mass(
-                            values_ptr, end, row_max, temperature, floor, limit, 1.0, False, block
-                        ).to(tl.float32)
+                        mass = count_or_mass(values_ptr, end, scaling, limit, 1.0, False, block)
+                        norm = mass.to(tl.float32)
                     else:
                         last = -high.to(tl.float32, bitcast=True)
                         min_prob = tl.div_rn(tl.exp(last), norm)
+            limits = (limit, norm, min_prob)
             point = tl.full([], float("inf"), tl.float64)
             first = tl.full([], 0, tl.int32)
             before = tl.full([], 0.0, tl.float64)
@@ -181,18 +155,7 @@ def draw_kernel(
                 first = first * 0
                 before = before * 0.0
                 for start in range(0, end, block):
-                    weights = kept_weights(
-                        values_ptr,
-                        start,
-                        end,
-                        row_max,
-                        temperature,
-                        floor,
-                        limit,
-                        norm,
-                        min_prob,
-                        block,
-                    )
+                    weights = kept_weights(values_ptr, start, end, scaling, limits, block)
                     mass += tl.sum(weights, 0)
                     is_past = mass <= point
                     first = tl.where(is_past, start + block, first)
@@ -205,9 +168,7 @@ def draw_kernel(
             is_past = mass_up_to <= point
             first = tl.sum(is_past.to(tl.int32), 0) * block
             before = tl.max(tl.where(is_past, mass_up_to, 0.0), 0)
-        weights = kept_weights(
-            values_ptr, first, end, row_max, temperature, floor, limit, norm, min_prob, block
-        )
+        weights = kept_weights(values_ptr, first, end, scaling, (limit, norm, min_prob), block)
         within = tl.arange(0, block)
         is_here = (before + tl.cumsum(weights, 0) > point) & (weights > 0.0)
         position = tl.min(tl.where(is_here, within, block), 0)

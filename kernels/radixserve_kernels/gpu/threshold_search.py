@@ -24,8 +24,12 @@ def step_floor(step, steps: tl.constexpr):
 
 
 @kernel()
-def scaled_logits(values_ptr, start, end, row_max, temperature, floor, block: tl.constexpr):
-    """Of a block of values; those below min_p's floor, and beyond the end, count for nothing."""
+def scaled_logits(values_ptr, start, end, scaling, block: tl.constexpr):
+    """A block's scaled logits, and which are kept: those before `end` and not below min_p's floor.
+
+    scaling: the row's maximum, its temperature and its floor.
+    """
+    row_max, temperature, floor = scaling
     position = start + tl.arange(0, block)
     values = tl.load(values_ptr + position, position < end, float("-inf"))
     scaled = tl.div_rn(values - row_max, temperature)
@@ -103,9 +107,8 @@ def threshold_kernel(
         top_k = tl.load(top_k_ptr + row)
         top_p = tl.load(top_p_ptr + row)
         values_ptr = logits_ptr + row * stride_logits
-        scaled, is_kept = scaled_logits(
-            values_ptr, block_id * block, vocab_size, row_max, temperature, floor, block
-        )
+        scaling = (row_max, temperature, floor)
+        scaled, is_kept = scaled_logits(values_ptr, block_id * block, vocab_size, scaling, block)
         weights = tl.where(is_kept, tl.exp(scaled), 0.0).to(tl.float64)
         cells = row * steps * num_blocks + block_id
         last = cells + (steps - 1) * num_blocks
@@ -159,11 +162,11 @@ def gather_kernel(
             blocks = tl.arange(0, block_blocks)
             counts = tl.load(counts_ptr + step * num_blocks + blocks, blocks < block_id, 0)
             values_ptr = logits_ptr + row * stride_logits
-            scaled, is_kept = scaled_logits(
-                values_ptr, block_id * block, vocab_size, row_max, temperature, floor, block
-            )
+            scaling = (row_max, temperature, floor)
+            start = block_id * block
+            scaled, is_kept = scaled_logits(values_ptr, start, vocab_size, scaling, block)
             is_kept = is_kept & (scaled >= step_floor(step, steps))
-            token = block_id * block + tl.arange(0, block)
+            token = start + tl.arange(0, block)
             values = tl.load(values_ptr + token, is_kept, 0.0)
             position = tl.sum(counts, 0) + tl.cumsum(is_kept.to(tl.int32), 0) - 1
             cells = row * max_gathered + position

@@ -42,7 +42,7 @@ def _sha256(data: bytes) -> bytes:
 
 
 class BlockChain:
-    """A prompt's whole blocks, with their keys as far as somebody asked for them."""
+    """A prompt's whole blocks, with their keys as far as they were asked for."""
 
     __slots__ = ("__weakref__", "_digest", "data", "keys", "num_blocks", "width")
 
@@ -64,7 +64,7 @@ class BlockChain:
 
 
 class ChainMemo:
-    """The chains that somebody still holds: a waiting request's prompt is hashed once."""
+    """The chains that are still in use: a waiting request's prompt is hashed once."""
 
     def __init__(self, digest: Digest, width: int) -> None:
         self._digest = digest
