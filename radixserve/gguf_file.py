@@ -101,7 +101,8 @@ class GgufFile:
             raise ModelNotSupported(
                 f"{self.path}: tensor {name} is of type {kind.name}, which cannot be widened"
             ) from None
-        return numbers.reshape(tensor.shape).astype(np.float32, copy=False)
+        widened: NDArray[np.float32] = numbers.reshape(tensor.shape).astype(np.float32, copy=False)
+        return widened
 
     def _read_header(self) -> None:
         if self._data[:4] != _MAGIC:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from radixserve.schedule import SampleOutput
+
 
 class Lookup(NamedTuple):
     """How much of a prompt is cached, and why not more.
@@ -100,6 +102,7 @@ class RequestOutput(NamedTuple):
     top_logprobs: tuple[dict[int, float], ...]
     finish: Finish | None
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
+    draws: tuple[SampleOutput, ...] = ()  # of a beam search: what was drawn after each of its beams
 
 
 @dataclass(frozen=True, slots=True)

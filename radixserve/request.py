@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -153,14 +153,11 @@ class BeamParams(StrictFields):
     early_stopping  True: end when `width` answers are finished; False: when the best beam, at its
                     present length, is no better than the worst of them; "never": when it could not
                     become better at any length
-    is_stopped      whether a stop string ends in the token given last, behind the tokens given
-                    first (prompt and output, [n] int32); None: there are no stop strings
     """
 
     width: int = 4
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    is_stopped: Callable[[IntArray, int], bool] | None = None
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -189,6 +186,14 @@ class Request:
     also_generate: bool = False
     # `logprob_targets` are scored after each of the k tokens before the last, then tokens are drawn
     beams: BeamParams | None = None  # it is a beam search, without targets
+
+    @property
+    def num_candidates(self) -> int:
+        """Best tokens wanted after each beam, 0 where one is drawn. Enough for `width` beams to go
+        on even where every beam's best tokens end it."""
+        if self.beams is None:
+            return 0
+        return max(2, 1 + len(self.end_ids)) * self.beams.width
 
     @property
     def score_start(self) -> int:

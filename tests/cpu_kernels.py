@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from radixserve_kernels.cpu_library import cpu_library
+from radixserve_kernels import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 
-
-@contextlib.contextmanager
-def _tiles(use: bool) -> Iterator[None]:
-    """AMX is used or not; skips the test if it should be and there is none."""
-    library = cpu_library()
-    had_tiles = library.radixserve_bf16() == 2
-    library.radixserve_use_amx(int(use))
-    try:
-        if use and library.radixserve_bf16() != 2:
-            pytest.skip("this processor has no AMX")
-        yield
-    finally:
-        library.radixserve_use_amx(int(had_tiles))
+_LOADERS = {  # each remembers its level's library, for all tests
+    level: functools.cache(cpu_library._load.__wrapped__) for level in cpu_library.LEVELS
+}
 
 
-@pytest.fixture(params=["AMX", "AVX-512"])
-def bf16_routine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs by one way to multiply in bfloat16, then by the other."""
-    if reason := unsupported_reason(torch.bfloat16):
+@pytest.fixture(params=cpu_library.LEVELS)
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test runs with kernels for each instruction level that this processor has."""
+    if reason := unsupported_reason(torch.float32):
         pytest.skip(reason)
-    with _tiles(request.param == "AMX"):
-        yield request.param
+    level: str = request.param
+    if level not in cpu_library.levels():
+        pytest.skip(f"this processor has no {level}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RADIXSERVE_CPU_LEVEL", level)
+        patch.setattr(cpu_library, "_load", _LOADERS[level])
+        if level == "amx" and cpu_library.cpu_library().radixserve_bf16() != 2:
+            pytest.skip("this system lets no process use AMX")
+        yield level
 
 
 @pytest.fixture(params=[1, 2])

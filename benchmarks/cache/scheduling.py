@@ -124,7 +124,7 @@ class _Queue:
 
     def end_running(self) -> None:
         """The next pass starts a waiting request in its place, evicting what it needs."""
-        self._scheduler.abort(self._running)
+        self._scheduler.finish(self._running, "abort")
 
 
 def _request(number: int, tokens: IntArray) -> Request:

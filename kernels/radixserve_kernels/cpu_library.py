@@ -4,9 +4,11 @@ The library is kept in a cache folder of the user's, named after the sources, th
 processor and its own content: it is compiled once, and a damaged file is detected and replaced.
 Without a compiler, callers use PyTorch's operations.
 
-RADIXSERVE_CACHE   the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
-CXX                the compiler, flags may follow; by default the first of c++, g++, clang++
-RADIXSERVE_AMX     0: bfloat16 products without AMX, even if the processor has it
+RADIXSERVE_CACHE      the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
+CXX                   the compiler, flags may follow; by default the first of c++, g++, clang++
+RADIXSERVE_CPU_LEVEL  avx2, avx512, avx512bf16, amx: instructions up to there, of those that the
+                      processor has; by default all of them
+RADIXSERVE_AMX        0: bfloat16 products without AMX, even if the processor has it
 """
 
 from __future__ import annotations
@@ -35,9 +37,21 @@ logger = logging.getLogger("radixserve")
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = (
-    *("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared"),
+    *("-O3", "-std=c++17", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-strict-aliasing", "-w"),  # keys are packed as words of 32 bits
 )
+LEVELS = {  # what a processor says of itself, lowest first, and what the compiler is told
+    "avx2": (("avx2", "fma", "f16c"), ("-march=x86-64-v3",)),
+    "avx512": (
+        ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+        ("-march=x86-64-v4",),
+    ),
+    "avx512bf16": (("avx512_bf16",), ("-march=x86-64-v4", "-mavx512bf16")),
+    "amx": (
+        ("amx_tile", "amx_bf16"),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    ),
+}
 THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP
 PATIENCE_S = 300
 
@@ -113,6 +127,26 @@ def _find_compiler() -> list[str]:
     raise CpuLibraryError(f"there is no C++ compiler: {wanted} not found")
 
 
+def levels() -> tuple[str, ...]:
+    """The instruction levels that this processor has, lowest first; none where it does not say."""
+    told = set(_processor().split())
+    found = []
+    for name, (wanted, _) in LEVELS.items():
+        if not told.issuperset(wanted):
+            break
+        found.append(name)
+    return tuple(found)
+
+
+def _flags() -> tuple[str, ...]:
+    """The compiler's flags, for the level that is asked for. Raises CpuLibraryError."""
+    asked, found = os.environ.get("RADIXSERVE_CPU_LEVEL", ""), levels()
+    if asked and asked not in found:
+        allowed = ", ".join(found) or "none, its instructions are not known"
+        raise CpuLibraryError(f"RADIXSERVE_CPU_LEVEL={asked}: this processor has {allowed}")
+    return (*FLAGS, *(LEVELS[asked][1] if asked and asked != found[-1] else ("-march=native",)))
+
+
 def _fingerprint(compiler: list[str]) -> str:
     """A name for what the compiled code depends on."""
     digest = hashlib.sha256()
@@ -122,7 +156,7 @@ def _fingerprint(compiler: list[str]) -> str:
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise CpuLibraryError(f"the C++ compiler {compiler[0]} does not run: {error}") from error
-    digest.update(version + " ".join((*compiler, *FLAGS)).encode() + _processor().encode())
+    digest.update(version + " ".join((*compiler, *_flags())).encode() + _processor().encode())
     return digest.hexdigest()[:16]
 
 
@@ -133,7 +167,7 @@ def _processor() -> str:
             told = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
     except OSError:
         told = [platform.processor()]
-    return platform.machine() + "".join(sorted(set(told)))
+    return f"{platform.machine()} {''.join(sorted(set(told)))}"
 
 
 def _find_compiled(folder: Path, name: str) -> Path | None:
@@ -183,7 +217,7 @@ def _compile(compiler: list[str], folder: Path, name: str) -> Path:
 def _run_compiler(compiler: list[str], made: str) -> None:
     failure = ""
     for threads in (THREADS, ()):
-        command = [*compiler, *FLAGS, *threads, str(SOURCES / "library.cpp"), "-o", made]
+        command = [*compiler, *_flags(), *threads, str(SOURCES / "library.cpp"), "-o", made]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         except (OSError, subprocess.SubprocessError) as error:

@@ -12,25 +12,27 @@ from torch import Tensor
 
 from radixserve_kernels.cpu_library import CpuLibraryError, cpu_library
 
+_VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
+
 
 def unsupported_reason(dtype: torch.dtype) -> str:
     """Why these kernels cannot compute in `dtype` here; "" if they can."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"they compute in float32 and bfloat16, not in {dtype}"
     try:
-        library = cpu_library()
+        cpu_library()
     except CpuLibraryError as reason:
         return str(reason)
-    if dtype == torch.bfloat16 and not library.radixserve_bf16():
-        return "this processor has no bfloat16 arithmetic"
     return ""
 
 
 def describe() -> str:
     """The processor features that the compiled code uses. Raises CpuLibraryError."""
     library = cpu_library()
-    bf16 = ("none", "AVX-512", "AMX")[library.radixserve_bf16()]
-    return f"vectors of {32 * library.radixserve_lanes()} bits, bfloat16: {bf16}"
+    bits = 32 * library.radixserve_lanes()
+    widened = f"{_VECTORS.get(bits, f'vectors of {bits} bits')}, widened to float32"
+    bf16 = (widened, "AVX-512 BF16", "AMX")[library.radixserve_bf16()]
+    return f"vectors of {bits} bits, bfloat16: {bf16}"
 
 
 def argmax(logits: Tensor) -> tuple[list[int], int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
+from radixserve.engine.beam_group import StopCheck
 from radixserve.engine.ticket import Event, Ticket
 from radixserve.errors import InvalidRequest
 from radixserve.output import Beam, Completion, Finish, RequestOutput, Usage
@@ -53,9 +54,7 @@ def read_options(
     )
 
 
-def as_search(
-    request: Request, beams: BeamParams, tokenizer: Tokenizer | None, vocab_size: int
-) -> Request:
+def as_search(request: Request, beams: BeamParams, vocab_size: int) -> Request:
     """`request` as a beam search. InvalidRequest where the vocabulary is too small for the width:
     a single beam must have enough tokens for all of its first children."""
     num_ends, params = len(request.end_ids), request.params
@@ -66,13 +65,10 @@ def as_search(
             f"beam_width must be at most {most} with {num_ends} end tokens in a vocabulary of "
             f"{vocab_size}, got {beams.width}"
         )
-    stops = tuple(params.stop)
-    if stops and tokenizer is not None:
-        beams = replace(beams, is_stopped=stop_check(tokenizer, stops))
     return replace(request, beams=beams)
 
 
-def stop_check(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[IntArray, int], bool]:
+def stop_check(tokenizer: Tokenizer, stops: Sequence[str]) -> StopCheck:
     """Whether one of `stops` ends in a token, given those before it (prompt and output).
 
     As in transformers the string may begin in the prompt, and special tokens count as their names.
@@ -97,6 +93,9 @@ class BeamTicket(Ticket):
     ) -> None:
         super().__init__(request, tokenizer, notify, streams=False)
         self._tokenizer = tokenizer
+        stops = tuple(request.params.stop)
+        if stops and tokenizer is not None:
+            self.is_stopped = stop_check(tokenizer, stops)
         self._best_ids: list[int] = []
 
     @property
@@ -105,7 +104,7 @@ class BeamTicket(Ticket):
         return self._best_ids
 
     def push(self, output: RequestOutput) -> bool:
-        """Take in the end of the search; there is no news before."""
+        """Take in the end of the search; there is no output before."""
         finish = output.finish
         if self._has_ended or finish is None:
             return False
@@ -128,18 +127,18 @@ class BeamTicket(Ticket):
             if number:
                 usage = Usage(usage.prompt_tokens, usage.prompt_tokens, 0, num_tokens)
             own = replace(finish, reason=beam.reason, usage=usage)
-            news = RequestOutput("", tuple(beam.token_ids), beam.logprobs, beam.top_logprobs, own)
+            output = RequestOutput("", tuple(beam.token_ids), beam.logprobs, beam.top_logprobs, own)
             total = math.fsum(beam.logprobs)
-            completion = self._text_of(news)
+            completion = self._text_of(output)
             found.append(replace(completion, score=beam.score, cumulative_logprob=total))
         return tuple(found)
 
-    def _text_of(self, news: RequestOutput) -> Completion:
+    def _text_of(self, output: RequestOutput) -> Completion:
         """The answer with its text, as for a request that ended in one step."""
         # A stop string ends a beam at any length.
         request = replace(self.request, params=replace(self.request.params, min_tokens=0))
         events: list[Event] = []
-        Ticket(request, self._tokenizer, events.append, streams=False).push(news)
+        Ticket(request, self._tokenizer, events.append, streams=False).push(output)
         (completion,) = events
         assert isinstance(completion, Completion)
         return completion

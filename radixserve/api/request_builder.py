@@ -62,9 +62,9 @@ class RequestBuilder:
         request_id: str | None,
     ) -> list[Request]:
         """A request a prompt."""
-        tokenizer, vocab_size = self.reader.tokenizer, self.reader.vocab_size
+        vocab_size = self.reader.vocab_size
         requests, _ = self.build(prompts, params, request_id)
-        return [as_search(request, beams, tokenizer, vocab_size) for request in requests]
+        return [as_search(request, beams, vocab_size) for request in requests]
 
     def request(
         self, ids: IntArray, params: SamplingParams, request_id: str | None = None

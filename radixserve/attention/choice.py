@@ -95,4 +95,5 @@ def _log_choice(name: str, device: torch.device, reasons: list[str]) -> None:
     if name == "torch":
         logger.warning("PyTorch's operations are used, which are slower: %s", why)
     else:
+        why = cpu_ops.describe() if name == "cpu" else why
         logger.info("attention on %s: %s%s", device, name, f" ({why})" if why else "")

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from radixserve.arrays import IntArray
 from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
 from radixserve.config import EngineConfig
+from radixserve.engine.beam_group import BeamGroup, StopCheck
 from radixserve.errors import EngineDead
 from radixserve.output import RequestOutput
 from radixserve.request import Request
@@ -70,24 +71,38 @@ class Engine:
             max_running_requests=config.max_running_requests,
             max_overtake=config.max_overtake,
         )
+        self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._seconds = dict.fromkeys(_PARTS, 0.0)
 
-    def add(self, request: Request) -> None:
-        """Queue a checked request; it takes part from the next step on."""
+    def add(self, request: Request, is_stopped: StopCheck | None = None) -> None:
+        """Queue a checked request; it takes part from the next step on.
+
+        `is_stopped` finds the stop strings of a beam search.
+        """
         self.scheduler.add(request)
+        if request.beams is not None:
+            self._searches[request.request_id] = BeamGroup(request, is_stopped)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and free what it holds; None if it has ended already."""
-        return self.scheduler.abort(request_id)
+        return self.finish(request_id, "abort")
 
-    def finish(self, request_id: str, reason: str) -> RequestOutput | None:
-        """End a request for a reason that only its text shows."""
-        return self.scheduler.finish(request_id, reason)
+    def finish(
+        self, request_id: str, reason: str, error: BaseException | None = None
+    ) -> RequestOutput | None:
+        """End a request for a reason from outside, such as a stop string in its text."""
+        search = self._searches.pop(request_id, None)
+        if search is None:
+            return self.scheduler.finish(request_id, reason, error)
+        answers = search.answers()
+        lens = [len(answer.token_ids) for answer in answers]
+        output = self.scheduler.finish(request_id, reason, error, lens)
+        return None if output is None else output._replace(beams=answers)
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`; waits for the steps in flight."""
-        outputs = self.scheduler.fail_all(error)
+        outputs = self._without_searches(self.scheduler.fail_all(error))
         while self._in_flight:
             assert not self._collect(), "a request has not ended"
         return outputs
@@ -160,7 +175,7 @@ class Engine:
         try:
             pending = self._runner.launch(schedule)
         except Exception as error:
-            return self.scheduler.fail(schedule, _step_failed(error))
+            return self._without_searches(self.scheduler.fail(schedule, _step_failed(error)))
         if is_overlapped:
             self._seconds["overlapped"] += time.perf_counter() - start - spent
         self._in_flight.append((schedule, pending))
@@ -171,15 +186,54 @@ class Engine:
         try:
             output = self._runner.collect(pending)
         except Exception as error:
-            return self.scheduler.fail(schedule, _step_failed(error))
+            return self._without_searches(self.scheduler.fail(schedule, _step_failed(error)))
         for part, seconds in output.seconds.items():
             self._seconds[part] += seconds
         start = time.perf_counter()
-        outputs = self.scheduler.update(schedule, output)
+        outputs = self._advance_searches(self.scheduler.update(schedule, output))
         spent = time.perf_counter() - start
         self._seconds["commit"] += spent
         if self._in_flight:
             self._seconds["overlapped"] += spent
+        return outputs
+
+    # -- beam searches ------------------------------------------------------------------------
+
+    def _advance_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """`outputs`, where those of beam searches that have drawn become their answers or go."""
+        if not self._searches:
+            return outputs
+        found: list[RequestOutput] = []
+        for output in outputs:
+            last = self._advance_search(output) if output.draws else output
+            if last is not None:
+                found.append(last)
+        return self._without_searches(found)
+
+    def _advance_search(self, output: RequestOutput) -> RequestOutput | None:
+        """Choose the next beams; the search's answers when it is over."""
+        request_id = output.request_id
+        search = self._searches[request_id]
+        try:
+            children = search.advance(output.draws)
+        except Exception as cause:  # in the check for stop strings, which decodes text
+            error = EngineDead(f"the next step of a beam search could not be chosen: {cause!r}")
+            error.__cause__ = cause
+            return self.finish(request_id, "error", error)
+        if children:
+            self.scheduler.continue_beams(request_id, children)
+            return None
+        answers = search.answers()
+        if not answers:
+            error = EngineDead("no token can be drawn: none is possible")
+            return self.finish(request_id, "error", error)
+        return self.finish(request_id, answers[0].reason)
+
+    def _without_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """`outputs`; forgets the searches that ended with them."""
+        for output in outputs:
+            if output.finish is not None:
+                self._searches.pop(output.request_id, None)
         return outputs
 
 

@@ -171,7 +171,7 @@ class EngineThread:
             if error is not None:
                 ticket.fail(error)
                 continue
-            self._engine.add(ticket.request)
+            self._engine.add(ticket.request, ticket.is_stopped)
             self._tickets[ticket.request.request_id] = ticket
 
     def _abort(self, engine: Engine, request_ids: Sequence[str] | None) -> int:

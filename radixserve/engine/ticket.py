@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+from radixserve.engine.beam_group import StopCheck
 from radixserve.output import Chunk, Completion, Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
@@ -33,6 +34,7 @@ class Ticket:
         self.made_at = time.time()  # seconds since 1970
         self._notify = notify
         self.streams = streams
+        self.is_stopped: StopCheck | None = None  # of a beam search with stop strings
         self._text = None
         if tokenizer is not None:
             self._text = IncrementalDetokenizer(tokenizer, request.token_ids.tolist())

@@ -100,17 +100,17 @@ def _sample_spec(state: RequestState, num_unknown: int = 0) -> SampleSpec:
         return state.greedy_only_spec
     request = state.request
     banned: tuple[int, ...] = ()
-    is_out_of_pages = state.num_output + num_unknown < request.params.min_tokens
-    if is_out_of_pages:
+    needs_more = state.num_output + num_unknown < request.params.min_tokens
+    if needs_more:
         banned = tuple(sorted(request.end_ids))
-    is_greedy_only = request.params.is_greedy_only and not is_out_of_pages and state.head is None
+    is_greedy_only = request.params.is_greedy_only and not needs_more and state.search is None
     spec = SampleSpec(
         params=request.params,
         seed=request.seed,
         num_prompt=state.num_prompt,
         token_ids=state.tokens.view(),
         banned_ids=banned,
-        num_candidates=0 if state.head is None else state.num_candidates,
+        num_candidates=request.num_candidates,
         num_unknown=0 if is_greedy_only else num_unknown,
     )
     if is_greedy_only:

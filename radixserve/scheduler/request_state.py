@@ -8,7 +8,19 @@ from radixserve.int_buffer import IntBuffer
 from radixserve.output import Metrics, PromptScore, Usage
 from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec
-from radixserve.scheduler.beam_group import BeamGroup
+
+
+class BeamSearch:
+    """A beam search from one joint step to the next."""
+
+    __slots__ = ("beams", "draws", "head", "width")
+
+    def __init__(self, head: RequestState) -> None:
+        assert head.request.beams is not None
+        self.head = head  # stands for the search: its times, its usage, its answer
+        self.width = head.request.beams.width
+        self.beams = [head]  # best first
+        self.draws: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
 
 
 class RequestState:
@@ -17,13 +29,10 @@ class RequestState:
     __slots__ = (
         "admitted_at",
         "arrival",
-        "beams",
         "bypass_baseline",
         "cached_on_arrival",
-        "drawn",
         "first_token_at",
         "greedy_only_spec",
-        "head",
         "is_in_page_table",
         "lookup",
         "num_prompt",
@@ -39,6 +48,7 @@ class RequestState:
         "rank",
         "req_pool_idx",
         "request",
+        "request_id",
         "search",
         "sequence",
         "session",
@@ -57,6 +67,7 @@ class RequestState:
         session: CacheSession | None = None,
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.arrival = arrival  # 0, 1, 2 ...
         # Who keeps its pages when they run out: high priority first, then early arrival.
         self.rank = (-request.params.priority, arrival)
@@ -72,10 +83,7 @@ class RequestState:
         )
         self.waits_until = 0  # how many of them
         self.waiters: list[RequestState] = []  # the other way round, while this one runs
-        self.head: RequestState | None = None  # of a beam: the request of the search as a whole
-        self.search: BeamGroup | None = None  # of a head
-        self.beams: list[RequestState] = []  # of a head: the running beams, best first
-        self.drawn: SampleOutput | None = None  # of a beam that waits for the others
+        self.search: BeamSearch | None = None  # of which it is a beam
         self.order_key: tuple[int, ...] = ()  # the queue's own
         self.queued_page_need: int | None = None  # new pages, as the waiting room knows it
         self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
@@ -131,12 +139,6 @@ class RequestState:
             return len(self.tokens) - 1
         return self.request.score_start + self.num_scored
 
-    @property
-    def num_candidates(self) -> int:
-        """How many tokens are wanted behind a beam; 0 where one is drawn."""
-        head = self.head
-        return 0 if head is None or head.search is None else head.search.num_candidates
-
     def wanted(self) -> IntArray:
         """[num_reusable + 1] what the cache is asked for; it leaves the last one to be computed."""
         return self.tokens.view(0, self.num_reusable + 1)
@@ -150,9 +152,9 @@ class RequestState:
         self.num_prompt_done = max(self.num_prompt_done, cached)
         self.sequence = sequence
 
-    def become_beam(self, head: RequestState) -> None:
+    def become_beam(self, search: BeamSearch) -> None:
         """The search computed its prompt before there was this beam."""
-        self.head = head
+        head, self.search = search.head, search
         self.num_reused = self.num_prompt_done = self.num_prompt
         self.lookup, self.admitted_at = head.lookup, head.admitted_at
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from radixserve.arrays import IntArray
@@ -22,11 +22,11 @@ from radixserve.output import Finish, PromptScore, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
 from radixserve.scheduler.batch_builder import BatchBuilder
-from radixserve.scheduler.beams import Beams
+from radixserve.scheduler.beam_searches import BeamSearches, Child
 from radixserve.scheduler.in_batch_sharing import InBatchSharing, wake_waiters
 from radixserve.scheduler.in_flight_step import InFlightStep, plan_ahead
 from radixserve.scheduler.page_budget import PageBudget
-from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.sessions import Sessions
 from radixserve.scheduler.stats import SchedulerStats
@@ -55,7 +55,7 @@ class Scheduler:
         self._running = RunningRequests(max_running_requests)
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
         queues = self._requests, self._running, self._waiting
-        self._beams = Beams(*queues, self._requeue, self._page_budget.num_startable)
+        self._beams = BeamSearches(*queues, self._requeue, self._page_budget.num_startable)
         self._sessions = Sessions(cache)
         self._in_flight: list[InFlightStep] = []  # at most two, the older one first
         self._num_arrived = 0
@@ -87,14 +87,23 @@ class Scheduler:
             self._beams.begin(state)
         self._waiting.add(state, is_returning=False)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now and free all it holds; None if it has ended already."""
-        return self.finish(request_id, "abort")
+    def finish(
+        self,
+        request_id: str,
+        reason: str,
+        error: BaseException | None = None,
+        answer_lens: Sequence[int] = (),
+    ) -> RequestOutput | None:
+        """End a request from outside, for instance at a stop string; None if it has ended.
 
-    def finish(self, request_id: str, reason: str) -> RequestOutput | None:
-        """End a request from outside, for instance at a stop string; None if it has ended."""
+        All that it holds is freed. `answer_lens`: tokens of each answer of a beam search.
+        """
         state = self._requests.get(request_id)
-        return None if state is None else self._end(state, reason)
+        if state is None:
+            return None
+        if state.search is not None:
+            return self._end_search(state.search, reason, error, answer_lens)
+        return self._end(state, reason, error)
 
     def fail(self, schedule: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
         """The step failed: end its requests with `error`. What they had committed stays cached.
@@ -197,16 +206,30 @@ class Scheduler:
         assert schedule is self._in_flight[0].schedule
         step = self._in_flight.pop(0)
         drawing, outputs = self._commit_rows(step, output.outputs)
-        searching: dict[int, RequestState] = {}
+        searches: dict[int, BeamSearch] = {}
         for state, drawn in drawing:
-            if state.head is not None:
-                state.drawn = drawn
-                searching[state.head.arrival] = state.head
+            search = state.search
+            if search is not None:
+                searches[search.head.arrival] = search
+                draws = self._beams.note_draw(state, drawn)
+                if draws:
+                    outputs.append(
+                        RequestOutput(search.head.request_id, (), (), (), None, (), draws)
+                    )
             elif state.sequence is not None:  # else another row has ended its search
                 outputs.append(self._append(state, drawn))
-        for head in searching.values():
-            outputs += self._advance_search(head)
+        for search in searches.values():
+            assert not self._in_flight, "beams are chosen while a step is in flight"
+            if search.head.first_token_at is None:
+                search.head.first_token_at = self._clock()
+            self._beams.park_drawn(search)
         return outputs
+
+    def continue_beams(self, request_id: str, children: Sequence[Child]) -> None:
+        """The next beams of a search, best first, whose draws the last `update` returned."""
+        search = self._requests[request_id].search
+        assert search is not None
+        self._beams.replace(search, children)
 
     def _commit_rows(
         self, step: InFlightStep, drawn: tuple[SampleOutput | None, ...]
@@ -235,26 +258,6 @@ class Scheduler:
             drawing.append((state, one))
         return drawing, outputs
 
-    def _advance_search(self, head: RequestState) -> list[RequestOutput]:
-        """Beams of it have drawn; its answers when that was its last step."""
-        assert not self._in_flight, "beams are chosen while a step is in flight"
-        if head.request.request_id not in self._requests:  # one of its rows was broken
-            return []
-        if head.first_token_at is None:
-            head.first_token_at = self._clock()
-        try:
-            children = self._beams.choose(head)
-        except Exception as cause:  # its check for stop strings is somebody else's
-            error = EngineDead(f"the next step of a beam search could not be chosen: {cause!r}")
-            error.__cause__ = cause
-            return [self._end(head, "error", error)]
-        if children is None:
-            return []
-        if not children:
-            return [self._end(head, "stop")]
-        self._beams.replace(head, children)
-        return []
-
     def _requeue(self, state: RequestState) -> None:
         state.probe = self._cache.watch(state.wanted(), state.request.params.namespace)
         self._waiting.add(state, is_returning=True)
@@ -278,7 +281,7 @@ class Scheduler:
             state.prompt_scores += map(PromptScore, drawn.scores, tops)
             return []
         finish = self._close(state, "stop") if row.end == state.num_prompt else None
-        return [RequestOutput(state.request.request_id, (), drawn.scores, (), finish)]
+        return [RequestOutput(state.request_id, (), drawn.scores, (), finish)]
 
     def _append(self, state: RequestState, drawn: SampleOutput) -> RequestOutput:
         state.tokens.append(drawn.token_id)
@@ -411,8 +414,9 @@ class Scheduler:
         self._waiting.note_admitted(state)
         self._running.add(state)
         state.admit(sequence, lookup, self._clock())
-        if state.head is not None:
-            state.head.num_reused = min(state.head.num_reused, state.num_reused)
+        if state.search is not None:
+            head = state.search.head
+            head.num_reused = min(head.num_reused, state.num_reused)
         plan.add(state, count, is_decode=False)
         return True
 
@@ -421,34 +425,32 @@ class Scheduler:
     def _end(
         self, state: RequestState, reason: str, error: BaseException | None = None
     ) -> RequestOutput:
-        if state.head is not None:
-            return self._end_search(state.head, reason, error)
+        if state.search is not None:
+            return self._end_search(state.search, reason, error, ())
         return self._output(state, None, self._close(state, reason, error))
 
     def _end_search(
-        self, head: RequestState, reason: str, error: BaseException | None
+        self,
+        search: BeamSearch,
+        reason: str,
+        error: BaseException | None,
+        answer_lens: Sequence[int],
     ) -> RequestOutput:
-        assert head.search is not None
-        answers = head.search.answers([state.tokens for state in head.beams])
-        if reason == "stop":
-            if answers:
-                reason = answers[0].reason
-            else:
-                reason, error = "error", EngineDead("no token can be drawn: none is possible")
-        for state in head.beams:
+        """The usage is that of the first answer; the others count the prompt as cached."""
+        head, stats = search.head, self._stats
+        for state in search.beams:
             if state is not head:
                 self._remove(state)
+            state.search = None
         finish = self._close(head, reason, error)
-        head.head, head.search, head.beams = None, None, []  # no ring that keeps it in memory
-        first = replace(finish.usage, completion_tokens=len(answers[0].token_ids) if answers else 0)
-        for _ in answers[1:]:  # the others count the prompt as cached
-            self._stats.prompted_tokens += first.prompt_tokens
-            self._stats.reused_tokens += first.prompt_tokens
-            gained = first.prompt_tokens - head.cached_on_arrival
-            self._stats.gained_while_waiting_tokens += max(0, gained)
-        self._stats.generated_tokens += sum(len(one.token_ids) for one in answers)
-        finish = replace(finish, usage=first)
-        return RequestOutput(head.request.request_id, (), (), (), finish, answers)
+        usage = replace(finish.usage, completion_tokens=answer_lens[0] if answer_lens else 0)
+        for _ in answer_lens[1:]:
+            stats.prompted_tokens += usage.prompt_tokens
+            stats.reused_tokens += usage.prompt_tokens
+            gained = usage.prompt_tokens - head.cached_on_arrival
+            stats.gained_while_waiting_tokens += max(0, gained)
+        stats.generated_tokens += sum(answer_lens)
+        return RequestOutput(head.request_id, (), (), (), replace(finish, usage=usage))
 
     def _close(
         self, state: RequestState, reason: str, error: BaseException | None = None
@@ -481,12 +483,12 @@ class Scheduler:
             self._waiting.note_woken(wake_waiters(state))
         else:
             self._beams.unpark(state)
-        del self._requests[state.request.request_id]
+        del self._requests[state.request_id]
 
     def _output(
         self, state: RequestState, drawn: SampleOutput | None, finish: Finish | None
     ) -> RequestOutput:
-        request_id = state.request.request_id
+        request_id = state.request_id
         if drawn is None:
             return RequestOutput(request_id, (), (), (), finish)
         if drawn.logprob is None:

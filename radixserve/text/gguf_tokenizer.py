@@ -37,6 +37,7 @@ PRE_TOKENIZERS = {
 
 def gguf_tokenizer(file: GgufFile) -> Any:
     """A transformers tokenizer. ModelNotSupported where its kind or pre-tokenizer is unknown."""
+    import transformers
     from tokenizers import (
         AddedToken,
         Regex,
@@ -46,7 +47,6 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         pre_tokenizers,
         processors,
     )
-    from transformers import PreTrainedTokenizerFast
 
     fields = {
         name.removeprefix("tokenizer.ggml."): value
@@ -85,7 +85,8 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         bpe.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, fields["bos_token_id"])]
         )
-    return PreTrainedTokenizerFast(
+    fast_tokenizer: Any = transformers.PreTrainedTokenizerFast
+    return fast_tokenizer(
         tokenizer_object=bpe,
         chat_template=fields.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,

@@ -17,9 +17,9 @@ from radixserve.attention.cuda.flashinfer import FlashInferBackend
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.fake_flashinfer import Fake, mark_sides
-from tests.cpu_kernels import bf16_routine, num_threads
+from tests.cpu_kernels import cpu_level, num_threads
 
-__all__ = ["bf16_routine", "num_threads"]
+__all__ = ["cpu_level", "num_threads"]
 
 Make = Callable[..., AttentionBackend]
 MakePaged = Callable[..., PagedBackend]

@@ -24,6 +24,7 @@ QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193, 255, 256, 25
 # a task has up to 1,024 rows: 256 queries of 4 heads
 
 
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("group", [1, 4])
 def test_block_borders(group: int, dtype: torch.dtype, make_cpu: Make) -> None:
@@ -33,7 +34,7 @@ def test_block_borders(group: int, dtype: torch.dtype, make_cpu: Make) -> None:
     check(make_cpu, Case(lengths, 16, 2 * group, 2, 24, dtype=dtype))
 
 
-@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize(
     ("group", "dim"),
@@ -68,7 +69,7 @@ PLACES = {
 }
 
 
-@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("page_size", [1, 2])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 128), (8, 32), (16, 96)])
@@ -85,23 +86,23 @@ def test_pages_at_equal_distances(
         check(make_cpu, case)
 
 
-@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dim", [8, 16, 20, 32, 40, 64, 80, 96, 128])
-def test_bfloat16_by_both_routines(dim: int, make_cpu: Make) -> None:
+def test_bfloat16_at_each_level(dim: int, make_cpu: Make) -> None:
     check(make_cpu, Case(LENGTHS["everything"], 3, 6, 2, dim, dtype=torch.bfloat16))
 
 
-@pytest.mark.usefixtures("bf16_routine", "always_share")
+@pytest.mark.usefixtures("cpu_level", "always_share")
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_pages_by_both_routines(name: str, make_cpu: Make) -> None:
+def test_shared_pages_at_each_level(name: str, make_cpu: Make) -> None:
     lengths, groups = SHARED[name]
     check(
         make_cpu, SharedCase(lengths, 2, groups, heads=8, kv_heads=2, dim=32, dtype=torch.bfloat16)
     )
 
 
-@pytest.mark.usefixtures("bf16_routine")
-def test_odd_rows_by_both_routines(make_cpu: Make) -> None:
+@pytest.mark.usefixtures("cpu_level")
+def test_odd_rows_at_each_level(make_cpu: Make) -> None:
     """Tiles hold 16 and 32 rows; a query here is three rows."""
     lengths = [(130, queries) for queries in (1, 5, 6, 10, 11, 21, 22, 32, 33, 64, 65)]
     check(make_cpu, Case(lengths, 1, 3, 1, 40, dtype=torch.bfloat16))
@@ -121,7 +122,7 @@ def test_threads(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
     assert torch.equal(run(make_cpu(case.kv.clone(), 16), case), out)
 
 
-@pytest.mark.usefixtures("always_share")
+@pytest.mark.usefixtures("always_share", "cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", ["everything", "three levels"])
 def test_a_row_does_not_depend_on_others(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
@@ -188,7 +189,7 @@ SCORES = {  # of the keys of a row of n, by their places
 }
 
 
-@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_far_from_those_before(name: str, dtype: torch.dtype, make_cpu: Make) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cpu_kernels import bf16_routine, num_threads
+from tests.cpu_kernels import cpu_level, num_threads
 
-__all__ = ["bf16_routine", "num_threads", "path"]
+__all__ = ["cpu_level", "num_threads", "path"]
 
 
 @pytest.fixture(params=["reference", "triton"])

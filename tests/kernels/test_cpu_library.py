@@ -334,6 +334,32 @@ def test_amx_can_be_left_out(compiled: Path) -> None:
     assert done.stdout.strip() in ("0", "1"), done.stderr
 
 
+def test_the_levels_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that it has, one on top of the other; a level below the highest can be asked for."""
+    wanted = [name for names, _ in library.LEVELS.values() for name in names]
+    for told, found in (
+        (wanted, ("avx2", "avx512", "avx512bf16", "amx")),
+        (wanted[:-1], ("avx2", "avx512", "avx512bf16")),
+        ([*wanted[:3], "avx512_bf16", "avx512f"], ("avx2",)),
+        (["sse2"], ()),
+    ):
+        monkeypatch.setattr(library, "_processor", lambda told=told: " ".join(told))
+        assert library.levels() == found
+        monkeypatch.delenv("RADIXSERVE_CPU_LEVEL", raising=False)
+        assert library._flags()[-1] == "-march=native"
+        for level, (_, flags) in library.LEVELS.items():
+            monkeypatch.setenv("RADIXSERVE_CPU_LEVEL", level)
+            library._load.cache_clear()
+            if level not in found:
+                allowed = ", ".join(found) or "none, its instructions are not known"
+                reason = f"RADIXSERVE_CPU_LEVEL={level}: this processor has {allowed}"
+                assert unsupported_reason(torch.float32) == reason
+            elif level == found[-1]:
+                assert library._flags()[-1] == "-march=native"
+            else:
+                assert library._flags()[-len(flags) :] == flags
+
+
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut off", "empty", "a byte", "a folder"])
 def test_a_damaged_library_is_replaced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import subprocess
@@ -81,12 +82,13 @@ def check_product(m: int, n: int, k: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=atol)
 
 
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_products_in_float32(m: int, n: int, k: int) -> None:
     check_product(m, n, k, torch.float32)
 
 
-@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_products_in_bfloat16(m: int, n: int, k: int) -> None:
     check_product(m, n, k, torch.bfloat16)
@@ -120,6 +122,7 @@ def check_rows(n: int, k: int, dtype: torch.dtype, counts: Sequence[int] = COUNT
     assert out[1::2].isnan().all()
 
 
+@pytest.mark.usefixtures("cpu_level")
 @pytest.mark.parametrize(
     ("n", "k"), [(33, 40), (100, 688), (31, 1000), (200, 17), (65, 2305), (4200, 2048)]
 )
@@ -127,8 +130,10 @@ def test_a_row_does_not_depend_on_others(n: int, k: int) -> None:
     check_rows(n, k, torch.float32)
 
 
-def test_a_row_has_the_same_bits_for_each_number_of_rows() -> None:
-    check_rows(130, 300, torch.float32, range(1, 97))
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_for_each_number_of_rows(dtype: torch.dtype) -> None:
+    check_rows(130, 300, dtype, range(1, 97))
 
 
 def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
@@ -142,8 +147,8 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
     assert torch.equal(out[~spoilt], expected[~spoilt])
 
 
-@pytest.mark.usefixtures("bf16_routine")
-@pytest.mark.parametrize(("n", "k"), [(33, 40), (100, 688), (31, 1000), (200, 17)])
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize(("n", "k"), [(33, 40), (100, 688), (31, 1000), (200, 17), (65, 2305)])
 def test_a_row_does_not_depend_on_others_in_bfloat16(n: int, k: int) -> None:
     check_rows(n, k, torch.bfloat16)
 
@@ -245,12 +250,20 @@ def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     assert "float16" in unsupported_reason(torch.float16)
     assert cpu_ops.describe().startswith("vectors of ")
 
-    class OldProcessor:
-        radixserve_bf16 = staticmethod(int)
+    class Processor:
+        def __init__(self, lanes: int, bf16: int) -> None:
+            self.radixserve_lanes, self.radixserve_bf16 = lambda: lanes, lambda: bf16
 
-    monkeypatch.setattr(cpu_ops, "cpu_library", OldProcessor)
-    assert unsupported_reason(torch.float32) == ""
-    assert unsupported_reason(torch.bfloat16) == "this processor has no bfloat16 arithmetic"
+    for lanes, bf16, told in (
+        (4, 0, "vectors of 128 bits, bfloat16: vectors of 128 bits, widened to float32"),
+        (8, 0, "vectors of 256 bits, bfloat16: AVX2, widened to float32"),
+        (16, 0, "vectors of 512 bits, bfloat16: AVX-512, widened to float32"),
+        (16, 1, "vectors of 512 bits, bfloat16: AVX-512 BF16"),
+        (16, 2, "vectors of 512 bits, bfloat16: AMX"),
+    ):
+        monkeypatch.setattr(cpu_ops, "cpu_library", functools.partial(Processor, lanes, bf16))
+        assert cpu_ops.describe() == told
+        assert unsupported_reason(torch.bfloat16) == ""
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16, 17, 100, 4_099])

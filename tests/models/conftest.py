@@ -1,5 +1,5 @@
 """What these tests share with those of attention."""
 
-from tests.cpu_kernels import bf16_routine
+from tests.cpu_kernels import cpu_level
 
-__all__ = ["bf16_routine"]
+__all__ = ["cpu_level"]

@@ -147,7 +147,7 @@ def test_same_as_torch(tmp_path: Path, name: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "wide heads", "all biases"])
-def test_bfloat16_is_as_close_as_torch(tmp_path: Path, name: str, bf16_routine: str) -> None:
+def test_bfloat16_is_as_close_as_torch(tmp_path: Path, name: str, cpu_level: str) -> None:
     """To float32 on the same weights, rounded once."""
     family, fields = VARIANTS[name]
     make_checkpoint(tmp_path, family, seed=3, dtype=torch.bfloat16, **{**ODD, **fields})
@@ -159,7 +159,7 @@ def test_bfloat16_is_as_close_as_torch(tmp_path: Path, name: str, bf16_routine: 
         for at, world in enumerate((own, plain)):
             errors[at] += ((world.run(rows) - right) ** 2).mean() / (right**2).mean()
     mine, theirs = errors.sqrt().tolist()
-    assert 0 < mine < 1.3 * theirs + 1e-3, f"by {bf16_routine}"
+    assert 0 < mine < 1.3 * theirs + 1e-3, f"by {cpu_level}"
 
 
 def big_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -199,7 +199,7 @@ def test_a_row_does_not_depend_on_others(tmp_path: Path) -> None:
     check_rows_alone(tmp_path, torch.float32)
 
 
-@pytest.mark.usefixtures("bf16_routine")
+@pytest.mark.usefixtures("cpu_level")
 def test_a_row_does_not_depend_on_others_in_bfloat16(tmp_path: Path) -> None:
     check_rows_alone(tmp_path, torch.bfloat16)
 

@@ -8,10 +8,18 @@ from itertools import pairwise
 
 import numpy as np
 
+from radixserve.engine.beam_group import StopCheck
 from radixserve.request import BeamParams
 
 Table = Callable[[list[int]], np.ndarray]  # tokens so far -> [V] float32 scores of the next one
 _NONE = -1e9  # what no beam and no answer are worth
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppedBeams(BeamParams):
+    """With stop strings, or what stands for them."""
+
+    is_stopped: StopCheck | None = None
 
 
 @dataclass
@@ -87,6 +95,7 @@ def search(
 
 
 def _is_stopped(beams: BeamParams, prompt: list[int], output: list[int]) -> bool:
-    if beams.is_stopped is None:
+    is_stopped: StopCheck | None = getattr(beams, "is_stopped", None)
+    if is_stopped is None:
         return False
-    return beams.is_stopped(np.array(prompt + output[:-1], np.int32), output[-1])
+    return is_stopped(np.array(prompt + output[:-1], np.int32), output[-1])

@@ -70,6 +70,7 @@ class FakeRunner:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
         self.before_launch: Callable[[SchedulerOutput], None] = lambda _: None
+        self.broken_rows: Callable[[ScheduledRequest], bool] = lambda _: False
         self.finding: BaseException | None = None  # the engine would take it for a failed step
         self.cells = np.zeros((num_pages, page_size), np.uint64)
         self.tokens: dict[str, list[int]] = {}
@@ -83,7 +84,12 @@ class FakeRunner:
         with self.noticing():
             self.before_launch(schedule)
             self.read_pages(schedule)
-            return self.run(schedule)
+            outputs = self.run(schedule).outputs
+            broken = SampleOutput(-1, None, (), "the best logit is nan")
+            rows = zip(schedule.rows, outputs, strict=True)
+            return ModelRunnerOutput(
+                tuple(broken if self.broken_rows(row) else output for row, output in rows), {}
+            )
 
     def collect(self, pending: Any) -> ModelRunnerOutput:
         return pending
@@ -264,7 +270,7 @@ class Driver:
             also_generate=draws,
         )
         self.seeds[name] = seed
-        self.engine.add(request)
+        self.engine.add(request, getattr(beams, "is_stopped", None))  # `StoppedBeams` have one
         self.prompts[name] = tokens
         self.requests[name] = request
         self.runner.tokens[name] = list(tokens)
@@ -289,7 +295,7 @@ class Driver:
     def _name_beams(self) -> None:
         """Tell the runner what the rows of beams are to hold."""
         for name, state in self.scheduler._requests.items():
-            if state.head is not None:
+            if state.search is not None:
                 self.runner.tokens[name] = state.tokens.view().tolist()
                 self.runner.hashes.pop(name, None)
                 self.runner.namespaces[name] = state.request.params.namespace

@@ -72,7 +72,6 @@ class DelayedRunner(FakeRunner):
         self.log: list[tuple[str, int]] = []  # ("launch" or "collect", step)
         # What a test may do, or have happen.
         self.before_collect: Callable[[], None] = lambda: None
-        self.broken_rows: Callable[[ScheduledRequest], bool] = lambda _: False
         self.fails_to_launch: Callable[[], bool] = lambda: False
         self.fails_to_compute: Callable[[], bool] = lambda: False
         # What the driver tells.
@@ -235,8 +234,8 @@ class OverlapDriver(Driver):
     def _name_beams(self) -> None:
         super()._name_beams()
         for name, state in self.scheduler._requests.items():
-            if state.head is not None:
-                head = state.head.request.request_id
+            if state.search is not None:
+                head = state.search.head.request_id
                 self.runner.serials[name] = self.runner.serials[head]
 
     def _collect(self, outputs: list[RequestOutput]) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from radixserve.arrays import IntArray
+from radixserve.engine.beam_group import best_continuations
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.request import BeamParams
-from radixserve.schedule import Candidates, ModelRunnerOutput, SampleOutput
-from radixserve.scheduler.beam_step import best_continuations
-from tests.scheduler.beam_reference import search
+from radixserve.schedule import Candidates
+from tests.scheduler.beam_reference import StoppedBeams, search
 from tests.scheduler.fake import Driver, fake_logprobs, prefix_hashes, random_prompt
 
 PROMPT = list(range(2, 35))  # 33 tokens
@@ -106,7 +106,7 @@ def test_equal_to_the_reference(
     )
     searches = {}
     for number, width in enumerate((1, 2, 3, 5, 8)):
-        beams = BeamParams(
+        beams = StoppedBeams(
             width=width,
             length_penalty=length_penalty,
             early_stopping=early_stopping,
@@ -250,13 +250,9 @@ class TestEnds:
         driver.add("b", PROMPT[::-1], beams=beams, max_tokens=6, ignore_eos=True)
         for _ in range(4):
             driver.step()
-        schedule = driver.scheduler.schedule()
-        assert schedule is not None
-        output = driver.runner.collect(driver.runner.launch(schedule))
-        rows = list(output.outputs)
-        at = [row.request_id for row in schedule.rows].index("#a#2")
-        rows[at] = SampleOutput(-1, None, (), "the best logit is nan")
-        driver._collect(driver.scheduler.update(schedule, ModelRunnerOutput(tuple(rows), {})))
+        driver.runner.broken_rows = lambda row: row.request_id == "#a#2"
+        driver.step()
+        driver.runner.broken_rows = lambda _: False
         assert driver.finished["a"].reason == "error"
         driver.run()
         check_search(driver, "b", beams)
@@ -267,7 +263,7 @@ class TestEnds:
             raise ValueError(f"no text for {before} and {token_id}")
 
         driver = Driver(300, 1, max_running_requests=8)
-        driver.add("a", PROMPT, beams=BeamParams(width=4, is_stopped=fails), max_tokens=20)
+        driver.add("a", PROMPT, beams=StoppedBeams(width=4, is_stopped=fails), max_tokens=20)
         driver.add("b", PROMPT[::-1], max_tokens=9, ignore_eos=True)
         driver.run()
         assert driver.finished["a"].reason == "error"
@@ -299,7 +295,7 @@ class TestEnds:
 
 
 def random_beams(rng: random.Random) -> BeamParams:
-    return BeamParams(
+    return StoppedBeams(
         width=rng.choice([1, 2, 3, 4, 6]),
         length_penalty=rng.choice([0.0, 1.0, 1.0, -0.5, 2.0]),
         early_stopping=rng.choice([False, True, "never"]),

@@ -317,7 +317,7 @@ class TestAbort:
             driver.step()
         driver.abort("victim")
         driver.cache.check()
-        assert driver.scheduler.abort("victim") is None
+        assert driver.scheduler.finish("victim", "abort") is None
         driver.run()
         assert driver.finished["victim"].reason in ("abort", "length")
         for name in ("follower", "other"):

@@ -40,13 +40,13 @@ template <class T> class Attention {
     // `next` is likely to follow, or null.
     void attend(const PagedKv<T> &kv, const Task &task, const Task *next, ThreadScratch &scratch) {
         const int64_t group = heads.group(), rows = task.num_queries * group, dim = heads.dim;
-        const int64_t depth = padded_depth<T>(dim), width = round_up(dim, PANEL);
+        const int64_t depth = padded_depth<Operand<T>>(dim), width = round_up(dim, PANEL);
         const int64_t *tokens = jobs.query_tokens + jobs.query_indptr[task.job] + task.first_query;
         const int64_t num_queries = jobs.query_indptr[task.job + 1] - jobs.query_indptr[task.job];
         const bool causal = jobs.flags[task.job] & CAUSAL;
         const int64_t num_keys = jobs.num_keys[task.job], seen = num_keys - num_queries + task.first_query + 1;
         const int64_t total = rows * task.num_heads;
-        const HeadState<T> all{scratch.queries.get<T>(total * depth), scratch.acc.get<float>(total * width),
+        const HeadState<T> all{scratch.queries.get<Operand<T>>(total * depth), scratch.acc.get<float>(total * width),
                                scratch.row_max.get<float>(total), scratch.sums.get<float>(total * LANES)};
         const int64_t end = causal ? seen + task.num_queries - 1 : num_keys;
         const bool begins = jobs.flags[task.job] & BEGINS;
@@ -76,9 +76,9 @@ template <class T> class Attention {
         const HeadState<T> part = state.head(head_of_task);
         for (int64_t row = 0; row < state.rows; row++) {
             const int64_t token = tokens[row / state.group], head = first + row % state.group;
-            T *query = part.queries + row * state.depth;
-            memcpy((void *)query, q + token * q_stride + head * dim, dim * sizeof(T));
-            if (state.depth > dim) memset((void *)(query + dim), 0, (state.depth - dim) * sizeof(T));
+            Operand<T> *query = part.queries + row * state.depth;
+            widen(q + token * q_stride + head * dim, dim, query);
+            if (state.depth > dim) memset((void *)(query + dim), 0, (state.depth - dim) * sizeof(*query));
             part.row_max[row] = LOWEST;
             store(part.sums + row * LANES, vec{});
             if (state.begins) continue;

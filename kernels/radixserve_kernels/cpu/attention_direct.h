@@ -10,12 +10,15 @@
 constexpr int FOUR = 4;  // rows, keys or vectors of one step: 16 sums in registers
 
 // Up to so many rows a job is faster without packing: measured, and with AMX the rows of a tile.
-template <class T> inline int64_t direct_rows() { return sizeof(T) == 4 ? 24 : has_amx ? 16 : 8; }
+template <class T> inline int64_t direct_rows() { return sizeof(Operand<T>) == 4 ? 24 : has_amx ? 16 : 8; }
+
+// Features that are multiplied at a time, one register of them.
+template <class T> constexpr int64_t DIRECT_STEP = 64 / sizeof(Operand<T>);
 
 // Whether a job of `rows` rows and heads of `dim` features is read without packing.
 template <class T> inline bool is_direct(int64_t rows, int64_t dim) {
 #if defined(__AVX512F__)
-    return rows <= direct_rows<T>() && dim % int64_t(64 / sizeof(T)) == 0;
+    return rows <= direct_rows<T>() && dim % DIRECT_STEP<T> == 0;
 #else
     return false;
 #endif
@@ -23,23 +26,25 @@ template <class T> inline bool is_direct(int64_t rows, int64_t dim) {
 
 // Values of one head, and what to prefetch meanwhile: one line of `next` for each line of them.
 template <class T> struct Values {
-    const T *const *rows;  // [count, with bf16 rounded up to even] each value begins at rows[...] + at
+    const T *const *rows;  // [count, for pairs rounded up to even] each value begins at rows[...] + at
     const T *const *next;  // as many
     int64_t count, at, dim;
 };
 
 #if defined(__AVX512F__)
 
-inline __m512 add_products(__m512 sum, const float *a, __m512i b) {
-    return _mm512_fmadd_ps(_mm512_loadu_ps(a), _mm512_castsi512_ps(b), sum);
+// A register of numbers, in the type in which they are multiplied with those of the second argument.
+inline __m512 load_step(const float *from, const float *) { return _mm512_loadu_ps(from); }
+inline __m512 load_step(const bf16 *from, const float *) { return (__m512)load(from); }
+inline __m512 add_products(__m512 sum, const float *a, __m512 b) {
+    return _mm512_fmadd_ps(_mm512_loadu_ps(a), b, sum);
 }
 
 #if defined(__AVX512BF16__)
-inline __m512 add_products(__m512 sum, const bf16 *a, __m512i b) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)b);
+inline __m512bh load_step(const bf16 *from, const bf16 *) { return (__m512bh)_mm512_loadu_si512(from); }
+inline __m512 add_products(__m512 sum, const bf16 *a, __m512bh b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a), b);
 }
-#else
-inline __m512 add_products(__m512 sum, const bf16 *, __m512i) { return sum; }  // see HAS_BF16
 #endif
 
 // Sums of four lanes each, in every quarter of the register: (a, b, c, d).
@@ -53,13 +58,13 @@ inline __m512 reduce_quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
 
 // Scores of four keys, which begin at keys[...] + at, for H rows, to scores[row * stride + key].
 template <int H, class T>
-inline void qk_dot4(const T *queries, int64_t depth, const T *const *keys, int64_t at, int64_t dim,
+inline void qk_dot4(const Operand<T> *queries, int64_t depth, const T *const *keys, int64_t at, int64_t dim,
                        float *scores, int64_t stride) {
     __m512 sums[H][FOUR] = {};
-    for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) {
-        __m512i some[FOUR];
+    for (int64_t d = 0; d < dim; d += DIRECT_STEP<T>) {
+        decltype(load_step(keys[0], queries)) some[FOUR];
 #pragma GCC unroll 4
-        for (int k = 0; k < FOUR; k++) some[k] = _mm512_loadu_si512(keys[k] + at + d);
+        for (int k = 0; k < FOUR; k++) some[k] = load_step(keys[k] + at + d, queries);
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++)
 #pragma GCC unroll 4
@@ -82,8 +87,8 @@ inline void qk_dot4(const T *queries, int64_t depth, const T *const *keys, int64
 }
 
 // acc[row][d ...] += the weighted sum of the values, for H rows and V vectors from d on.
-template <int H, int V>
-inline void pv_vectors(const float *weights, int64_t stride, const Values<float> &values, int64_t d,
+template <int H, int V, class T>
+inline void pv_vectors(const float *weights, int64_t stride, const Values<T> &values, int64_t d,
                         float *acc, int64_t width) {
     const int64_t at = values.at + d;
     __m512 sums[H][V];
@@ -93,7 +98,7 @@ inline void pv_vectors(const float *weights, int64_t stride, const Values<float>
         __m512 some[V];
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
-            some[v] = _mm512_loadu_ps(values.rows[k] + at + v * 16);
+            some[v] = load_step(values.rows[k] + at + v * 16, weights);
             __builtin_prefetch(values.next[k] + d + v * 16, 0, 2);
         }
 #pragma GCC unroll 4
@@ -107,8 +112,8 @@ inline void pv_vectors(const float *weights, int64_t stride, const Values<float>
         for (int v = 0; v < V; v++) _mm512_storeu_ps(acc + h * width + d + v * 16, sums[h][v]);
 }
 
-template <int H>
-inline void pv_gemm(const float *weights, int64_t stride, const Values<float> &values, float *acc,
+template <int H, class T>
+inline void pv_gemm(const float *weights, int64_t stride, const Values<T> &values, float *acc,
                 int64_t width) {
     int64_t d = 0;
     for (; d + 64 <= values.dim; d += 64) pv_vectors<H, 4>(weights, stride, values, d, acc, width);
@@ -164,9 +169,6 @@ inline void pv_gemm(const bf16 *weights, int64_t stride, const Values<bf16> &val
     for (; d + 64 <= values.dim; d += 64) pv_vectors<H, 2>(weights, stride, values, d, acc, width);
     for (; d < values.dim; d += 32) pv_vectors<H, 1>(weights, stride, values, d, acc, width);
 }
-#else
-template <int H>
-inline void pv_gemm(const bf16 *, int64_t, const Values<bf16> &, float *, int64_t) {}
 #endif
 
 // Splits rows into fours: call(first row, their number as a constant).
@@ -190,7 +192,7 @@ void qk_direct(const TaskState<T> &state, const T *const *keys, const T *const *
                 if (offset == size) offset = 0, key++;
             }
             for_row_quads(state.rows, [&](int64_t row, auto some) {
-                qk_dot4<some>(state.head(head).queries + row * state.depth, state.depth, keys + j, head * dim, dim,
+                qk_dot4<some, T>(state.head(head).queries + row * state.depth, state.depth, keys + j, head * dim, dim,
                               scores + (head * state.rows + row) * DIRECT_KEYS + j, DIRECT_KEYS);
             });
         }
@@ -204,7 +206,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
     const Task &task = state.task;
     const int64_t rows = state.rows, dim = kv.heads.dim, size = task.num_heads * dim;
     float *scores = scratch.scores.get<float>(task.num_heads * rows * DIRECT_KEYS);
-    T *weights = scratch.weights.get<T>(rows * DIRECT_KEYS);
+    Operand<T> *weights = scratch.weights.get<Operand<T>>(rows * DIRECT_KEYS);
     const T *zeros = scratch.zeros.get<T>(size);
     const T *keys[DIRECT_KEYS], *values[DIRECT_KEYS], *later[DIRECT_KEYS];
     int64_t offsets[DIRECT_KEYS];
@@ -222,7 +224,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
             const HeadState<T> part = state.head(head);
             for (int64_t row = 0; row < rows; row++)
                 kv.online_softmax(scores + (head * rows + row) * DIRECT_KEYS, weights + row * DIRECT_KEYS,
-                                  min(state.seen_by(row) - from, count), padded_depth<T>(count),
+                                  min(state.seen_by(row) - from, count), padded_depth<Operand<T>>(count),
                                   part.row_max[row], part.sums + row * LANES,
                                   starts ? nullptr : part.acc + row * state.width, state.width);
             for (int64_t j = 0; j < DIRECT_KEYS; j++) {

@@ -10,19 +10,21 @@ constexpr int SCORE_ROWS = 96;          // rows of one product
 constexpr int MAX_PREFETCH_LINES = 4;   // with each row, of K and of V
 
 template <class T> class PackedReader {
+    using Number = Operand<T>;
+
   public:
     PackedReader(const PagedKv<T> &kv, const TaskState<T> &state, const Task *next, ThreadScratch &scratch)
         : kv(kv), state(state), task(state.task), prefetch(kv, state, next), dim(kv.heads.dim) {
-        keys = scratch.keys.get<T>(task.num_heads * KEYS * state.depth);
-        values = scratch.values.get<T>(task.num_heads * KEYS * state.width);
+        keys = scratch.keys.get<Number>(task.num_heads * KEYS * state.depth);
+        values = scratch.values.get<Number>(task.num_heads * KEYS * state.width);
         scores = scratch.scores.get<float>(SCORE_ROWS * KEYS);
-        weights = scratch.weights.get<T>(SCORE_ROWS * KEYS);
+        weights = scratch.weights.get<Number>(SCORE_ROWS * KEYS);
         zeros = scratch.zeros.get<T>(state.width);
     }
 
     void run() {
         for (int64_t from = 0; from < state.end; from += KEYS) {
-            const int64_t count = min<int64_t>(state.end - from, KEYS), used = padded_depth<T>(count);
+            const int64_t count = min<int64_t>(state.end - from, KEYS), used = padded_depth<Number>(count);
             for (int64_t some = 0; some < count; some += PACK_KEYS) {
                 KvPrefetcher soon = prefetch.for_packing(from + some);
                 pack(from + some, min(count - some, int64_t(PACK_KEYS)), keys + some * state.depth,
@@ -91,15 +93,15 @@ template <class T> class PackedReader {
     const Task &task;
     const PrefetchPolicy prefetch;
     const int64_t dim;
-    T *keys, *values;  // of a block, in panels: [heads][KEYS x depth], [heads][KEYS x width]
-    float *scores;     // [SCORE_ROWS][KEYS]
-    T *weights;        // [SCORE_ROWS][KEYS]
+    Number *keys, *values;  // of a block, in panels: [heads][KEYS x depth], [heads][KEYS x width]
+    float *scores;          // [SCORE_ROWS][KEYS]
+    Number *weights;        // [SCORE_ROWS][KEYS]
     const T *zeros;
 
     // Packs `count` keys and values from `first` on for each head of the task: the heads of a row lie side
     // by side in memory.
-    void pack(int64_t first, int64_t count, T *keys, T *values, int64_t used, KvPrefetcher &prefetcher) const {
-        const int64_t padded = round_up(count, PANEL), deep = padded_depth<T>(count);
+    void pack(int64_t first, int64_t count, Number *keys, Number *values, int64_t used, KvPrefetcher &prefetcher) const {
+        const int64_t padded = round_up(count, PANEL), deep = padded_depth<Number>(count);
         const T *key_rows[PACK_KEYS], *value_rows[PACK_KEYS];
         auto fetch = [&](int lines) { prefetcher.fetch(lines); };
         for (int64_t head = 0; head < task.num_heads; head++) {
@@ -120,12 +122,12 @@ template <class T> class PackedReader {
         const int some = int(min<int64_t>(state.rows - top, SCORE_ROWS));
         const int64_t reach = min(state.seen_by(top + some - 1) - from, count);
         if (reach <= 0) return;
-        const int64_t depth = state.depth, width = state.width, deep = min(padded_depth<T>(reach), used);
+        const int64_t depth = state.depth, width = state.width, deep = min(padded_depth<Number>(reach), used);
         const bool starts = state.begins && !from;
         const int num_panels = int((reach + PANEL - 1) / PANEL);
-        const Panels<T> key_panels{keys + head * KEYS * depth, PANEL * depth, num_panels, depth};
-        const Panels<T> value_panels{values + head * KEYS * width, PANEL * used, int(width / PANEL), deep};
-        with_level<T>([&](auto level) {
+        const Panels<Number> key_panels{keys + head * KEYS * depth, PANEL * depth, num_panels, depth};
+        const Panels<Number> value_panels{values + head * KEYS * width, PANEL * used, int(width / PANEL), deep};
+        with_level<Number>([&](auto level) {
             level.template product_into<false>(part.queries + top * depth, depth, some, key_panels, scores, KEYS);
         });
         for (int m = 0; m < some; m++) {
@@ -135,7 +137,7 @@ template <class T> class PackedReader {
                               part.row_max[row], part.sums + row * LANES,
                               starts ? nullptr : part.acc + row * width, width);
         }
-        with_level<T>([&](auto level) {
+        with_level<Number>([&](auto level) {
             float *out = part.acc + top * width;
             if (starts)
                 level.template product_into<false>(weights, KEYS, some, value_panels, out, width);

@@ -16,10 +16,10 @@ struct ThreadScratch {
 
 // The rows of one K/V head in a task: queries, and the softmax state of the keys seen so far.
 template <class T> struct HeadState {
-    T *queries;      // [rows][depth]
-    float *acc;      // [rows][width] unnormalised output
-    float *row_max;  // [rows] base 2
-    float *sums;     // [rows][LANES] of weights
+    Operand<T> *queries;  // [rows][depth]
+    float *acc;           // [rows][width] unnormalised output
+    float *row_max;       // [rows] base 2
+    float *sums;          // [rows][LANES] of weights
 };
 
 // A task in progress. Its rows are queries x query heads of a K/V head, `group` for each query.
@@ -81,10 +81,10 @@ template <class T> struct PagedKv {
     // Softmax weights of one row of a block of keys, zeros from `visible` to `deep`. Weights are relative to
     // `row_max`: the maximum of the row's first block, raised only when a weight would become too large. Then
     // `acc`, if it holds a state, and `sums` [LANES] are scaled down.
-    void online_softmax(const float *scores, T *weights, int64_t visible, int64_t deep, float &row_max,
+    void online_softmax(const float *scores, Operand<T> *weights, int64_t visible, int64_t deep, float &row_max,
                         float *sums, float *acc, int64_t width) const {
         if (visible <= 0) {
-            memset((void *)weights, 0, deep * sizeof(T));
+            memset((void *)weights, 0, deep * sizeof(*weights));
             return;
         }
         vec total = {};
@@ -103,7 +103,7 @@ template <class T> struct PagedKv {
         }
         store(sums, load(sums) + total);
         const int64_t end = round_up(visible, LANES);
-        if (end < deep) memset((void *)(weights + end), 0, (deep - end) * sizeof(T));
+        if (end < deep) memset((void *)(weights + end), 0, (deep - end) * sizeof(*weights));
     }
 
   private:
@@ -115,7 +115,7 @@ template <class T> struct PagedKv {
     }
 
     // 2 ^ (score * exponent_scale - row_max) to `weights`; returns their sum, lane by lane.
-    vec exp_weights(const float *scores, T *weights, int64_t visible, float row_max) const {
+    vec exp_weights(const float *scores, Operand<T> *weights, int64_t visible, float row_max) const {
         const int64_t whole = visible / LANES * LANES, rest = visible - whole;
         const vec shift = broadcast(-row_max), scale = broadcast(exponent_scale);
         vec total = {};

@@ -69,8 +69,7 @@ void gemm(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const Ou
     const int64_t depth = padded_depth<T>(w.depth);
     const int threads = threads_for(2.0 * rows * count * PANEL * depth + 2.0 * count * PANEL * depth);
     with_level<T>([&](auto level) {
-        const int64_t row_bytes = depth / level.k_splits(depth) * int64_t(sizeof(T));
-        const int most = block_rows(rows, row_bytes, level.ROW_UNIT);
+        const int most = block_rows(rows, level.row_bytes(depth), level.ROW_UNIT);
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
             const int64_t members = team_size(), me = thread_index();
@@ -166,6 +165,13 @@ template <class T> void rotate(T *x, const float *rotation, int64_t dim) {
         __m512 cosine = _mm512_moveldup_ps(both), sine = _mm512_movehdup_ps(both);
         __m512 swapped = _mm512_permute_ps(pair, 0xb1);
         store(x + i, (vec)_mm512_fmaddsub_ps(pair, cosine, _mm512_mul_ps(swapped, sine)));
+    }
+#elif defined(__AVX2__) && defined(__FMA__)
+    for (; i + LANES <= dim; i += LANES) {
+        __m256 both = _mm256_loadu_ps(rotation + i), pair = (__m256)load(x + i);
+        __m256 cosine = _mm256_moveldup_ps(both), sine = _mm256_movehdup_ps(both);
+        __m256 swapped = _mm256_permute_ps(pair, 0xb1);
+        store(x + i, (vec)_mm256_fmaddsub_ps(pair, cosine, _mm256_mul_ps(swapped, sine)));
     }
 #endif
     for (; i < dim; i += 2) {

@@ -40,8 +40,8 @@ extern "C" {
 
 // Called once, before anything else.
 void radixserve_start() { has_amx = request_amx(); }
-// bfloat16 products: 2 by AMX, 1 by AVX-512, 0 none.
-int radixserve_bf16() { return !HAS_BF16 ? 0 : has_amx ? 2 : 1; }
+// bfloat16 products: 2 by AMX, 1 by AVX-512's instructions for them, 0 widened to float32.
+int radixserve_bf16() { return std::is_same<Operand<bf16>, float>::value ? 0 : has_amx ? 2 : 1; }
 void radixserve_use_amx(int use) { has_amx = use && request_amx(); }
 int radixserve_lanes() { return LANES; }
 void radixserve_set_threads(int count) { max_threads = count < 1 ? 1 : count; }

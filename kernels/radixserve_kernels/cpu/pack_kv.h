@@ -27,6 +27,14 @@ inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *
         _mm512_storeu_pd(to + (c + 2) * stride, _mm512_unpacklo_pd(b, e));
         _mm512_storeu_pd(to + (c + 3) * stride, _mm512_unpackhi_pd(b, e));
     }
+#elif defined(__AVX__)
+    for (int r = 0; r < 16; r += 4)
+        for (int c = 0; c < columns; c += 4) {
+            __m128 x[4];
+            for (int i = 0; i < 4; i++) x[i] = _mm_loadu_ps(reinterpret_cast<const float *>(rows[r + i] + column + c));
+            _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
+            for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float *>(to + (c + i) * stride + r), x[i]);
+        }
 #else
     for (int r = 0; r < 16; r++)
         for (int c = 0; c < columns; c++) to[c * stride + r] = rows[r][column + c];
@@ -35,20 +43,26 @@ inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *
 
 // Keys, each [dim], to panels of PANEL keys: depth padded_depth(dim), zeros after dim.
 // `keys` has a multiple of PANEL entries. fetch(n) is called for every n times two lines that are read.
-template <class Fetch>
-inline void pack_keys(const float *const *keys, int64_t count, int64_t dim, float *panels, Fetch &&fetch) {
-    const uint32_t *const *rows = reinterpret_cast<const uint32_t *const *>(keys);
+template <class T, class Fetch>
+inline void pack_keys(const T *const *keys, int64_t count, int64_t dim, float *panels, Fetch &&fetch) {
     for (int64_t first = 0; first < count; first += PANEL) {
-        uint32_t *panel = reinterpret_cast<uint32_t *>(panels + first * dim);
+        float *panel = panels + first * dim;
         int64_t d = 0;
         if (PANEL % 16 == 0)
             for (; d + 16 <= dim; d += 16)
                 for (int j = 0; j < PANEL; j += 16) {
-                    fetch(8);
-                    transpose_16(rows + first + j, d, panel + d * PANEL + j, PANEL);
+                    fetch(2 * sizeof(T));
+                    const uint32_t *rows[16];
+                    uint32_t widened[sizeof(T) == 2 ? 16 : 1][16];
+                    for (int i = 0; i < 16; i++) {
+                        const T *from = keys[first + j + i] + d;
+                        if (sizeof(T) == 2) widen((const bf16 *)from, 16, (float *)widened[i]);
+                        rows[i] = sizeof(T) == 2 ? widened[i] : (const uint32_t *)from;
+                    }
+                    transpose_16(rows, 0, (uint32_t *)panel + d * PANEL + j, PANEL);
                 }
         for (; d < dim; d++)
-            for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = rows[first + j][d];
+            for (int j = 0; j < PANEL; j++) panel[d * PANEL + j] = to_f32(keys[first + j][d]);
     }
 }
 
@@ -72,20 +86,20 @@ inline void pack_keys(const bf16 *const *keys, int64_t count, int64_t dim, bf16 
 
 // `count` values, each [dim], to the first rows of panels of PANEL features and depth `depth`; zeros after
 // dim. With bf16 `count` is a multiple of DEPTH. Values are read row by row, as they lie in memory.
-template <class Fetch>
-inline void pack_values(const float *const *values, int64_t count, int64_t dim, int64_t depth,
+template <class T, class Fetch>
+inline void pack_values(const T *const *values, int64_t count, int64_t dim, int64_t depth,
                         float *panels, Fetch &&fetch) {
     for (int64_t k = 0; k < count; k++) {
         for (int64_t first = 0; first < dim; first += PANEL) {
             fetch(1);
-            const float *from = values[k] + first;
+            const T *from = values[k] + first;
             float *to = panels + first * depth + k * PANEL;
             const int width = int(min<int64_t>(dim - first, PANEL));
             if (width == PANEL) {
                 store(to, load(from));
                 store(to + LANES, load(from + LANES));
             } else {
-                for (int n = 0; n < PANEL; n++) to[n] = n < width ? from[n] : 0.0f;
+                for (int n = 0; n < PANEL; n++) to[n] = n < width ? to_f32(from[n]) : 0.0f;
             }
         }
     }

@@ -3,7 +3,8 @@
 // A weight W [N, K] is stored in panels of PANEL of its N rows, padded with zeros:
 //   float   panel[k][PANEL]
 //   bf16    panel[k / 32][PANEL / 16][16][16][2]: tiles of 16 pairs of k by 16 columns, the operand
-//           format of AMX; AVX-512's bfloat16 dot product reads the same tiles row by row
+//           format of AMX; AVX-512's bfloat16 dot product reads the same tiles row by row, and other
+//           processors find in each 32 bits of a vector one column's numbers for two successive k
 #pragma once
 
 #include <type_traits>
@@ -12,7 +13,7 @@
 #include "threads.h"
 
 constexpr int PANEL = 2 * LANES;            // columns of a panel
-constexpr int ROWS = LANES == 16 ? 12 : 4;  // rows of x in one pass over a panel: bounded by registers
+constexpr int ROWS = LANES == 16 ? 12 : 6;  // rows of x in one pass over a panel: bounded by registers
 constexpr int DEPTH = 32;                   // K of a bf16 panel is padded to a multiple of it
 
 template <class T> inline int64_t padded_depth(int64_t k);
@@ -23,7 +24,9 @@ template <> inline int64_t padded_depth<bf16>(int64_t k) { return round_up(k, DE
 template <class T> inline int64_t panel_offset(int64_t k, int n);
 template <> inline int64_t panel_offset<float>(int64_t k, int n) { return k * PANEL + n; }
 template <> inline int64_t panel_offset<bf16>(int64_t k, int n) {
-    return (k / 32) * (32 * PANEL) + (n / 16) * 512 + (k % 32 / 2) * 32 + (n % 16) * 2 + k % 2;
+    constexpr int WIDTH = PANEL < 16 ? PANEL : 16;
+    return (k / 32) * (32 * PANEL) + (n / WIDTH) * (32 * WIDTH) + (k % 32 / 2) * (2 * WIDTH) + (n % WIDTH) * 2 +
+           k % 2;
 }
 
 // Successive panels of a weight, or of packed keys or values.

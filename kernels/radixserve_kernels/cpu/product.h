@@ -9,14 +9,21 @@
 
 // Calls call(level) with an object of the level that multiplies numbers of type T.
 template <class T, class Call> inline void with_level(Call &&call) {
-    if constexpr (sizeof(T) == 4) {
-        call(VectorF32());
-    } else {
+#if defined(RADIXSERVE_BF16)
+    if constexpr (sizeof(T) == 2) {
 #if defined(RADIXSERVE_AMX)
         if (has_amx) return call(AmxBf16());
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-        call(VectorBf16());
+        return call(VectorBf16());
+    } else
 #endif
-    }
+        call(VectorF32<T>());
 }
+
+// The type in which attention multiplies keys and values of type T: without instructions for bfloat16 they
+// are widened when they are read.
+#if defined(RADIXSERVE_BF16)
+template <class T> using Operand = T;
+#else
+template <class T> using Operand = float;
+#endif

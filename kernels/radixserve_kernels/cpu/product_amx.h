@@ -70,7 +70,7 @@ inline void store_lower(float *to, int64_t bytes) {
 class AmxBf16 {
   public:
     static constexpr int ROW_UNIT = BF16_ROW_UNIT;
-    static int64_t k_splits(int64_t) { return 1; }
+    static int64_t row_bytes(int64_t depth) { return depth * int64_t(sizeof(bf16)); }
 
     template <bool ADD>
     static void product_into(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels, float *out,

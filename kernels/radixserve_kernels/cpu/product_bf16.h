@@ -4,7 +4,7 @@
 #include "panels.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
-constexpr bool HAS_BF16 = true;
+#define RADIXSERVE_BF16
 
 constexpr int BF16_ROW_UNIT = 96;      // of a block of rows, see block_rows in layers.h
 constexpr int BF16_SUM_ROWS = 768;     // rows whose sums over one panel are held at a time
@@ -28,7 +28,7 @@ inline void finish_rows(const float *sums, int top, int first, int count, int pa
 class VectorBf16 {
   public:
     static constexpr int ROW_UNIT = BF16_ROW_UNIT;
-    static int64_t k_splits(int64_t) { return 1; }
+    static int64_t row_bytes(int64_t depth) { return depth * int64_t(sizeof(bf16)); }
 
     template <bool ADD>
     static void product_into(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels, float *out,
@@ -94,6 +94,4 @@ class VectorBf16 {
         });
     }
 };
-#else
-constexpr bool HAS_BF16 = false;
 #endif

@@ -1,16 +1,18 @@
-// float32 products by vector instructions, on every processor. Each sum runs over k in order, whatever
-// the number of rows: a product row has the same bits in a batch of any size.
+// float32 products by vector instructions, on every processor, of weights in float32 or bfloat16. Each sum
+// runs over k in order, whatever the number of rows: a product row has the same bits in a batch of any size.
+//
+// bfloat16 weights are widened: in registers where all rows fit into one pass over a panel, else a panel
+// at a time into memory that stays in the cache.
 #pragma once
 
 #include "panels.h"
 
-class VectorF32 {
+template <class T> class VectorF32 {
   public:
     static constexpr int ROW_UNIT = ROWS;  // of a block of rows, see block_rows in layers.h
 
-    // Number of parts that K is cut into, each multiplied with all panels before the next: a shallower
-    // part leaves room for more rows of x in the cache.
-    static int64_t k_splits(int64_t depth) { return depth < 2048 ? 1 : depth / 768; }
+    // Bytes of a row of x that are in use at a time.
+    static int64_t row_bytes(int64_t depth) { return depth / k_splits(depth) * int64_t(sizeof(float)); }
 
     // out[row][panel * PANEL ...] = x [rows][stride] times each panel; added to `out` with ADD.
     template <bool ADD>
@@ -33,19 +35,22 @@ class VectorF32 {
     // Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns.
     // With more than FEW_ROWS rows the memory at `tile` is prefetched for the epilogue's writes.
     template <class Epilogue>
-    static void panels_product(const float *x, int64_t stride, int rows, const Panels<float> &panels,
+    static void panels_product(const T *narrow_x, int64_t narrow_stride, int rows, const Panels<T> &panels,
                                const OutputTile &tile, Epilogue &&epilogue) {
+        int64_t stride = narrow_stride;
+        const float *x = widened_rows(narrow_x, stride, rows, panels.depth);
         if (rows <= FEW_ROWS) return few_rows_product(x, stride, rows, panels, epilogue);
         const int blocks = (rows + ROWS - 1) / ROWS;
-        const int panel_lines = FETCH_DEPTH * PANEL * int(sizeof(float)) / 64;
+        const int panel_lines = FETCH_DEPTH * PANEL * int(sizeof(T)) / 64;
         const int64_t depth = panels.depth;
         // Panels [start, end), rows of K [k, k + deep); partial: sums [panel][rows][PANEL], if K is split.
         auto part = [&](int start, int end, int64_t k, int64_t deep, float *partial) {
             alignas(64) float block_sums[ROWS * PANEL];
             const bool is_last = k + deep == depth;
             for (int panel = start; panel < end; panel++) {
-                const float *from = panels[panel] + k * PANEL;
-                Prefetcher<FETCH_ROWS> prefetcher{(const char *)(from + panels.size)};
+                const T *narrow = panels[panel] + k * PANEL;
+                const float *from = widened_panel(narrow, deep);
+                Prefetcher<FETCH_ROWS> prefetcher{(const char *)(narrow + panels.size)};
                 if (panel + 1 < end) prefetcher.lines = (panel_lines + blocks - 1) / blocks;
                 for_row_blocks(rows, [&](int first, int some) {
                     float *sums = partial ? partial + (int64_t(panel - start) * rows + first) * PANEL : block_sums;
@@ -53,8 +58,8 @@ class VectorF32 {
                                           sizeof(float) * PANEL};
                     is_last ? prefetcher.writes(tile, first, some, panel) : prefetcher.writes(next, 0, some, 0);
                     auto multiply = [&](auto output) {
-                        tile_rows<1, output>(some, x + first * stride + k, stride, from, panels.size, deep,
-                                             sums, PANEL, prefetcher);
+                        tile_rows<1, output>(some, x + first * stride + k, stride, from, 0, deep, sums, PANEL,
+                                             prefetcher);
                     };
                     k ? multiply(OutputConstant<Accumulate>()) : multiply(OutputConstant<Store>());
                     for (int m = 0; m < some && is_last; m++)
@@ -67,7 +72,7 @@ class VectorF32 {
         float *partial = thread_scratch<float>(int64_t(rows) * min(panels.count, SPLIT_PANELS) * PANEL);
         for (int start = 0; start < panels.count; start += SPLIT_PANELS)
             for (int64_t i = 0, k = 0, next; i < splits; i++, k = next) {
-                next = depth * (i + 1) / splits;
+                next = i + 1 == splits ? depth : depth * (i + 1) / splits / DEPTH * DEPTH;
                 part(start, min(panels.count, start + SPLIT_PANELS), k, next - k, partial);
             }
     }
@@ -76,8 +81,52 @@ class VectorF32 {
     static constexpr int STEPS = 6;          // of k, without a branch
     static constexpr int FETCH_DEPTH = 36;   // rows of k between two calls of fetch
     static constexpr int FETCH_ROWS = 2;     // output rows of a call of fetch
-    static constexpr int FEW_ROWS = 24, FEW_ROWS_DEPTH = 64;
+    // Up to here several panels are read at a time: measured. bfloat16 is not widened twice.
+    static constexpr int FEW_ROWS = sizeof(T) == 2 ? ROWS / 2 : LANES == 16 ? 24 : 6;
+    static constexpr int FEW_ROWS_DEPTH = 64;
     static constexpr int SPLIT_PANELS = 128;  // panels whose partial sums are held at a time
+
+    // Number of parts that K is cut into, each multiplied with all panels before the next: a shallower
+    // part leaves room for more rows of x in the cache.
+    static int64_t k_splits(int64_t depth) { return depth < 2048 ? 1 : depth / 768; }
+
+    // -- bfloat16 to float32; float32 stays where it is
+
+    // x [rows][depth]; `stride` becomes that of the result.
+    static const float *widened_rows(const T *x, int64_t &stride, int rows, int64_t depth) {
+        if constexpr (sizeof(T) == 4) {
+            return x;
+        } else {
+            static thread_local Scratch scratch;
+            const int64_t size = depth + 16;  // an odd number of cache lines
+            float *to = scratch.get<float>(rows * size);
+            for (int m = 0; m < rows; m++) widen(x + m * stride, depth, to + m * size);
+            stride = size;
+            return to;
+        }
+    }
+
+    // Rows of K of a panel from `panel` on, [depth][PANEL].
+    static const float *widened_panel(const T *panel, int64_t depth) {
+        if constexpr (sizeof(T) == 4) {
+            return panel;
+        } else {
+            static thread_local Scratch scratch;
+            float *to = scratch.get<float>(depth * PANEL);
+            widen_panel(panel, depth, to);
+            return to;
+        }
+    }
+
+    static void widen_panel(const bf16 *panel, int64_t depth, float *to) {
+        for (int64_t k = 0; k < depth; k += DEPTH, panel += DEPTH * PANEL)
+            for (int i = 0; i < DEPTH; i += 2, to += 2 * PANEL)
+                for (int n = 0; n < PANEL; n += LANES) {
+                    const uvec pairs = load_pairs(panel + panel_offset<bf16>(i, n));
+                    store(to + n, low_halves(pairs));
+                    store(to + PANEL + n, high_halves(pairs));
+                }
+    }
 
     // M rows of x [M][stride] times P panels, to out[M][P * PANEL].
     template <int M, int P, Output OUT, class Fetch>
@@ -142,6 +191,33 @@ class VectorF32 {
         });
     }
 
+    // `tile` for bfloat16 panels, which are widened in registers.
+    template <int M, int P>
+    static void widening_tile(const float *x, int64_t stride, const bf16 *panel, int64_t panel_size, int64_t depth,
+                            float *out, int64_t out_stride) {
+        constexpr int N = 2 * P;
+        vec sums[M][N] = {};
+        for (int64_t k = 0; k < depth; k += DEPTH, panel += DEPTH * PANEL)
+            for (int i = 0; i < DEPTH; i += 2, x += 2) {
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n++) {
+                    const bf16 *from = panel + (n / 2) * panel_size + panel_offset<bf16>(i, n % 2 * LANES);
+                    if (n % 2 == 0 || LANES == 16) prefetch<64, 3>(from + 1024);
+                    const uvec pairs = load_pairs(from);
+                    const vec low = low_halves(pairs), high = high_halves(pairs);
+#pragma GCC unroll 12
+                    for (int m = 0; m < M; m++) {
+                        sums[m][n] += broadcast(x[m * stride]) * low;
+                        sums[m][n] += broadcast(x[m * stride + 1]) * high;
+                    }
+                }
+            }
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) store(out + m * out_stride + n * LANES, sums[m][n]);
+    }
+
     // P panels for all rows, out[rows][P * PANEL]. With more than one block of rows, each takes its turn
     // with one part of K while that part of the panels is in the first-level cache.
     template <int P>
@@ -167,14 +243,23 @@ class VectorF32 {
         }
     }
 
+    template <int P>
+    static void few_rows_panels(const float *x, int64_t stride, int rows, const bf16 *panel, int64_t panel_size,
+                                int64_t depth, float *out) {
+        with_row_count<FEW_ROWS>(rows, [&](auto count) {
+            if constexpr (count * P <= ROWS)
+                widening_tile<count, P>(x, stride, panel, panel_size, depth, out, P * PANEL);
+        });
+    }
+
     // See panels_product, for up to FEW_ROWS rows.
     template <class Epilogue>
-    static void few_rows_product(const float *x, int64_t stride, int rows, const Panels<float> &panels,
+    static void few_rows_product(const float *x, int64_t stride, int rows, const Panels<T> &panels,
                                  Epilogue &&epilogue) {
         alignas(64) float sums[2 * FEW_ROWS * PANEL];  // also enough for four panels with ROWS / 4 rows
         const int most = rows * 4 <= ROWS ? 4 : 2;
         for (int panel = 0; panel < panels.count;) {
-            const float *from = panels[panel];
+            const T *from = panels[panel];
             const int some = panels.count - panel >= most ? most : 1;
             if (some == 4)
                 few_rows_panels<4>(x, stride, rows, from, panels.size, panels.depth, sums);

@@ -47,9 +47,32 @@ inline vec fmadd(vec sum, vec a, vec b) {
 inline uvec zero_extend(half_vec bits) {
 #if defined(__AVX512F__)
     return (uvec)_mm512_cvtepu16_epi32((__m256i)bits);
+#elif defined(__AVX2__)
+    return (uvec)_mm256_cvtepu16_epi32((__m128i)bits);
 #else
     return __builtin_convertvector(bits, uvec);
 #endif
+}
+
+// The low 16 bits of each lane.
+inline half_vec narrow(uvec bits) {
+#if defined(__AVX512F__)
+    return (half_vec)_mm512_cvtepi32_epi16((__m512i)bits);
+#elif defined(__AVX2__)
+    const __m256i low = (__m256i)(bits & 0xffff);
+    return (half_vec)_mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+#else
+    return __builtin_convertvector(bits, half_vec);
+#endif
+}
+
+// The bfloat16 in the low and in the high half of each lane.
+inline vec low_halves(uvec pairs) { return (vec)(pairs << 16); }
+inline vec high_halves(uvec pairs) { return (vec)(pairs & 0xffff0000u); }
+inline uvec load_pairs(const bf16 *from) {
+    uvec pairs;
+    memcpy(&pairs, from, sizeof pairs);
+    return pairs;
 }
 
 inline vec load(const bf16 *from) {
@@ -64,7 +87,7 @@ inline half_vec to_bf16(vec x) {
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     uvec quiet = (bits >> 16) | 0x40;
-    return __builtin_convertvector((uvec)(x == x ? (ivec)rounded : (ivec)quiet), half_vec);
+    return narrow((uvec)(x == x ? (ivec)rounded : (ivec)quiet));
 #endif
 }
 
@@ -88,6 +111,16 @@ inline float to_f32(bf16 x) {
 }
 inline void store1(float *to, float x) { *to = x; }
 inline void store1(bf16 *to, float x) { to->bits = to_bf16(broadcast(x))[0]; }
+
+// `count` numbers in the type in which they are multiplied.
+template <class T> inline void widen(const T *from, int64_t count, T *to) {
+    memcpy((void *)to, from, count * sizeof(T));
+}
+inline void widen(const bf16 *from, int64_t count, float *to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+    for (; i < count; i++) to[i] = to_f32(from[i]);
+}
 
 // x rounded to T and converted back.
 template <class T> inline vec rounded_to(vec x);

@@ -1,29 +1,40 @@
-"""`Beams`: the requests of beam searches, from one joint step to the next.
+"""`BeamSearches`: the requests that compute the beams of searches, from one joint step to the next.
 
 Each beam is planned, waits and is preempted like any other request. One that has drawn waits for
-the rest of its search. Mostly all draw in one step; where they do not, it is
-parked: it runs no more, counts as nobody's slot, and keeps its pages until somebody needs them.
-What it drew is kept, so nothing is computed twice for it.
+the rest of its search. Mostly all draw in one step; where they do not, it is parked: it stops
+running, does not occupy a running slot, and keeps its pages until another request needs them. Its
+draw is kept, so nothing is computed twice for it. Which tokens go on is chosen above the scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from radixserve.cache import CacheSequence
 from radixserve.errors import OutOfPages
 from radixserve.int_buffer import IntBuffer
-from radixserve.scheduler.beam_group import BeamGroup, Child
+from radixserve.schedule import SampleOutput
 from radixserve.scheduler.in_batch_sharing import wake_waiters
-from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
-class Beams:
+class Child(Protocol):
+    """A beam of the next step: one more token after one of this step's beams."""
+
+    @property
+    def parent(self) -> int: ...  # index of that beam
+
+    @property
+    def token_id(self) -> int: ...
+
+
+class BeamSearches:
     """Works on the scheduler's own queues; owns the parked requests."""
 
     def __init__(
@@ -34,7 +45,7 @@ class Beams:
         requeue: Callable[[RequestState], None],
         num_startable: Callable[[RequestState, int], int],
     ) -> None:
-        """requeue(state): it waits for room. num_startable(state, n): how many of n more like
+        """requeue(state): it waits for pages. num_startable(state, n): how many of n more like
         `state` may run at once."""
         self._requests = states
         self._running = running
@@ -43,31 +54,31 @@ class Beams:
         self._num_startable = num_startable
         self.parked: dict[int, RequestState] = {}  # by arrival, those that have pages
 
-    def begin(self, head: RequestState) -> None:
-        """`head` is the first beam of a search: it computes the prompt. The arrivals of as many
-        more as the search is wide are its own."""
-        head.search = BeamGroup(head.request)
-        head.head, head.beams = head, [head]
+    def begin(self, state: RequestState) -> None:
+        """`state` is the first beam of a search: it computes the prompt. The next `width` - 1
+        arrivals belong to the search, too."""
+        state.search = BeamSearch(state)
 
-    def choose(self, head: RequestState) -> list[Child] | None:
-        """Beams of the search have drawn: its next beams when all have (an empty list: it is
-        over), else None. O(width * candidates)."""
-        beams, search = head.beams, head.search
+    def note_draw(self, state: RequestState, drawn: SampleOutput) -> tuple[SampleOutput, ...]:
+        """A beam has drawn: the draws of all beams of its search, when the others have, too."""
+        search = state.search
         assert search is not None
-        draws = [state.drawn for state in beams if state.drawn is not None]
-        if len(draws) < len(beams):
-            self._park(beams)
-            return None
-        return search.advance([state.tokens for state in beams], draws)
+        search.draws[state.arrival] = drawn
+        if len(search.draws) < len(search.beams):
+            return ()
+        draws = tuple(search.draws[beam.arrival] for beam in search.beams)
+        search.draws = {}
+        return draws
 
-    def _park(self, beams: list[RequestState]) -> None:
-        for state in beams:
-            if state.drawn is not None and state in self._running:
+    def park_drawn(self, search: BeamSearch) -> None:
+        """Stop those that wait for the other beams of their search."""
+        for state in search.beams:
+            if state.arrival in search.draws and state in self._running:
                 self._running.remove(state)
                 self.parked[state.arrival] = state
 
     def unpark(self, state: RequestState) -> None:
-        """Take its pages. What it drew is kept: it waits for nothing but its search."""
+        """Take its pages. Its draw is kept: it waits for nothing but its search."""
         assert state.sequence is not None
         state.sequence.release()
         state.sequence = None
@@ -76,22 +87,22 @@ class Beams:
     def victim(self, state: RequestState) -> RequestState | None:
         """The parked one that `state` may take pages from: the lowest in rank of those below it and
         those of its own search."""
-        head = state.head
+        search = state.search
         others = [
             one
             for one in self.parked.values()
-            if one.rank > state.rank or (head is not None and one.head is head)
+            if one.rank > state.rank or (search is not None and one.search is search)
         ]
         return max(others, key=lambda one: one.rank, default=None)
 
     # -- from beams to their children ---------------------------------------------------------
 
-    def replace(self, head: RequestState, children: list[Child]) -> None:
+    def replace(self, search: BeamSearch, children: Sequence[Child]) -> None:
         """A beam's first child keeps its request and its pages, further ones share these by a fork.
 
         As many run as did, and more where there is room; the others wait like preempted ones.
         """
-        parents = head.beams
+        head, parents = search.head, search.beams
         num_running = sum(state in self._running for state in parents)
         wanted = len(children) - num_running
         room = self._num_startable(head, wanted) if wanted > 0 else 0
@@ -100,30 +111,25 @@ class Beams:
         for state in spare:
             room += state in self._running
             self._stop(state)
-        is_headless = not any(parents[at] is head for at in continued)
-        if is_headless:  # it answers for the search: the first to live again
+        if head in spare:  # the request that stands for the search is used again first
             spare = [*(state for state in spare if state is not head), head]
-        head.beams = self._continue(head, parents, children, spare, room)
+        search.beams = self._continue(search, children, spare, room)
         for state in spare:
             if state is not head:
                 del self._requests[state.request.request_id]
 
     def _continue(
-        self,
-        head: RequestState,
-        parents: list[RequestState],
-        children: list[Child],
-        spare: list[RequestState],
-        room: int,
+        self, search: BeamSearch, children: Sequence[Child], spare: list[RequestState], room: int
     ) -> list[RequestState]:
         """The requests of the children; `spare` ones are used up from its end."""
+        parents = search.beams
         length = len(parents[0].tokens)
         beams: list[RequestState] = []
         seen: set[int] = set()
         for child in children:
             parent = parents[child.parent]
             if child.parent in seen:
-                state = spare.pop() if spare else self._new_beam(head, [*parents, *beams])
+                state = spare.pop() if spare else self._new_beam(search, [*parents, *beams])
                 tokens = parent.tokens.view(0, length)
                 state.tokens = IntBuffer(np.append(tokens, np.int32(child.token_id)))
                 state.sequence = _fork(parent) if room else None
@@ -131,7 +137,6 @@ class Beams:
             else:
                 seen.add(child.parent)
                 state = parent
-                state.drawn = None
                 state.tokens.append(child.token_id)
                 if state not in self._running:
                     room = self._resume(state, room)
@@ -154,7 +159,6 @@ class Beams:
 
     def _stop(self, state: RequestState) -> None:
         """The beam has no child: what it computed stays in the tree."""
-        state.drawn = None
         if state.sequence is None:
             return
         state.sequence.release()
@@ -166,23 +170,22 @@ class Beams:
         if state.waiters:
             self._waiting.note_woken(wake_waiters(state))
 
-    def _new_beam(self, head: RequestState, others: list[RequestState]) -> RequestState:
-        taken = {state.arrival for state in others}
-        assert head.search is not None
-        arrivals = range(head.arrival + 1, head.arrival + head.search.width)
+    def _new_beam(self, search: BeamSearch, others: list[RequestState]) -> RequestState:
+        head, taken = search.head, {state.arrival for state in others}
+        arrivals = range(head.arrival + 1, head.arrival + search.width)
         arrival = next(one for one in arrivals if one not in taken)
         request_id = f"#{head.request.request_id}#{arrival - head.arrival}"
-        while request_id in self._requests:  # a name that somebody else has chosen
+        while request_id in self._requests:  # a name that a caller has chosen
             request_id += "#"
         request = replace(head.request, request_id=request_id)
         state = RequestState(request, arrival, head.probe, head.queued_at, head.session)
-        state.become_beam(head)
+        state.become_beam(search)
         self._requests[request_id] = state
         return state
 
 
 def _fork(parent: RequestState) -> CacheSequence | None:
-    """Another session of what `parent` computed; None when there is no page for it."""
+    """A second sequence over what `parent` computed; None when there is no page for it."""
     if parent.sequence is None:
         return None
     try:

@@ -1,0 +1,194 @@
+"""`BeamGroup`: the joint choice of a beam search: what it has found so far, and when it is over.
+
+The rules are those of transformers' beam search, one prompt at a time. It knows numbers and tokens;
+`scheduler/beam_searches.py` keeps the requests that compute the beams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.arrays import IntArray
+from radixserve.output import Beam
+from radixserve.request import Request
+from radixserve.schedule import Candidates, SampleOutput
+
+FloatArray = NDArray[np.float32]
+
+# Whether a stop string ends in the token given last, after the tokens given first (prompt and
+# output, [n] int32).
+StopCheck = Callable[[IntArray, int], bool]
+
+
+class Continuation(NamedTuple):
+    """One more token after one of the beams."""
+
+    parent: int  # index of that beam
+    rank: int  # of the token among the parent's candidates
+    token_id: int
+    total: float  # the parent's total and the token's score, added in float32
+
+
+class _Token(NamedTuple):
+    """A generated token with its log-probabilities, linked to the one before it."""
+
+    before: _Token | None
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
+class _Answer(NamedTuple):
+    """A finished beam."""
+
+    score: float
+    reason: str
+    last: _Token
+
+
+class BeamGroup:
+    """The totals of the running beams, best first, and the best finished ones."""
+
+    def __init__(self, request: Request, is_stopped: StopCheck | None = None) -> None:
+        """`is_stopped`: None where there are no stop strings."""
+        assert request.beams is not None
+        params = request.params
+        self._beams = request.beams
+        self._width = request.beams.width
+        self._end_ids = request.end_ids
+        self._prompt = request.token_ids
+        self._is_stopped = is_stopped
+        self._max_output = min(params.max_tokens, request.max_len - len(self._prompt))
+        self._num_candidates = request.num_candidates
+        self._num_output = 0  # tokens of each running beam
+        self._totals: FloatArray = np.zeros(1, np.float32)  # [m] of the running beams
+        self._last: list[_Token | None] = [None]  # [m]
+        self._answers: list[_Answer] = []  # best first, at most `width`
+
+    def advance(self, draws: Sequence[SampleOutput]) -> list[Continuation]:
+        """The next beams, best first; none when the search is over. O(width * candidates).
+
+        draws: what was drawn after each beam, in the order that the last call returned.
+        """
+        width = self._width
+        self._num_output += 1
+        candidates = [draw.candidates for draw in draws if draw.candidates is not None]
+        best = best_continuations(self._totals, candidates, self._num_candidates)
+        going_on: list[Continuation] = []
+        for place, one in enumerate(best):
+            reason = self._end_reason(one)
+            if reason is None:
+                going_on.append(one)
+                if len(going_on) == width and place >= width - 1:
+                    break
+            elif place < width:
+                self._finish(one, reason, draws)
+        del going_on[width:]
+        if not going_on or self._is_settled(going_on[0].total):
+            self._totals, self._last = self._totals[:0], []
+            return []
+        self._last = [self._token(one, draws) for one in going_on]
+        self._totals = np.array([one.total for one in going_on], np.float32)
+        return going_on
+
+    def answers(self) -> tuple[Beam, ...]:
+        """The best ones, best first. Running beams count, too, unless the search is over."""
+        found = list(self._answers)
+        for total, last in zip(self._totals.tolist(), self._last, strict=True):
+            if last is not None:
+                found.append(_Answer(self._score(total, self._num_output), "abort", last))
+        found.sort(key=lambda one: -one.score)  # stable
+        return tuple(_as_beam(one) for one in found[: self._width])
+
+    def _end_reason(self, one: Continuation) -> str | None:
+        if one.token_id in self._end_ids:
+            return "stop"
+        if self._is_stopped is not None:
+            before = [token.token_id for token in _path(self._last[one.parent])]
+            tokens = np.concatenate([self._prompt, np.array(before, np.int32)])
+            if self._is_stopped(tokens, one.token_id):
+                return "stop"
+        return "length" if self._num_output >= self._max_output else None
+
+    def _finish(self, one: Continuation, reason: str, draws: Sequence[SampleOutput]) -> None:
+        score, answers = self._score(one.total, self._num_output), self._answers
+        if len(answers) == self._width:
+            if score <= answers[-1].score:
+                return
+            answers.pop()
+        answers.append(_Answer(score, reason, self._token(one, draws)))
+        answers.sort(key=lambda answer: -answer.score)  # stable: the earlier one of a tie stays
+
+    def _is_settled(self, best_total: float) -> bool:
+        """Whether no beam is expected to become better than the answers that there are."""
+        if len(self._answers) < self._width:
+            return False
+        early = self._beams.early_stopping
+        if early is True:
+            return True
+        favours_long = early == "never" and self._beams.length_penalty > 0
+        length = self._max_output if favours_long else self._num_output
+        return self._score(best_total, length) <= self._answers[-1].score
+
+    def _score(self, total: float, num_output: int) -> float:
+        return total / float(num_output**self._beams.length_penalty)
+
+    def _token(self, one: Continuation, draws: Sequence[SampleOutput]) -> _Token:
+        draw = draws[one.parent]
+        assert draw.candidates is not None
+        logprob = float(draw.candidates.logprobs[one.rank])
+        return _Token(self._last[one.parent], one.token_id, logprob, draw.top_logprobs)
+
+
+def best_continuations(
+    totals: FloatArray, candidates: Sequence[Candidates], count: int
+) -> list[Continuation]:
+    """The `count` best of all candidates of all beams, best first; fewer if there are not as many.
+
+    totals [m] of the beams; candidates: those of each beam, best first, equally many of each, and
+    at least `count` or all there are. A score of -inf is no candidate. Of a tie the earlier beam
+    wins, then the earlier rank.
+    """
+    width = len(candidates[0].scores)
+    sums = (
+        np.concatenate([one.scores for one in candidates]).reshape(-1, width) + totals[:, None]
+    ).ravel()
+    order: NDArray[np.intp]
+    if count < len(sums):  # those no worse than number `count`, of which a stable sort settles ties
+        least = np.partition(sums, len(sums) - count)[len(sums) - count]
+        kept = np.flatnonzero(sums >= least)
+        order = kept[np.argsort(-sums[kept], kind="stable")[:count]]
+    else:
+        order = np.argsort(-sums, kind="stable")
+    token_ids = np.concatenate([one.token_ids for one in candidates])[order]
+    chosen = zip(order.tolist(), token_ids.tolist(), sums[order].tolist(), strict=True)
+    return [
+        Continuation(at // width, at % width, token_id, total)
+        for at, token_id, total in chosen
+        if total > -math.inf
+    ]
+
+
+def _path(last: _Token | None) -> list[_Token]:
+    """The tokens up to `last`, first one first."""
+    found = []
+    while last is not None:
+        found.append(last)
+        last = last.before
+    return found[::-1]
+
+
+def _as_beam(answer: _Answer) -> Beam:
+    path = _path(answer.last)
+    return Beam(
+        [token.token_id for token in path],
+        answer.reason,
+        answer.score,
+        tuple(token.logprob for token in path),
+        tuple(dict(token.top_logprobs) for token in path),
+    )
