@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, CacheSession, Lookup, PrefixWatch
 from radixserve.int_buffer import IntBuffer
-from radixserve.output import Metrics, PromptScore, Usage
+from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
 from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec
 
@@ -126,6 +126,15 @@ class RequestState:
         request, length = self.request, len(self.tokens) + 1
         return length - self.num_prompt >= request.params.max_tokens or length >= request.max_len
 
+    def end_reason(self, token_id: int) -> str | None:
+        """Why the request ends with its last token, `token_id`; None where it goes on."""
+        request, length = self.request, len(self.tokens)
+        if token_id in request.end_ids and self.num_output > request.params.min_tokens:
+            return "stop"
+        if self.num_output >= request.params.max_tokens or length >= request.max_len:
+            return "length"
+        return None
+
     @property
     def only_draws(self) -> bool:
         """Whether nothing is left to be scored before tokens are drawn."""
@@ -176,3 +185,12 @@ class RequestState:
             ttft_s=None if self.first_token_at is None else self.first_token_at - start,
             total_s=now - start,
         )
+
+    def output(self, drawn: SampleOutput | None, finish: Finish | None) -> RequestOutput:
+        """One step's output: the token that was drawn, if any, and the end, if it ended."""
+        if drawn is None:
+            return RequestOutput(self.request_id, (), (), (), finish)
+        if drawn.logprob is None:
+            return RequestOutput(self.request_id, (drawn.token_id,), (), (), finish)
+        top = dict(drawn.top_logprobs)
+        return RequestOutput(self.request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)

@@ -10,7 +10,6 @@ sequences, and not committed. The next one may be planned behind it (`inflight`)
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,9 +20,10 @@ from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
 from radixserve.output import Finish, PromptScore, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
+from radixserve.scheduler.admission import Admission
 from radixserve.scheduler.batch_builder import BatchBuilder
 from radixserve.scheduler.beam_searches import BeamSearches, Child
-from radixserve.scheduler.in_batch_sharing import InBatchSharing, wake_waiters
+from radixserve.scheduler.in_batch_sharing import wake_waiters
 from radixserve.scheduler.in_flight_step import InFlightStep, plan_ahead
 from radixserve.scheduler.page_budget import PageBudget
 from radixserve.scheduler.request_state import BeamSearch, RequestState
@@ -48,12 +48,14 @@ class Scheduler:
     ) -> None:
         self._cache = cache
         self._chunked_prefill_size = chunked_prefill_size
-        self._max_running_requests = max_running_requests
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self._waiting = WaitingQueue(cache, policy, max_overtake)
         self._running = RunningRequests(max_running_requests)
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
+        self._admission = Admission(
+            cache, self._waiting, self._running, self._page_budget, max_running_requests, clock
+        )
         queues = self._requests, self._running, self._waiting
         self._beams = BeamSearches(*queues, self._requeue, self._page_budget.num_startable)
         self._sessions = Sessions(cache)
@@ -175,7 +177,7 @@ class Scheduler:
         plan = BatchBuilder(self._stats.steps, self._chunked_prefill_size)
         if not plan_ahead(step, plan, self._running, self._cache):
             return None
-        self._admit(plan)
+        self._admission.admit(plan)
         if plan.is_empty:
             return None
         self._stats.steps_ahead += 1
@@ -190,13 +192,8 @@ class Scheduler:
     def _plan(self) -> BatchBuilder:
         plan = BatchBuilder(self._stats.steps, self._chunked_prefill_size)
         self._plan_running(plan)
-        self._admit(plan)
+        self._admission.admit(plan)
         return plan
-
-    def _is_short(self, spare: int) -> bool:
-        """Whether `spare` pages are too few for anybody who waits. O(1) and the returned ones."""
-        waiting = self._waiting
-        return bool(self._running) and waiting.least_need > spare and waiting.barrier == math.inf
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         """The step was computed: publish its tokens, append what was drawn, end what ended.
@@ -248,7 +245,8 @@ class Scheduler:
             sequence.commit(row.end)
             if state.waiters:
                 self._waiting.note_woken(wake_waiters(state))
-            self._count_row(state, row)
+            self._stats.count_row(row, state.num_prompt, state.num_prompt_done)
+            state.note_committed(row.end)
             if one is None:
                 continue
             if row.logprob_targets is not None:
@@ -261,16 +259,6 @@ class Scheduler:
     def _requeue(self, state: RequestState) -> None:
         state.probe = self._cache.watch(state.wanted(), state.request.params.namespace)
         self._waiting.add(state, is_returning=True)
-
-    def _count_row(self, state: RequestState, row: ScheduledRequest) -> None:
-        counters, num_tokens = self._stats, len(row.token_ids)
-        if num_tokens == 1 and row.start >= state.num_prompt:  # behind the prompt
-            counters.decoded_tokens += 1
-            return
-        counters.prefilled_tokens += num_tokens
-        again = min(row.end, state.num_prompt_done) - row.start
-        counters.recomputed_tokens += max(0, again)
-        state.note_committed(row.end)
 
     def _note_scores(
         self, state: RequestState, row: ScheduledRequest, drawn: SampleOutput
@@ -288,20 +276,11 @@ class Scheduler:
         self._stats.generated_tokens += 1
         if state.first_token_at is None:
             state.first_token_at = self._clock()
-        reason = self._end_reason(state, drawn.token_id)
+        reason = state.end_reason(drawn.token_id)
         if self._in_flight and reason is None and state.sequence is not None and state.is_drawing:
             # Its row in flight computes it already.
             state.sequence.fill(state.tokens.view(len(state.tokens) - 1))
-        return self._output(state, drawn, None if reason is None else self._close(state, reason))
-
-    def _end_reason(self, state: RequestState, token_id: int) -> str | None:
-        request, length = state.request, len(state.tokens)
-        num_output = length - state.num_prompt
-        if token_id in request.end_ids and num_output > request.params.min_tokens:
-            return "stop"
-        if num_output >= request.params.max_tokens or length >= request.max_len:
-            return "length"
-        return None
+        return state.output(drawn, None if reason is None else self._close(state, reason))
 
     # -- running requests ---------------------------------------------------------------------
 
@@ -363,63 +342,6 @@ class Scheduler:
         self._beams.unpark(state)
         self._stats.preemptions += 1
 
-    # -- waiting requests ---------------------------------------------------------------------
-
-    def _admit(self, plan: BatchBuilder) -> None:
-        """Start waiting requests in order, looking past those that cannot start now."""
-        waiting, room = self._waiting, self._page_budget
-        if plan.is_out_of_pages or not waiting or not self._has_slots(plan):
-            return
-        waiting.refresh()
-        outstanding = room.num_outstanding()
-        spare = self._cache.num_available - outstanding
-        if self._is_short(spare):
-            return  # the queue need not be walked
-        sharing = InBatchSharing(self._running if self._cache.sharing_enabled else ())
-        for state in waiting.candidates():
-            if self._cache.sharing_enabled and sharing.must_wait(state):
-                waiting.note_waits(state)
-                continue
-            if room.fits(state, spare) and self._start(state, plan):
-                sharing.add(state)
-                if not self._has_slots(plan):
-                    return
-                outstanding += room.pages_ahead(state)
-                spare = self._cache.num_available - outstanding
-            if self._running and waiting.least_need > spare:
-                return  # nor has anybody behind it
-
-    def _has_slots(self, plan: BatchBuilder) -> bool:
-        num_running = len(self._running) - plan.num_ending
-        return plan.budget > 0 and num_running < self._max_running_requests
-
-    def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
-        """Lock its cached prefix and plan its first chunk; False, and nothing held, if no room."""
-        namespace, prefix = state.request.params.namespace, state.wanted()
-        lookup = self._cache.lookup(prefix, namespace)
-        session = state.session if state.session is not None and state.session.is_open else None
-        sequence = self._cache.acquire(
-            prefix, namespace, session=session, priority=state.request.params.priority
-        )
-        wanted = min(plan.budget, len(state.tokens) - sequence.cached_len)
-        state.sequence = sequence
-        count = max(1, self._page_budget.num_fitting(state, wanted))
-        try:
-            sequence.extend(state.tokens.view(sequence.length, sequence.length + count))
-        except OutOfPages:
-            sequence.release()
-            state.sequence = None
-            return False
-        self._waiting.remove(state)
-        self._waiting.note_admitted(state)
-        self._running.add(state)
-        state.admit(sequence, lookup, self._clock())
-        if state.search is not None:
-            head = state.search.head
-            head.num_reused = min(head.num_reused, state.num_reused)
-        plan.add(state, count, is_decode=False)
-        return True
-
     # -- the end ------------------------------------------------------------------------------
 
     def _end(
@@ -427,7 +349,7 @@ class Scheduler:
     ) -> RequestOutput:
         if state.search is not None:
             return self._end_search(state.search, reason, error, ())
-        return self._output(state, None, self._close(state, reason, error))
+        return state.output(None, self._close(state, reason, error))
 
     def _end_search(
         self,
@@ -445,10 +367,7 @@ class Scheduler:
         finish = self._close(head, reason, error)
         usage = replace(finish.usage, completion_tokens=answer_lens[0] if answer_lens else 0)
         for _ in answer_lens[1:]:
-            stats.prompted_tokens += usage.prompt_tokens
-            stats.reused_tokens += usage.prompt_tokens
-            gained = usage.prompt_tokens - head.cached_on_arrival
-            stats.gained_while_waiting_tokens += max(0, gained)
+            stats.count_prompt(usage.prompt_tokens, usage.prompt_tokens, head.cached_on_arrival)
         stats.generated_tokens += sum(answer_lens)
         return RequestOutput(head.request_id, (), (), (), replace(finish, usage=usage))
 
@@ -457,15 +376,8 @@ class Scheduler:
     ) -> Finish:
         """Take a request out of every queue, free its private pages, and add up its numbers."""
         self._remove(state)
-        counters, usage = self._stats, state.usage()
-        counters.finished += reason in ("stop", "length")
-        counters.aborted += reason == "abort"
-        counters.failed += reason == "error"
-        counters.prompted_tokens += usage.prompt_tokens
-        counters.reused_tokens += usage.cached_tokens
-        counters.computed_tokens += usage.computed_tokens
-        gained = usage.cached_tokens - state.cached_on_arrival
-        counters.gained_while_waiting_tokens += max(0, gained)
+        usage = state.usage()
+        self._stats.count_finished(reason, usage, state.cached_on_arrival)
         scores = tuple(state.prompt_scores) if state.prompt_scores else ()
         return Finish(reason, usage, state.metrics(self._clock()), state.lookup, error, scores)
 
@@ -484,14 +396,3 @@ class Scheduler:
         else:
             self._beams.unpark(state)
         del self._requests[state.request_id]
-
-    def _output(
-        self, state: RequestState, drawn: SampleOutput | None, finish: Finish | None
-    ) -> RequestOutput:
-        request_id = state.request_id
-        if drawn is None:
-            return RequestOutput(request_id, (), (), (), finish)
-        if drawn.logprob is None:
-            return RequestOutput(request_id, (drawn.token_id,), (), (), finish)
-        top = dict(drawn.top_logprobs)
-        return RequestOutput(request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)

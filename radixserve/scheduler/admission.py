@@ -1,0 +1,95 @@
+"""`Admission`: starts waiting requests while there are slots, prefill tokens and pages for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from radixserve.cache import PrefixCache
+from radixserve.errors import OutOfPages
+from radixserve.scheduler.batch_builder import BatchBuilder
+from radixserve.scheduler.in_batch_sharing import InBatchSharing
+from radixserve.scheduler.page_budget import PageBudget
+from radixserve.scheduler.request_state import RequestState
+from radixserve.scheduler.running_requests import RunningRequests
+from radixserve.scheduler.waiting_queue import WaitingQueue
+
+
+class Admission:
+    """Works on the scheduler's own queues; keeps nothing between steps."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        waiting: WaitingQueue,
+        running: RunningRequests,
+        page_budget: PageBudget,
+        max_running_requests: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._running = running
+        self._page_budget = page_budget
+        self._max_running_requests = max_running_requests
+        self._clock = clock
+
+    def admit(self, plan: BatchBuilder) -> None:
+        """Start waiting requests in order, looking past those that cannot start now."""
+        waiting, budget = self._waiting, self._page_budget
+        if plan.is_out_of_pages or not waiting or not self._has_slots(plan):
+            return
+        waiting.refresh()
+        outstanding = budget.num_outstanding()
+        spare = self._cache.num_available - outstanding
+        if self.is_short(spare):
+            return  # the queue need not be walked
+        sharing = InBatchSharing(self._running if self._cache.sharing_enabled else ())
+        for state in waiting.candidates():
+            if self._cache.sharing_enabled and sharing.must_wait(state):
+                waiting.note_waits(state)
+                continue
+            if budget.fits(state, spare) and self._start(state, plan):
+                sharing.add(state)
+                if not self._has_slots(plan):
+                    return
+                outstanding += budget.pages_ahead(state)
+                spare = self._cache.num_available - outstanding
+            if self._running and waiting.least_need > spare:
+                return  # no later candidate fits either
+
+    def _has_slots(self, plan: BatchBuilder) -> bool:
+        num_running = len(self._running) - plan.num_ending
+        return plan.budget > 0 and num_running < self._max_running_requests
+
+    def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
+        """Lock its cached prefix and plan its first chunk; False, and nothing held, if no budget."""
+        namespace, prefix = state.request.params.namespace, state.wanted()
+        lookup = self._cache.lookup(prefix, namespace)
+        session = state.session if state.session is not None and state.session.is_open else None
+        sequence = self._cache.acquire(
+            prefix, namespace, session=session, priority=state.request.params.priority
+        )
+        wanted = min(plan.budget, len(state.tokens) - sequence.cached_len)
+        state.sequence = sequence
+        count = max(1, self._page_budget.num_fitting(state, wanted))
+        try:
+            sequence.extend(state.tokens.view(sequence.length, sequence.length + count))
+        except OutOfPages:
+            sequence.release()
+            state.sequence = None
+            return False
+        self._waiting.remove(state)
+        self._waiting.note_admitted(state)
+        self._running.add(state)
+        state.admit(sequence, lookup, self._clock())
+        if state.search is not None:
+            head = state.search.head
+            head.num_reused = min(head.num_reused, state.num_reused)
+        plan.add(state, count, is_decode=False)
+        return True
+
+    def is_short(self, spare: int) -> bool:
+        """Whether no queued request fits into `spare` pages. O(preempted requests)."""
+        waiting = self._waiting
+        return bool(self._running) and waiting.least_need > spare and waiting.barrier == math.inf
