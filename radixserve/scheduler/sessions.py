@@ -42,7 +42,7 @@ class Sessions:
         """
         cache = self._cache
         cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
-        whole = cached_len - cached_len % cache.page_size  # no head of a page has to be copied
+        whole = cached_len - cached_len % cache.page_size  # no page prefix has to be copied
         if whole:
             session = self.get(name)
             cache.acquire(tokens[:whole], namespace, allow_full=True, session=session).release()
