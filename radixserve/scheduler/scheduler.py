@@ -394,7 +394,7 @@ class Scheduler:
         return plan.budget > 0 and num_running < self._max_running_requests
 
     def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
-        """Lock its cached prefix and plan its first chunk. False, and no change, if pages are short."""
+        """Lock its cached prefix, plan its first chunk. False, without change, if pages are short."""
         namespace, prefix = state.request.params.namespace, state.wanted()
         lookup = self._cache.lookup(prefix, namespace)
         session = state.session if state.session is not None and state.session.is_open else None

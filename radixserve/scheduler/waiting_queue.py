@@ -119,7 +119,7 @@ class WaitingQueue:
             self._admitted.clear()
             return
         oldest = self._by_arrival.keys()[0]
-        # the others arrived before every queued request
+        # these arrived before every queued request
         del self._admitted[: self._admitted.bisect_right(oldest)]
 
     @property
