@@ -13,7 +13,7 @@ _UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
 
 
 class BatchBuilder:
-    """Collects rows; the prefill budget is what is left of `chunked_prefill_size`."""
+    """Collects rows. `budget`: prefill tokens left of `chunked_prefill_size`."""
 
     def __init__(self, step: int, budget: int) -> None:
         self.budget = budget

@@ -158,7 +158,7 @@ class BeamSearches:
         return room - 1
 
     def _stop(self, state: RequestState) -> None:
-        """The beam has no child: what it computed stays in the tree."""
+        """End a beam without children; its computed K/V stays cached."""
         if state.sequence is None:
             return
         state.sequence.release()

@@ -18,7 +18,7 @@ class InFlightStep:
 
     def __init__(self, schedule: SchedulerOutput, plan: BatchBuilder) -> None:
         self.schedule = schedule
-        self.rows = plan.states  # the request of each row, and the sequence it had then
+        self.rows = plan.states  # each row's request and its sequence at that time
 
     def living_rows(self) -> Iterator[RequestState]:
         """Requests whose sequence is still that of the row; ending one may end others."""

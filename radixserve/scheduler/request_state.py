@@ -92,7 +92,7 @@ class RequestState:
         self.num_scored = 0  # targets whose scores are known
         self.prompt_scores: list[PromptScore] = []  # those of the prompt's own tokens
         self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
-        self.num_prompt_done = 0  # prompt tokens whose K/V it has had
+        self.num_prompt_done = 0  # prompt tokens whose K/V was available to it
         self.queued_at = now
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None

@@ -106,7 +106,7 @@ class Scheduler:
         return self._end(state, reason, error)
 
     def fail(self, schedule: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
-        """The step failed: end its requests with `error`. What they had committed stays cached.
+        """The step failed: end its requests with `error`. Committed tokens stay cached.
 
         In a step scheduled after it, rows of other requests continue.
         """
@@ -199,7 +199,7 @@ class Scheduler:
         return bool(self._running) and waiting.least_need > spare and waiting.barrier == math.inf
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
-        """The step was computed: publish its tokens, append what was drawn, end what ended.
+        """The step was computed: publish its tokens, append drawn tokens, end finished requests.
 
         Steps are updated in the order in which they were dispatched.
         """
@@ -394,7 +394,7 @@ class Scheduler:
         return plan.budget > 0 and num_running < self._max_running_requests
 
     def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
-        """Lock its cached prefix, plan its first chunk. False, without change, if pages are short."""
+        """Lock its cached prefix, plan its first chunk; False and no change if pages are short."""
         namespace, prefix = state.request.params.namespace, state.wanted()
         lookup = self._cache.lookup(prefix, namespace)
         session = state.session if state.session is not None and state.session.is_open else None

@@ -9,7 +9,7 @@ from radixserve.errors import InvalidRequest
 
 
 class Sessions:
-    """Keeps what was opened until it is closed; a closed name is forgotten."""
+    """Open sessions until they are closed; a closed name is forgotten."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -19,7 +19,7 @@ class Sessions:
         return len(self._open)
 
     def open(self, name: str, lease_s: float | None = None) -> CacheSession:
-        """The open session of that name, made when there is none.
+        """The open session of that name, created if missing.
 
         `lease_s` (seconds; None: the cache's default) counts when it is made. Raises InvalidRequest
         for an empty name or a lease that the cache refuses.
