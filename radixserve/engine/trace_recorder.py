@@ -136,7 +136,7 @@ class TraceRecorder:
         self._num_bytes += len(data)
 
     def _give_up(self) -> None:
-        _log.exception("the trace cannot be written any more; serving continues without it")
+        _log.exception("the trace cannot be written any more; serving goes on without it")
         self._lines, file, self._file = [], self._file, None
         if file is not None:
             file.close()
