@@ -141,7 +141,8 @@ def samples_case(bench: Bench) -> list[Case]:
     records = bench.compare(("radix", "cold", "transformers"), work)
     radix, cold = records["radix"], records["cold"]
     checks = {
-        "the prompt is computed once, exactly": radix.num_computed == length,
+        "the prompt is computed once, its last token once a sample": radix.num_computed
+        == length + count - 1,
         "cold requests compute it as often as it is sent": cold.num_computed == length * count,
         "the same samples as those of cold requests": radix.outputs == cold.outputs,
     }

@@ -14,10 +14,10 @@ class Lookup(NamedTuple):
 
     reason is one of
       full        all that may be reused is cached
-      diverged    cached sequences go on with another token at `position`
+      diverged    cached sequences continue with another token at `position`
       evicted     the next tokens were cached and have been evicted
       namespace   another namespace holds more of these tokens
-      never_seen  no cached or remembered sequence goes on from here
+      never_seen  no cached or remembered sequence continues from here
 
     cached_len is less than position, by a part of a page, where no page is free for the copy of
     that page's prefix. A reset forgets; evicted tokens are remembered up to a bound.

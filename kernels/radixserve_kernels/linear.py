@@ -18,7 +18,8 @@ PACK_ROWS = 64  # rows of a typical product, a hint for the layout
 
 def _find_onednn() -> tuple[Any, Any] | None:
     """oneDNN's product, alone and with a sum; None where torch has no such operations."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    mkldnn: Any = torch.backends.mkldnn
+    if not mkldnn.is_available():
         return None
     try:
         operations = torch.ops.mkldnn._linear_pointwise
@@ -60,7 +61,7 @@ class Linear:
 
 
 def _pack(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's layout; None where there is none."""
+    """The weight in oneDNN's layout; None if unavailable."""
     if not _is_served(weight):
         return None
     try:

@@ -214,7 +214,7 @@ class Branch:
         """Close its session: K/V that no other open branch reaches is evicted first from now on.
 
         Returns at once and never raises; a second call does nothing. An answer that is under way
-        goes on to its end.
+        continues to its end.
         """
         self._is_released = True
         if self._move_lock.acquire(blocking=False):

@@ -244,7 +244,7 @@ class CacheSequence(ABC):
     def fork(self) -> Self:
         """A second sequence over everything committed. Copies at most one page prefix.
 
-        Raises OutOfPages when that page cannot be had.
+        Raises OutOfPages when no page for it is available.
         """
 
     def truncate(self, length: int) -> None:

@@ -43,7 +43,7 @@ class Admission:
         outstanding = budget.num_outstanding()
         spare = self._cache.num_available - outstanding
         if self.is_short(spare):
-            return  # the queue need not be walked
+            return  # no need to scan the queue
         sharing = InBatchSharing(self._running if self._cache.sharing_enabled else ())
         for state in waiting.candidates():
             if self._cache.sharing_enabled and sharing.must_wait(state):
@@ -63,7 +63,7 @@ class Admission:
         return plan.budget > 0 and num_running < self._max_running_requests
 
     def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
-        """Lock its cached prefix and plan its first chunk; False, and nothing held, if no budget."""
+        """Lock its cached prefix, plan its first chunk; False and no change if pages are short."""
         namespace, prefix = state.request.params.namespace, state.wanted()
         lookup = self._cache.lookup(prefix, namespace)
         session = state.session if state.session is not None and state.session.is_open else None
@@ -84,8 +84,8 @@ class Admission:
         self._running.add(state)
         state.admit(sequence, lookup, self._clock())
         if state.search is not None:
-            head = state.search.head
-            head.num_reused = min(head.num_reused, state.num_reused)
+            leader = state.search.leader
+            leader.num_reused = min(leader.num_reused, state.num_reused)
         plan.add(state, count, is_decode=False)
         return True
 

@@ -124,7 +124,7 @@ class IncrementalDetokenizer:
         self._ids = [int(token) for token in prompt_ids[-_CONTEXT:]]
         if tokenizer.decode(self._ids).endswith(_REPLACEMENT):
             self._ids = []  # the prompt ends inside a character: what follows cannot complete it
-        self._window = 0  # the window's text up to `_read` has been handed out
+        self._window = 0  # the window's text up to `_read` has been returned
         self._read = len(self._ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -178,7 +178,7 @@ class StopStringMatcher:
         self.is_stopped = False
 
     def push(self, piece: str, *, may_stop: bool = True) -> str:
-        """The text that can be handed out now; with `may_stop` False no stop string ends in it."""
+        """The text that is safe to return now; with `may_stop` False no stop string ends in it."""
         if self.is_stopped:
             return ""
         ends_after = len(self._held)  # stop strings that end earlier were not to stop

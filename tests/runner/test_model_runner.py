@@ -247,7 +247,7 @@ def test_the_pool_is_never_copied(checkpoints: dict[str, Path], backend: str) ->
     assert runner.pool.kv.data_ptr() == where
     held = runner.backend
     views = [view for pair in held._slots for view in pair]
-    views += [held.kv] if backend == "cpu" else [view for pair in held._pages for view in pair]
+    views += [held.kv] if backend == "cpu" else []
     for view in views:
         assert view.untyped_storage().data_ptr() == where
 

@@ -68,7 +68,7 @@ class CachedSequence(CacheSequence):
             self._publish()
         copy = (self._tree_page(whole), page, extra) if extra else None
         tree.lock(self._last_node)
-        twin = CachedSequence(
+        forked = CachedSequence(
             self._allocator,
             tree,
             self._last_node,
@@ -79,8 +79,8 @@ class CachedSequence(CacheSequence):
             self._session,
             self._priority,
         )
-        twin._published = self._published
-        return twin
+        forked._published = self._published
+        return forked
 
     # -- publishing ---------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class CachedSequence(CacheSequence):
         self._last_node = self._tree.move_lock(self._last_node, node)
 
     def _branch(self, node: Node, pos: int, *, is_prefix: bool) -> None:
-        """`node` goes on differently after `pos`, or ends within the page that begins there."""
+        """`node` continues differently after `pos`, or ends within the page that begins there."""
         tree = self._tree
         is_free = node.lock_ref == (1 if node is self._last_node else 0)
         if is_prefix and is_free and self._may_grow(node):
