@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar, cast
 
 from radixserve.api.beam_search import BeamTicket
+from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.ticket import Event, Ticket
-from radixserve.engine.worker import EngineThread
 from radixserve.output import Chunk, Completion
 from radixserve.request import Request
 from radixserve.text.tokenizer import Tokenizer

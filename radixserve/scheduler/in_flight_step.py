@@ -28,21 +28,17 @@ class InFlightStep:
     def future_indices(self) -> dict[RequestState, int] | None:
         """Which output of this step is the next token of which request.
 
-        None where the next step cannot be planned before this one's answer: a penalty counts the
-        token that is drawn; beams begin, end and share pages by it; scores decide what is
-        scored next. Nothing else asks for a token itself: what may be drawn and which random
-        numbers are used go by how many there were before.
+        None where it has beams, which begin, end and share pages by what was drawn: the next step
+        cannot be planned before this one's answer. For other requests the runner counts tokens with
+        penalties, and bans and random numbers go by how many tokens there were before.
         """
         found = {}
         for at, row in enumerate(self.schedule.rows):
             state, sequence = self.rows[at]
             if state.sequence is not sequence:
                 continue
-            if row.logprob_targets is not None:
-                return None
-            spec = row.sample
-            if spec is not None:
-                if spec.num_candidates or spec.params.has_penalty:
+            if row.sample is not None:
+                if row.sample.num_candidates:
                     return None
                 found[state] = at
         return found

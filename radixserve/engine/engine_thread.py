@@ -1,0 +1,265 @@
+"""`EngineThread`: the one thread that owns the engine; callers send it messages."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from radixserve.engine import messages
+from radixserve.engine.engine import Engine
+from radixserve.engine.messages import AbandonRequests, AbortRequests, AddRequests, Message
+from radixserve.engine.ticket import Ticket
+from radixserve.engine.trace_recorder import TraceRecorder
+from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
+from radixserve.output import RequestOutput
+
+_log = logging.getLogger("radixserve")
+
+
+class EngineThread:
+    """Steps the engine while there is work and carries out messages between two steps.
+
+    Nothing waits for ever: when the thread ends, by `close` or by a failure, every open ticket and
+    every unanswered call gets EngineDead.
+    """
+
+    def __init__(self, engine: Engine, recorder: TraceRecorder | None = None) -> None:
+        """`recorder`: gets every request that ends; it is closed with the thread."""
+        self._engine = engine
+        self._recorder = recorder
+        # Messages with where their answer goes; None where it is time to stop.
+        self._inbox: queue.SimpleQueue[tuple[Message, Future[Any] | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._submissions = itertools.count()
+        self._submitted: dict[int, Sequence[Ticket]] = {}  # by submission, until it is added
+        self._tickets: dict[str, Ticket] = {}  # by request id; the engine's thread only
+        # Of `_death` and of putting into the inbox. Reentrant: the garbage collector may close a
+        # forgotten stream, which calls `abandon`, in the middle of another call.
+        self._lock = threading.RLock()
+        self._death: EngineDead | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="radixserve-engine", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread ---------------------------------------------------------------
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Queue requests so that they arrive together. Returns at once; never raises.
+
+        All of them are queued or, for instance when an id is in use, none: then every ticket
+        carries the error.
+        """
+        number = next(self._submissions)
+        for ticket in tickets:
+            ticket.submission = number
+        self._submitted[number] = tickets
+        if not self.post(AddRequests(number, tuple(ticket.request for ticket in tickets))):
+            self._refuse(self._submitted.pop(number))
+
+    def abort(self, request_ids: Sequence[str] | None) -> int:
+        """End requests (all when None) with finish_reason "abort"; returns how many were open."""
+        ids = None if request_ids is None else tuple(request_ids)
+        found: int = self.call(AbortRequests(ids))
+        return found
+
+    def abandon(self, tickets: Sequence[Ticket]) -> None:
+        """End requests whose caller has left: returns at once, never raises."""
+        if tickets:
+            self.post(AbandonRequests(tickets[0].submission))
+
+    def post(self, message: Message) -> bool:
+        """Have `message` carried out soon; False where the thread has ended.
+
+        Returns at once and never raises; may be called from the garbage collector.
+        """
+        with self._lock:
+            if self._death is None:
+                self._inbox.put((message, None))
+            return self._death is None
+
+    def check_alive(self) -> None:
+        """Raise EngineDead when the thread has ended."""
+        if self._death is not None:
+            raise _fresh(self._death)
+
+    def call(self, message: Message) -> Any:
+        """Have `message` carried out between two steps and return its answer."""
+        reply: Future[Any] = Future()
+        with self._lock:
+            if self._death is not None:
+                raise _fresh(self._death)
+            self._inbox.put((message, reply))
+        return reply.result()
+
+    def close(self) -> None:
+        """End everything that is open with EngineDead and stop the thread. Can be called again."""
+        self._is_closing = True
+        self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- in the engine's thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._read_inbox():
+                for output in self._engine.step():
+                    self._deliver(output)
+            death = EngineDead("the Runtime was closed")
+        except BaseException as error:
+            _log.exception("the engine failed")
+            death = EngineDead(f"the engine failed: {error!r}")
+            death.__cause__ = error
+        self._die(death)
+
+    def _read_inbox(self) -> bool:
+        """Carry out what waits, block while there is no work; False when it is time to stop."""
+        while not self._is_closing:
+            is_idle = not self._engine.has_work()
+            if is_idle and self._recorder is not None:
+                self._recorder.flush()
+            try:
+                item = self._inbox.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if item is not None:
+                self._carry_out(*item)
+        return False
+
+    def _die(self, death: EngineDead) -> None:
+        with self._lock:
+            self._death = death
+        self._refuse(list(self._tickets.values()))
+        self._tickets.clear()
+        try:
+            self._engine.fail_all(death)
+        except Exception:
+            _log.exception("the engine could not free its requests")
+        if self._recorder is not None:
+            self._recorder.close()
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if item is None:
+                continue
+            message, reply = item
+            if reply is not None:
+                reply.set_exception(death)
+            elif isinstance(message, AddRequests):
+                self._refuse(self._submitted.pop(message.submission))
+
+    def _carry_out(self, message: Message, reply: Future[Any] | None) -> None:
+        """An error goes to the caller; one without a caller is logged.
+
+        Where requests cannot be added or ended it ends the thread: nothing is to hang.
+        """
+        if isinstance(message, AddRequests):
+            self._add(message)
+            return
+        if isinstance(message, AbandonRequests):
+            number = message.submission
+            self._abort([name for name, t in self._tickets.items() if t.submission == number])
+            return
+        try:
+            answer = self._answer(message)
+        except Exception as error:
+            if reply is None:
+                _log.exception("a message to the engine failed")
+            else:
+                reply.set_exception(error)
+            return
+        if reply is not None:
+            reply.set_result(answer)
+
+    def _answer(self, message: Message) -> Any:
+        engine = self._engine
+        match message:
+            case AbortRequests(request_ids):
+                return self._abort(list(self._tickets) if request_ids is None else request_ids)
+            case messages.LookUpPrompt(token_ids, namespace):
+                return engine.lookup(token_ids, namespace)
+            case messages.GetStats():
+                return engine.stats()
+            case messages.DumpTree(max_nodes):
+                return engine.tree(max_nodes)
+            case messages.ResetCache(namespace):
+                return engine.reset_cache(namespace)
+            case messages.CheckCache():
+                return engine.check()
+            case messages.ClaimSessions(claims):
+                for claim in claims:
+                    engine.claim(claim.name, claim.tokens, claim.namespace)
+            case messages.CloseSession(name, heirs, reopened):
+                for claim in heirs:
+                    engine.claim(claim.name, claim.tokens, claim.namespace)
+                engine.close_session(name)
+                if reopened is not None:
+                    engine.claim(name, reopened.tokens, reopened.namespace)
+        return None
+
+    def _add(self, message: AddRequests) -> None:
+        tickets = self._submitted.pop(message.submission)
+        error: RadixServeError | None = None
+        for request in message.requests:
+            if request.request_id in self._tickets:
+                error = InvalidRequest(f"request id {request.request_id!r} is in use")
+        for ticket, request in zip(tickets, message.requests, strict=True):
+            if error is not None:
+                ticket.fail(error)
+                continue
+            self._engine.add(request, ticket.is_stopped)
+            self._tickets[request.request_id] = ticket
+
+    def _refuse(self, tickets: Sequence[Ticket]) -> None:
+        """The thread has ended, or is about to."""
+        assert self._death is not None
+        for ticket in tickets:
+            ticket.fail(_fresh(self._death))
+
+    def _abort(self, request_ids: Sequence[str]) -> int:
+        outputs = [self._engine.abort(request_id) for request_id in request_ids]
+        for output in outputs:
+            if output is not None:
+                self._deliver(output)
+        return sum(output is not None for output in outputs)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        ticket = self._tickets[output.request_id]
+        try:
+            must_stop = ticket.push(output)
+        except Exception as error:  # its text cannot be made: only this request suffers
+            _log.exception("request %s failed", output.request_id)
+            ticket.fail(_broken(error))
+            self._engine.abort(output.request_id)
+            del self._tickets[output.request_id]
+            return
+        if output.finish is not None:
+            del self._tickets[output.request_id]
+            if self._recorder is not None:
+                done = ticket.request, ticket.token_ids, output.finish
+                self._recorder.record(*done, arrived_at=ticket.made_at)
+        elif must_stop:
+            last = self._engine.finish(output.request_id, "stop")
+            if last is not None:
+                self._deliver(last)
+
+
+def _broken(cause: Exception) -> EngineDead:
+    error = EngineDead(f"the request's text could not be made: {cause!r}")
+    error.__cause__ = cause
+    return error
+
+
+def _fresh(death: EngineDead) -> EngineDead:
+    """A copy for each caller: a raised exception collects the traceback of its thread."""
+    copy = EngineDead(*death.args)
+    copy.__cause__ = death.__cause__
+    return copy
