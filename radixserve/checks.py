@@ -1,4 +1,4 @@
-"""Checks at the border: a value comes out plain, or InvalidRequest says what is allowed."""
+"""Checks of arguments: return a plain value, or raise InvalidRequest with the allowed ones."""
 
 from __future__ import annotations
 

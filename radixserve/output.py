@@ -1,4 +1,4 @@
-"""What comes out: the output of one request in a step, and the finished `Completion`."""
+"""Results: per-step output of a request, and the finished `Completion`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Lookup(NamedTuple):
 
     reason is one of
       full        all that may be reused is cached
-      diverged    cached sequences go on with another token at `position`
+      diverged    cached sequences continue with another token at `position`
       evicted     the next tokens were cached and have been evicted
       namespace   another namespace holds more of these tokens
-      never_seen  no cached or remembered sequence goes on from here
+      never_seen  no cached or remembered sequence continues from here
 
     cached_len is less than position, by a part of a page, where no page is free for the copy of
-    that page's head. A reset forgets; evicted tokens are remembered up to a bound.
+    that page's prefix. A reset forgets; evicted tokens are remembered up to a bound.
     """
 
     cached_len: int  # tokens that acquire() would reuse now
@@ -57,7 +57,7 @@ def add_usages(usages: Sequence[Usage]) -> Usage:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Seconds since the request was queued; None for what it did not reach."""
+    """Seconds since the request was queued; None for stages that it did not reach."""
 
     queue_s: float | None  # until it was admitted
     ttft_s: float | None  # until its first token
@@ -88,13 +88,13 @@ class Beam(NamedTuple):
 
     token_ids: list[int]
     reason: str  # "stop", "length" or "abort"
-    score: float  # what the answers are ranked by
+    score: float  # by which the answers are ranked
     logprobs: tuple[float, ...]  # of each token, of the model's own distribution
     top_logprobs: tuple[dict[int, float], ...]
 
 
 class RequestOutput(NamedTuple):
-    """Per-step output of one request: at most one token, and its end when it ended."""
+    """One step's output for a request: at most one token, and `finish` at the end."""
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -34,7 +34,7 @@ class SamplingParams(StrictFields):
     frequency_penalty     subtracted for each occurrence in the output
     stop                  string or strings that end the text; they are not part of it
     stop_token_ids        token ids that end it, besides the model's own end tokens
-    ignore_eos            go on after the model's end tokens
+    ignore_eos            continue after the model's end tokens
     seed                  makes the request reproducible whatever runs beside it
     n                     completions a prompt, computed once; each with a random stream of its own
     best_of               draw this many, return the n with the highest cumulative log-probability

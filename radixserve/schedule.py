@@ -1,12 +1,12 @@
-"""Where the thinking wing and the computing wing meet: one step's work and its result.
+"""Records exchanged by scheduler and model runner: one step's work and its result.
 
 Plain numpy. The scheduler fills a `SchedulerOutput`, the runner answers it with a
 `ModelRunnerOutput`. Records of one row are NamedTuples: they take a third of a frozen dataclass's
 time to make.
 
-A schedule's arrays may be views of the scheduler's own: a runner reads them before `execute` or
-`launch` returns. With overlap the next schedule is made while a step is still being computed. Steps
-are computed one after the other, each one's copies before its rows.
+A schedule's arrays may be views of the scheduler's own: a runner reads them before `launch`
+returns. With overlap the next schedule is made while a step is still being computed. Steps are
+computed in order, each one's copies before its rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 
-UNKNOWN = -1  # in the place of a token id that only the device has
+UNKNOWN = -1  # placeholder of a token id that only the device has
 
 
 class SampleSpec(NamedTuple):
-    """What the sampler needs to draw the token that follows a row."""
+    """Input of the sampler for the token that follows a row."""
 
     params: SamplingParams
     seed: int  # of the request's own random stream, 64 bits
@@ -74,14 +74,14 @@ class SchedulerOutput:
     step: int
     rows: tuple[ScheduledRequest, ...]
     cow_copies: (
-        IntArray  # [num_copies, 3] (source page, destination page, tokens from the page's head)
+        IntArray  # [num_copies, 3] (source page, destination page, tokens from the page's start)
     )
     num_prefill_tokens: int
     num_decode_tokens: int
 
 
 class Candidates(NamedTuple):
-    """The best tokens behind a beam, best first; K is num_candidates or all there are."""
+    """The best next tokens of a beam, best first; K is num_candidates or all there are."""
 
     token_ids: IntArray  # [K]
     scores: NDArray[np.float32]  # [K] log-probabilities after penalties and bans, not renormalised
@@ -89,7 +89,7 @@ class Candidates(NamedTuple):
 
 
 class SampleOutput(NamedTuple):
-    """What comes after a row: a token, or scores. Logprobs are of the model's own distribution."""
+    """A row's result: a token, or scores. Logprobs are of the model's own distribution."""
 
     token_id: int
     logprob: float | None  # when the request asked for logprobs

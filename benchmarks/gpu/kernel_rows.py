@@ -47,7 +47,7 @@ def check_rows(bench: Bench) -> None:
         tally.case("rope_and_store", what, allowed, _rotation_error, dtype, shape, rows, has_norm)
     for dtype, page_size in product(DTYPES, (1, 16, 64)):
         what = f"{NAMES[dtype]} pages of {page_size}"
-        tally.case("copy_heads", what, EXACT, _copy_error, dtype, page_size)
+        tally.case("copy_page_prefixes", what, EXACT, _copy_error, dtype, page_size)
     for width in pick((5, 2_500, 70_000), (2_500,), (50,)):
         tally.case("flat_indices", f"60 rows of up to {width} pages", EXACT, _index_error, width)
     tally.tell()
@@ -152,7 +152,7 @@ def _copy_error(bench: Bench, dtype: torch.dtype, page_size: int) -> float:
     expected = kv.clone()
     for source, target, count in heads:
         expected[:, :, target, :count] = kv[:, :, source, :count]
-    gpu_ops.copy_heads(kv, torch.tensor(heads, dtype=torch.int32, device=bench.device))
+    gpu_ops.copy_page_prefixes(kv, torch.tensor(heads, dtype=torch.int32, device=bench.device))
     return same(kv, expected)
 
 

@@ -120,13 +120,13 @@ def rope_and_store(
     return out
 
 
-def copy_heads(kv: Tensor, copies: Tensor) -> None:
+def copy_page_prefixes(kv: Tensor, copies: Tensor) -> None:
     """Copy the first tokens of pages to other pages, in all layers.
 
     kv [L, 2, num_pages, P, Hkv, D] contiguous; copies [n, 3] int32 on the device: source page,
     destination page, tokens (0: nothing). No page is written twice, or both written and read.
     """
-    _run(kv, "pages", "copy_heads", kv, copies)
+    _run(kv, "pages", "copy_page_prefixes", kv, copies)
 
 
 def flat_indices(

@@ -60,7 +60,7 @@ class Linear:
 
 
 def _pack(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's layout; None where there is none."""
+    """The weight in oneDNN's layout; None if unavailable."""
     if not _is_served(weight):
         return None
     try:

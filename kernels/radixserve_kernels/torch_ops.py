@@ -107,7 +107,7 @@ def attention_with_lse(
 
 
 def _find_flash_attention() -> Any:
-    """torch's fused attention for the CPU, which tells the log-sum-exp; None where it is not."""
+    """PyTorch's fused CPU attention that also returns log-sum-exp; None if unavailable."""
     packet = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     return None if packet is None else packet.default
 

@@ -28,7 +28,7 @@ from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion, Score, Usage, add_usages
 from radixserve.request import Request, SamplingParams
-from radixserve.text.tokenizer import TextStream
+from radixserve.text.tokenizer import IncrementalDetokenizer
 
 Tokens = str | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -100,7 +100,7 @@ class Branch:
     def text_from(self, length: int) -> str:
         """The text that the tokens after the first `length` add. O(those tokens)."""
         start = check_int("length", length, 0, self.length)
-        stream = TextStream(self._client.tokenizer, self._tokens[:start].tolist())
+        stream = IncrementalDetokenizer(self._client.tokenizer, self._tokens[:start].tolist())
         return stream.push(self._tokens[start:].tolist()) + stream.finish()
 
     @property
@@ -214,7 +214,7 @@ class Branch:
         """Close its session: K/V that no other open branch reaches is evicted first from now on.
 
         Returns at once and never raises; a second call does nothing. An answer that is under way
-        goes on to its end.
+        continues to its end.
         """
         self._is_released = True
         if self._move_lock.acquire(blocking=False):

@@ -53,5 +53,4 @@ class EngineClient:
 
     def lookup(self, token_ids: IntArray, namespace: str) -> Lookup:
         """How much of a prompt is cached now, and why not more."""
-        found: Lookup = self.worker.call(LookUpPrompt(token_ids, namespace))
-        return found
+        return self.worker.call(LookUpPrompt(token_ids, namespace))

@@ -248,14 +248,12 @@ class Runtime:
 
     def cache_stats(self) -> dict[str, Any]:
         """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
-        stats: dict[str, Any] = self._worker.call(GetStats())
-        return stats
+        return self._worker.call(GetStats())
 
     def cache_tree(self, max_nodes: int = 10_000) -> dict[str, Any]:
         """The prefix tree as nested dicts, see `RadixCache.dump`; with cache="hash" its blocks."""
         count = check_int("max_nodes", max_nodes, 0)
-        tree: dict[str, Any] = self._worker.call(DumpTree(count))
-        return tree
+        return self._worker.call(DumpTree(count))
 
     def flush_cache(self, namespace: str | None = None) -> None:
         """Forget what is cached, in one namespace or in all; running requests are not disturbed."""

@@ -164,7 +164,7 @@ def beam(
     """Beam search over thoughts after `root`, which does not move.
 
     Level by level, `depth` of them at most: every path of the beam is expanded, all new nodes are
-    scored, the `width` best go on, the others are released at once.
+    scored, the `width` best continue, the others are released at once.
 
     expand    `Sample(n, params)`, or a function of a node that returns the thoughts which may come
               next, as texts or token ids, or a `Sample`; an empty list ends the path
@@ -201,7 +201,7 @@ def beam(
 
 
 class _Search:
-    """A search under way: all its nodes, and the beam, the paths that may go on."""
+    """A search under way: all its nodes, and the beam, the paths that may continue."""
 
     def __init__(
         self, root: Branch, expand: Expand, score: Score, is_done: Callable[[Node], bool] | None
@@ -260,7 +260,7 @@ class _Search:
             node.score = _as_score(value)
 
     def select(self, children: Sequence[Node], width: int) -> None:
-        """The best go on; the others, and the parents, are released."""
+        """Continue the best; release the others and the parents."""
         going = []
         for node in children:
             if node.state == "duplicate":

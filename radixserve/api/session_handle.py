@@ -9,7 +9,7 @@ from radixserve.arrays import IntArray
 from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.messages import CloseSession, SessionClaim
 
-_LEAST_PRUNED = 16  # forks of a branch that are remembered before those gone are forgotten
+_LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
 
 
 class SessionHandle:
@@ -33,7 +33,7 @@ class SessionHandle:
     ) -> None:
         """`parent`: that of the branch forked from, which is open."""
         self.name = f"branch {number}"
-        self.tokens = tokens  # where the branch stands
+        self.tokens = tokens  # of the branch, prompt and output
         self.is_open = True
         self._engine = engine
         self._namespace = namespace
@@ -52,7 +52,7 @@ class SessionHandle:
         return self.name
 
     def move(self, tokens: IntArray, *, is_reached: bool) -> None:
-        """The branch stands at `tokens` now; `is_reached`: a request of the session did."""
+        """Set the branch's tokens; `is_reached`: a request of the session computed them."""
         self.tokens = tokens
         if is_reached:
             self._reached_len = self._held_len = len(tokens)
@@ -64,7 +64,7 @@ class SessionHandle:
             self._close_again(heirs)
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Idempotent."""
         if not self.is_open:
             return
         self.is_open = False
@@ -98,7 +98,7 @@ class SessionHandle:
             if not heir.is_open:
                 self._engine.post(CloseSession(heir.name))
 
-    # -- the others ---------------------------------------------------------------------------
+    # -- related sessions ---------------------------------------------------------------------
 
     def _adopt(self, fork: SessionHandle) -> None:
         if len(self._below) >= self._prune_at:
@@ -107,7 +107,7 @@ class SessionHandle:
         self._below.append(weakref.ref(fork))
 
     def _forks(self) -> Iterator[SessionHandle]:
-        """The open ones below, up to the next open one on each path."""
+        """The nearest open descendants, one per path."""
         for reference in list(self._below):
             fork = reference()
             if fork is not None and fork.is_open:

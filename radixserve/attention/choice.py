@@ -25,7 +25,7 @@ _BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
     "triton": TritonBackend,
     "torch": ReferenceBackend,
 }
-_ON_CUDA = ("flashinfer", "triton", "torch")  # the first that can be had is what "auto" stands for
+_ON_CUDA = ("flashinfer", "triton", "torch")  # "auto": the first one available
 _ON_CPU = ("cpu", "torch")
 
 

@@ -27,7 +27,7 @@ class CpuBackend(AttentionBackend):
     """See `AttentionBackend`; float32 or bfloat16.
 
     `shares`: whether rows attend together to pages that they have in common, where that pays.
-    Raises ModelNotSupported, with the reason, where the kernels cannot be had.
+    Raises ModelNotSupported, with the reason, where the kernels are unavailable.
     """
 
     name = "cpu"

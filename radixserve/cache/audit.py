@@ -1,4 +1,4 @@
-"""The laws that both caches share, and the picture of what they hold. Iterative everywhere."""
+"""Invariants of both caches, and `dump` of their nodes. Iterative: trees may be deep."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_owners(allocator: PageAllocator, published: Iterable[tuple[str, list[i
 
 
 def check_tokens(allocator: PageAllocator, sequence: CacheSequence) -> None:
-    """What holds for every sequence, whatever the cache."""
+    """Invariants of every sequence, in either cache."""
     name, known = repr(sequence), sequence.length - sequence.num_unknown
     assert not sequence.is_released, f"{name} is registered after its release"
     assert len(sequence.pages) == allocator.pages_for(sequence.length), f"{name} has wrong pages"
@@ -43,7 +43,7 @@ def check_tokens(allocator: PageAllocator, sequence: CacheSequence) -> None:
 
 
 def check_watches(registry: WatchRegistry) -> None:
-    """The registry and the open watches agree: a closed one rests on nothing."""
+    """The registry and the open watches agree: a closed one watches no place."""
     for place, tokens in registry.watched.items():
         assert tokens, f"{place!r} is watched for no token"
         for token, watches in tokens.items():

@@ -1,8 +1,8 @@
-"""`PrefixCache`: what the scheduler, the engine and replay use of a prefix cache.
+"""`PrefixCache`: the interface of a prefix cache to the scheduler, the engine and replay.
 
 `RadixCache` and `HashBlockCache` are the two implementations; one contract test runs on both.
-Single-threaded: one owner makes every call. Only the cache changes what it hands out, apart from
-`cow_copies`, which the owner of the K/V memory performs before the sequence is used.
+Single-threaded: one owner makes every call. Only the cache modifies returned objects. The owner of
+the K/V memory performs a sequence's `cow_copies` before the sequence is used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from radixserve.output import Lookup
 
 
 class CacheSession(Protocol):
-    """Sequences that belong together and will be continued, until it is closed: a chat, a branch, a
-    tenant."""
+    """Groups related sequences that are expected to be continued until it is closed: a chat, a
+    branch, a tenant."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +31,7 @@ class CacheSession(Protocol):
     def is_open(self) -> bool: ...
 
     def close(self) -> None:
-        """It will not come back: what only closed sessions reach goes first. Twice does nothing."""
+        """Close: pages reached only by closed sessions are evicted first. Idempotent."""
 
 
 class PrefixCache(ABC):
@@ -55,7 +55,7 @@ class PrefixCache(ABC):
 
     @property
     def sharing_enabled(self) -> bool:
-        """Whether sequences share what others computed."""
+        """Whether sequences reuse K/V computed by others."""
         return True
 
     @property
@@ -69,12 +69,13 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def watch(self, tokens: IntArray, namespace: str = "") -> PrefixWatch:
-        """A look-up that stays: see `changed_watches`. It has to be closed."""
+        """A persistent look-up: answers from memory until `changed_watches` refreshes it. Must be
+        closed."""
 
     def changed_watches(self) -> list[PrefixWatch]:
         """Refresh the open watches whose match may have changed since the last call; returns them.
 
-        O(watches that rest on what changed), not O(all watches).
+        O(watches of changed places), not O(all watches).
         """
         return self._watch_registry.take_changed()
 
@@ -99,9 +100,9 @@ class PrefixCache(ABC):
         """A session to pass to `acquire`. Names need not be unique; they are for `stats`."""
 
     def evict(self, num_tokens: int) -> int:
-        """Free room for `num_tokens`, rounded up to a page, from what no sequence has locked.
+        """Free pages for `num_tokens`, rounded up to a page, that no sequence has locked.
 
-        Returns the room freed, in tokens of whole pages: less than asked when there is no more.
+        Returns the tokens freed, in whole pages: fewer than asked when there are no more.
         """
         num_tokens = check_int("num_tokens", num_tokens, 0)
         return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
@@ -109,7 +110,7 @@ class PrefixCache(ABC):
     def reset(self, namespace: str | None = None) -> None:
         """Forget one namespace, or all; pages in use are freed when released.
 
-        Sequences acquired before go on undisturbed, but what they commit is not kept.
+        Sequences acquired before continue, but what they commit is not cached.
         """
         if namespace is not None:
             check_str("namespace", namespace)
@@ -143,7 +144,7 @@ class PrefixCache(ABC):
     @abstractmethod
     def check(self) -> None:
         """Audit every page's owner and every law of the cache; AssertionError names the first
-        broken one. O(everything): for tests and for those in doubt."""
+        broken one. O(everything): for tests and debugging."""
 
     @abstractmethod
     def dump(self, max_nodes: int = 10_000) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Page ids: `PagePool`, the free list, and `PageAllocator`, which makes room by eviction.
+"""Page ids: `PagePool`, the free list, and `PageAllocator`, which evicts when pages are short.
 
-Sequences that grow token by token take turns. If each took the page on top, the pages of one would
-lie apart, and a processor reads such keys and values a fifth more slowly than contiguous ones. So a
-sequence that grows slowly gets pages from a run of consecutive ids that is kept for its next calls.
-Kept pages are free pages: any call that needs them gets them.
+A sequence that grows page by page is served from a run: consecutive ids reserved for it, since a
+processor reads contiguous K/V about a fifth faster. Reserved pages count as free and may be taken
+by any allocation.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MAX_RUNS = 1024
 
 
 class PagePool:
-    """Page ids 0 .. num_pages - 1; a page is free or handed out, never both."""
+    """Page ids 0 .. num_pages - 1; a page is free or allocated, never both."""
 
     __slots__ = ("_free", "_num_kept", "_runs", "num_pages")
 
@@ -38,7 +37,7 @@ class PagePool:
 
     @property
     def num_runs(self) -> int:
-        """Runs kept for sequences that grow, at most MAX_RUNS."""
+        """Runs reserved for growing sequences, at most MAX_RUNS."""
         return len(self._runs)
 
     def allocate(self, count: int) -> array[int]:
@@ -55,7 +54,7 @@ class PagePool:
         return taken
 
     def allocate_after(self, page: int, count: int = 1) -> array[int]:
-        """Take `count` pages, `page` + 1 and so on where a run is kept there, else a new run.
+        """Take `count` pages, `page` + 1 and so on where a run is reserved there, else a new run.
 
         Raises OutOfPages, and takes none, where not as many are free. O(count).
         """
@@ -89,7 +88,7 @@ class PagePool:
         return taken
 
     def release_run(self, page: int) -> None:
-        """No page after `page` will be asked for: what is kept for that is not any more. O(1)."""
+        """Return the run reserved after `page` to the free list. O(1)."""
         if page + 1 in self._runs:
             self._end_run(page + 1)
 
@@ -137,7 +136,7 @@ class CacheStats:
 
     acquired_tokens: int = 0  # asked for by acquire
     matched_tokens: int = 0  # of those, found
-    copied_tokens: int = 0  # of those, in page heads that had to be copied
+    copied_tokens: int = 0  # of those, in page prefixes that had to be copied
     committed_tokens: int = 0  # whose K/V was published
     duplicate_tokens: int = 0  # of those, published by another first; whole pages only
     num_acquired: int = 0  # sequences
@@ -165,14 +164,14 @@ class PageOwner(Protocol):
 
 
 class LockHolder(Protocol):
-    """A live sequence, as far as the allocator knows it."""
+    """The allocator's interface to a live sequence."""
 
     def shrink_lock(self) -> None:
         """Lock no more of the published pages than needed: memory is short."""
 
 
 class PageAllocator:
-    """What all sequences of one cache share: pages, counters, and the list of live sequences."""
+    """Shared by all sequences of one cache: pages, counters and the set of live sequences."""
 
     def __init__(self, pool: PagePool, page_size: int, owner: PageOwner) -> None:
         self.page_size = page_size
@@ -214,8 +213,8 @@ class PageAllocator:
         return pool.allocate(count)
 
     def allocate_after(self, page: int, count: int) -> array[int]:
-        """`count` pages for a sequence that holds `page` and grows slowly, contiguous if they can
-        be; OutOfPages, nothing dropped, if there are too few."""
+        """`count` pages for a sequence that ends with `page`, adjacent to it if possible;
+        OutOfPages, nothing dropped, if there are too few."""
         if count > self.pool.num_free:
             return self.allocate(count)
         return self.pool.allocate_after(page, count)

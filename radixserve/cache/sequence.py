@@ -3,8 +3,8 @@
     tokens     [0 ............... committed) [ ... known) [ placeholders ... length)
     pages      [ of the cache, read-only ][ private to this sequence ...           )
 
-A placeholder has room and no id yet: a step in flight computes its K/V before the host knows the
-token. Placeholders cannot be committed, so none is ever published.
+A placeholder token has a page but no id yet: a step in flight samples it. Placeholders cannot be
+committed, so none is ever published.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
-PageCopy = tuple[int, int, int]  # (source page, destination page, tokens of its head)
+PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
 
 _PLACEHOLDER: IntArray = np.array([-1], np.int32)
 _NO_PAGES: IntArray = np.empty(0, np.int32)
@@ -29,7 +29,7 @@ FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them w
 
 
 class Namespace:
-    """One namespace of a cache. Dead after a reset: no look-up finds it any more."""
+    """One namespace of a cache. Dead after a reset: look-ups do not find it."""
 
     __slots__ = ("is_dead", "name")
 
@@ -41,7 +41,8 @@ class Namespace:
 class CacheSequence(ABC):
     """Grows by `extend`, publishes by `commit`, ends with `release`. Not thread-safe.
 
-    A subclass says what publishing, a cut and a release mean for the pages that the cache owns.
+    A subclass implements publishing, cuts and release of the cache's pages, and calls
+    `_pages_change` before it replaces pages.
     """
 
     __slots__ = (
@@ -81,7 +82,7 @@ class CacheSequence(ABC):
         self._has_run = False  # it has taken pages a few at a time
         self._synced_pages = _NO_PAGES  # what `page_table_delta` answered; no view of `_pages`
         self._num_synced = 0  # leading pages that have not changed since
-        self.cow_copies: list[PageCopy] = []  # (source page, own page, tokens of its head)
+        self.cow_copies: list[PageCopy] = []  # (source page, own page, tokens to copy)
         if copy is not None:
             shared.append(copy[1])
             self.cow_copies.append(copy)
@@ -99,7 +100,7 @@ class CacheSequence(ABC):
 
     @property
     def length(self) -> int:
-        """Tokens that have room: committed ones and those still to be computed."""
+        """Tokens that have pages: committed ones and those still to be computed."""
         return len(self._tokens) // TOKEN_BYTES
 
     @property
@@ -109,7 +110,7 @@ class CacheSequence(ABC):
 
     @property
     def num_unknown(self) -> int:
-        """Placeholders at the end, which `fill` replaces."""
+        """Placeholder tokens at the end, resolved by `fill`."""
         return self._num_unknown
 
     @property
@@ -158,7 +159,7 @@ class CacheSequence(ABC):
     # -- growing ------------------------------------------------------------------------------
 
     def extend(self, tokens: TokenIds) -> None:
-        """Room for `tokens` at the present end, evicting unused pages when none is free.
+        """Append `tokens` and allocate their pages, evicting unused pages when none is free.
 
         Raises OutOfPages, and changes nothing, when there is not enough. O(tokens).
         """
@@ -180,7 +181,7 @@ class CacheSequence(ABC):
                 more = allocator.allocate(wanted)
             try:
                 pages += more
-            except BufferError:  # a view of the shorter state is still in use
+            except BufferError:  # a view of the old buffer is still exported
                 self._pages = pages + more
         try:
             self._tokens += data
@@ -188,7 +189,7 @@ class CacheSequence(ABC):
             self._tokens = self._tokens + data
 
     def append_placeholders(self, num_tokens: int) -> None:
-        """Room for tokens that are not known yet, as `extend` does for known ones.
+        """Append tokens that are not known yet and allocate their pages, as `extend` does.
 
         Raises OutOfPages, and changes nothing, when there is not enough.
         """
@@ -241,16 +242,16 @@ class CacheSequence(ABC):
 
     @abstractmethod
     def fork(self) -> Self:
-        """A second user of everything committed. Copies at most one page head.
+        """A second sequence over everything committed. Copies at most one page prefix.
 
-        Raises OutOfPages when that page cannot be had.
+        Raises OutOfPages when no page for it is available.
         """
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens; what was published stays cached.
 
-        A cut inside a page of the cache copies that page's head. Raises OutOfPages, and changes
-        nothing, when the page for it cannot be had.
+        A cut inside a page of the cache copies that page's prefix. Raises OutOfPages, and changes
+        nothing, when no page for the copy is available.
         """
         self._check_open()
         length = check_int("length", length, 0)
@@ -269,7 +270,7 @@ class CacheSequence(ABC):
         self.cached_len = min(self.cached_len, length)
 
     def release(self) -> None:
-        """Let go: what was published stays cached, the rest is freed. Twice does nothing."""
+        """Unlock published pages, which stay cached, and free the others. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -311,7 +312,7 @@ class CacheSequence(ABC):
         self._num_shared = min(self._num_shared, keep)
 
     def _replace_pages(self, first: int, pages: array[int]) -> None:
-        """Use the cache's `pages` from index `first` on; give our own ones there back."""
+        """Use the cache's `pages` from index `first` on; free the private ones there."""
         if not pages:
             return
         self._pages_change(first)
@@ -324,7 +325,7 @@ class CacheSequence(ABC):
         self._num_shared = max(self._num_shared, last)
 
     def _pages_change(self, first: int) -> None:
-        """Pages from index `first` on are about to be replaced or let go."""
+        """Pages from index `first` on are about to be replaced or dropped."""
         if first < self._num_synced:
             self._num_synced = first
 

@@ -1,4 +1,4 @@
-"""The border of the cache: any sequence of ints in, int32 arrays inside."""
+"""Token ids at the cache's interface: converts any sequence of ints to int32 arrays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
 
 
 def token_view(tokens: TokenIds) -> memoryview:
-    """[n] int32, contiguous in memory; not a copy where `tokens` are. Raises as above."""
+    """[n] int32, contiguous; not a copy where `tokens` are. Raises as `as_token_ids`."""
     if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
         view = as_view(tokens)
         if view.c_contiguous and view.format == "i":  # it is "=i" where memory is not aligned

@@ -1,4 +1,4 @@
-"""`PrefixWatch`: a look-up that stays; `WatchRegistry`: which watches rest on what has changed."""
+"""`PrefixWatch`: a persistent look-up; `WatchRegistry`: the watches to refresh after a change."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Place = tuple[Hashable, bytes]  # a node, block key or namespace, and the token 
 class PrefixWatch(ABC):
     """How much of one prompt is cached, for a waiting request. Read-only, like `lookup`.
 
-    It names the places whose change can change its answer; `take_changed` says which watches have
-    to `refresh`. Between two refreshes it answers from memory.
+    Its places are those where a change may alter its answer; `take_changed` refreshes the watches
+    of changed places. Between two refreshes it answers from memory.
     """
 
     __slots__ = ("_registry", "cached_len", "places")
 
     def __init__(self, registry: WatchRegistry) -> None:
         self._registry = registry
-        self.places: frozenset[Place] = frozenset()  # that it rests on
+        self.places: frozenset[Place] = frozenset()  # where its answer may change
         self.cached_len = 0  # tokens in the cache, at most all but the last one
 
     @property
@@ -33,10 +33,10 @@ class PrefixWatch(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Look again, and rest on the places where the match ends now."""
+        """Look up again and watch the places where the match ends now."""
 
     def close(self) -> None:
-        """Rest on nothing any more. A second call does nothing."""
+        """Stop watching. Idempotent."""
         self._rest_on(frozenset())
 
     def _rest_on(self, places: frozenset[Place]) -> None:
@@ -46,7 +46,7 @@ class PrefixWatch(ABC):
 
 
 class WatchRegistry:
-    """Watches by place. `notify` costs O(1); only those concerned are refreshed."""
+    """Watches by place. `notify` costs O(1); only watches of changed places are refreshed."""
 
     __slots__ = ("_changed", "watched")
 
@@ -59,7 +59,7 @@ class WatchRegistry:
         return len({w for tokens in self.watched.values() for ws in tokens.values() for w in ws})
 
     def move(self, watch: PrefixWatch, old: frozenset[Place], new: frozenset[Place]) -> None:
-        """`watch` rests on the places `new` from now on, on `old` ones before. O(places)."""
+        """Move `watch` from the places `old` to the places `new`. O(places)."""
         watched = self.watched
         for place, token in old - new:
             watches = watched[place][token]
@@ -72,13 +72,13 @@ class WatchRegistry:
             watched.setdefault(place, {}).setdefault(token, set()).add(watch)
 
     def notify(self, place: Hashable, token: bytes | None = None) -> None:
-        """`place` changed: answers that rest on it may differ; with `token`, only those that look
-        for it. Callers skip the call where `watched` is empty."""
+        """`place` changed: refresh its watches; with `token`, only those that look for it there.
+        Callers skip the call where `watched` is empty."""
         if place in self.watched:
             self._changed.add((place, token))
 
     def take_changed(self) -> list[PrefixWatch]:
-        """Refresh the watches concerned since the last call; returns them."""
+        """Refresh the watches whose places changed since the last call; returns them."""
         changed: set[PrefixWatch] = set()
         for place, token in self._changed:
             tokens = self.watched.get(place, {})

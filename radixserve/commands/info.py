@@ -97,7 +97,7 @@ def _installed(package: str) -> str | None:
 def _machine() -> dict[str, Any]:
     import torch
 
-    from radixserve.runner.host_memory import free_memory
+    from radixserve.runner.system_memory import free_memory
 
     cuda = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return {

@@ -1,4 +1,4 @@
-"""`BeamGroup`: the joint choice of a beam search: what it has found so far, and when it is over.
+"""`BeamGroup`: a beam search's joint choice of beams, its answers so far and its end.
 
 The rules are those of transformers' beam search, one prompt at a time. It knows numbers and tokens;
 `scheduler/beam_searches.py` keeps the requests that compute the beams.

@@ -85,7 +85,7 @@ class Engine:
             self._searches[request.request_id] = BeamGroup(request, is_stopped)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request and free what it holds; None if it has ended already."""
+        """End a request and free its resources; None if it has ended already."""
         return self.finish(request_id, "abort")
 
     def finish(
@@ -114,7 +114,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
 
-        When a step fails, its requests end with EngineDead and the others go on.
+        When a step fails, its requests end with EngineDead and the others continue.
         """
         has_older = bool(self._in_flight)
         outputs = self._launch()
@@ -141,7 +141,7 @@ class Engine:
         return self._cache.lookup(token_ids, namespace)
 
     def reset_cache(self, namespace: str | None = None) -> None:
-        """Forget what is cached; running requests go on undisturbed."""
+        """Drop all cached prefixes; running requests continue."""
         self._cache.reset(namespace)
 
     def stats(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def make_cache(num_pages: int, config: EngineConfig) -> PrefixCache:
 
 def _step_failed(cause: BaseException) -> EngineDead:
     """The error that a request's caller sees when its step failed."""
-    if isinstance(cause, EngineDead):  # of a runner that knows better
+    if isinstance(cause, EngineDead):  # the runner already raised the specific error
         return cause
     error = EngineDead(f"the step that computed this request failed: {cause!r}")
     error.__cause__ = cause

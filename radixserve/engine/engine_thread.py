@@ -1,4 +1,4 @@
-"""`EngineThread`: the one thread that owns the engine; callers send it messages."""
+"""`EngineThread`: the thread that owns the engine; other threads send it messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from typing import Any
 
 from radixserve.engine import messages
 from radixserve.engine.engine import Engine
-from radixserve.engine.messages import AbandonRequests, AbortRequests, AddRequests, Message
+from radixserve.engine.messages import (
+    AbandonRequests,
+    AbortRequests,
+    AddRequests,
+    Answer,
+    Message,
+)
 from radixserve.engine.ticket import Ticket
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
@@ -24,22 +30,22 @@ _log = logging.getLogger("radixserve")
 class EngineThread:
     """Steps the engine while there is work and carries out messages between two steps.
 
-    Nothing waits for ever: when the thread ends, by `close` or by a failure, every open ticket and
-    every unanswered call gets EngineDead.
+    When the thread ends, by `close` or by a failure, every open ticket and every pending call gets
+    EngineDead.
     """
 
     def __init__(self, engine: Engine, recorder: TraceRecorder | None = None) -> None:
-        """`recorder`: gets every request that ends; it is closed with the thread."""
+        """`recorder`: records every finished request; closed with the thread."""
         self._engine = engine
         self._recorder = recorder
         # Messages with where their answer goes; None where it is time to stop.
-        self._inbox: queue.SimpleQueue[tuple[Message, Future[Any] | None] | None] = (
+        self._inbox: queue.SimpleQueue[tuple[Message[Any], Future[Any] | None] | None] = (
             queue.SimpleQueue()
         )
         self._submissions = itertools.count()
         self._submitted: dict[int, Sequence[Ticket]] = {}  # by submission, until it is added
         self._tickets: dict[str, Ticket] = {}  # by request id; the engine's thread only
-        # Of `_death` and of putting into the inbox. Reentrant: the garbage collector may close a
+        # Guards `_death` and puts into the inbox. Reentrant: the garbage collector may close a
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
         self._death: EngineDead | None = None
@@ -65,15 +71,14 @@ class EngineThread:
     def abort(self, request_ids: Sequence[str] | None) -> int:
         """End requests (all when None) with finish_reason "abort"; returns how many were open."""
         ids = None if request_ids is None else tuple(request_ids)
-        found: int = self.call(AbortRequests(ids))
-        return found
+        return self.call(AbortRequests(ids))
 
     def abandon(self, tickets: Sequence[Ticket]) -> None:
         """End requests whose caller has left: returns at once, never raises."""
         if tickets:
             self.post(AbandonRequests(tickets[0].submission))
 
-    def post(self, message: Message) -> bool:
+    def post(self, message: Message[Any]) -> bool:
         """Have `message` carried out soon; False where the thread has ended.
 
         Returns at once and never raises; may be called from the garbage collector.
@@ -88,9 +93,9 @@ class EngineThread:
         if self._death is not None:
             raise _fresh(self._death)
 
-    def call(self, message: Message) -> Any:
+    def call(self, message: Message[Answer]) -> Answer:
         """Have `message` carried out between two steps and return its answer."""
-        reply: Future[Any] = Future()
+        reply: Future[Answer] = Future()
         with self._lock:
             if self._death is not None:
                 raise _fresh(self._death)
@@ -156,7 +161,7 @@ class EngineThread:
             elif isinstance(message, AddRequests):
                 self._refuse(self._submitted.pop(message.submission))
 
-    def _carry_out(self, message: Message, reply: Future[Any] | None) -> None:
+    def _carry_out(self, message: Message[Any], reply: Future[Any] | None) -> None:
         """An error goes to the caller; one without a caller is logged.
 
         Where requests cannot be added or ended it ends the thread: nothing is to hang.
@@ -179,7 +184,7 @@ class EngineThread:
         if reply is not None:
             reply.set_result(answer)
 
-    def _answer(self, message: Message) -> Any:
+    def _answer(self, message: Message[Any]) -> Any:
         engine = self._engine
         match message:
             case AbortRequests(request_ids):

@@ -1,4 +1,4 @@
-"""`Ticket`: one request's way back, from the engine's tokens to its caller's text."""
+"""`Ticket`: converts a request's engine outputs to text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from radixserve.engine.beam_group import StopCheck
 from radixserve.output import Chunk, Completion, Finish, RequestOutput
 from radixserve.request import Request
-from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
+from radixserve.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
 
 Event = Chunk | Completion | tuple[Completion, ...] | BaseException
 
 
 class Ticket:
-    """Collects what the engine says of a request and tells the caller through `notify`.
+    """Collects a request's outputs and passes chunks or the completion to `notify`.
 
     The engine's thread calls `push`. A streaming caller gets a Chunk for each piece of text; every
     caller gets exactly one last event: the Completion (in the last Chunk when streaming) or an
@@ -38,24 +38,24 @@ class Ticket:
         self.is_stopped: StopCheck | None = None  # of a beam search with stop strings
         self._text = None
         if tokenizer is not None:
-            self._text = TextStream(tokenizer, request.token_ids.tolist())
-        self._stop = StopText(tuple(request.params.stop))
+            self._text = IncrementalDetokenizer(tokenizer, request.token_ids.tolist())
+        self._stop = StopStringMatcher(tuple(request.params.stop))
         self._is_eager = streams or bool(request.params.stop)  # text is needed at once
         self._pieces: list[str] = []  # of the text so far
-        self._untold: list[str] = []  # of them, what no chunk has carried yet
+        self._pending_text: list[str] = []  # of these, not yet sent in a chunk
         self._token_ids: list[int] = []
-        self._num_told = 0  # tokens that chunks have carried
+        self._num_sent = 0  # tokens sent in chunks
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
         self._has_ended = False
 
     @property
     def token_ids(self) -> list[int]:
-        """Tokens generated so far; not to be changed."""
+        """Tokens generated so far; read-only."""
         return self._token_ids
 
     def push(self, output: RequestOutput) -> bool:
-        """Take in a step's output. True: a stop string was found, the request has to be ended."""
+        """Process one step's output. True: a stop string matched; end the request."""
         if self._has_ended:
             return False
         self._token_ids += output.token_ids
@@ -71,7 +71,7 @@ class Ticket:
         if finish is not None:
             self._complete(finish)
         elif self.streams:
-            self._tell_chunk()
+            self._send_chunk()
         return self._stop.is_stopped and not self._has_ended
 
     def fail(self, error: BaseException) -> None:
@@ -93,10 +93,10 @@ class Ticket:
     def _keep(self, piece: str) -> None:
         if piece:
             self._pieces.append(piece)
-            self._untold.append(piece)
+            self._pending_text.append(piece)
 
     def _complete(self, finish: Finish) -> None:
-        """Make the whole answer, then tell: what raises before leaves the way to `fail` open."""
+        """Build the completion, then notify; errors before that can still be reported by `fail`."""
         if self._text is not None:
             if not self._is_eager:
                 ids = self._token_ids[: -1 if self._ends_by_token(finish) else None]
@@ -106,7 +106,7 @@ class Ticket:
         completion = self._completion(finish)
         self._has_ended = True
         if self.streams:
-            self._tell_chunk(completion)
+            self._send_chunk(completion)
         else:
             self._notify(completion)
 
@@ -131,8 +131,8 @@ class Ticket:
     def _of_prompt(
         self, finish: Finish
     ) -> tuple[list[float | None] | None, list[dict[int, float] | None] | None]:
-        """One entry a token of the prompt, None for the first and for those that were not reached;
-        None where they were not asked for."""
+        """One entry per prompt token, None for the first and for those that were not reached; None
+        if not requested."""
         wanted = self.request.params.prompt_logprobs
         if wanted is None:
             return None, None
@@ -145,11 +145,11 @@ class Ticket:
         """A stop string in the last text counts even where the length ended the request."""
         return "stop" if self._stop.is_stopped and finish.reason == "length" else finish.reason
 
-    def _tell_chunk(self, completion: Completion | None = None) -> None:
-        if not self._untold and completion is None and self._text is not None:
+    def _send_chunk(self, completion: Completion | None = None) -> None:
+        if not self._pending_text and completion is None and self._text is not None:
             return
-        token_ids = self._token_ids[self._num_told :]
-        self._num_told = len(self._token_ids)
-        text = "".join(self._untold)
-        self._untold.clear()
+        token_ids = self._token_ids[self._num_sent :]
+        self._num_sent = len(self._token_ids)
+        text = "".join(self._pending_text)
+        self._pending_text.clear()
         self._notify(Chunk(self.request.request_id, text, token_ids, completion))

@@ -31,7 +31,7 @@ from radixserve.request import Request
 LOG_KIND = "radixserve-log"  # the "kind" in a log's first line
 _VERSION = 1
 _FLUSH_BYTES = 1 << 20
-_FLUSH_S = 1.0  # between two writes while requests go on finishing
+_FLUSH_S = 1.0  # between two writes while requests finish
 _log = logging.getLogger("radixserve")
 
 
@@ -40,7 +40,7 @@ class TraceRecorder:
 
     Costs some 0.1 us a token; writes are buffered. A write that fails is logged once and ends the
     recording, never a request. Lines not yet written are lost when the process is killed; a line
-    that was cut off is left out when the file is read or appended to.
+    that was cut off is dropped when the file is read or appended to.
     """
 
     def __init__(self, path: str, hash_block: int | None = None) -> None:
@@ -66,9 +66,9 @@ class TraceRecorder:
     def record(
         self, request: Request, output_ids: Sequence[int], finish: Finish, *, arrived_at: float
     ) -> None:
-        """Record a request that has ended; `arrived_at`: seconds since 1970. Never raises.
+        """Record a finished request; `arrived_at`: seconds since 1970. Never raises.
 
-        A request without an output token is left out.
+        A request without an output token is not recorded.
         """
         if self._file is None or not output_ids:
             return
@@ -93,7 +93,7 @@ class TraceRecorder:
             self._give_up()
 
     def close(self) -> None:
-        """Write the rest and close the file. A second call does nothing."""
+        """Write the buffered lines and close the file. Idempotent."""
         self.flush()
         if self._file is not None:
             self._file.close()

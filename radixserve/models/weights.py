@@ -157,7 +157,7 @@ def tensor_files(folder: Path) -> list[Path]:
 
 
 class TensorReader:
-    """Takes a checkpoint's tensors by name, in a dtype, and remembers what was wrong.
+    """Takes a checkpoint's tensors by name, in a dtype, and records what was wrong.
 
     `take` never raises for a bad tensor, so that `finish` can name all of them at once; it returns
     zeros instead, which are never used. See `TensorSource`.

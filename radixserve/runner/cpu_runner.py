@@ -11,10 +11,10 @@ from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
-from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.sampler import sample, score, with_scores
+from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 
 
@@ -44,12 +44,12 @@ class CpuModelRunner(SingleDeviceRunner):
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        """Copy page heads, run every row through the model in one forward, draw the tokens.
+        """Copy page prefixes, run every row through the model in one forward, draw the tokens.
 
-        Where it raises ValueError the page heads were copied.
+        Where it raises ValueError the page prefixes were copied.
         """
         began = time.perf_counter()
-        self.pool.copy_heads(schedule.cow_copies)
+        self.pool.copy_page_prefixes(schedule.cow_copies)
         if not schedule.rows:
             return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)

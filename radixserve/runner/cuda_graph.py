@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: one a number of rows, the smallest that fits is replayed.
+"""Decode steps as captured graphs: one per number of rows; the smallest that fits is replayed.
 
 A graph is captured from one forward over rows of one token each. It reads its input from buffers
 that never move and leaves its logits in one; fewer rows are padded. On the CPU the "graph" is the
@@ -34,7 +34,7 @@ def capture_sizes(max_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """Of `num_rows` rows, whose page ids together are at most `max_pages`."""
+    """A captured decode graph for `num_rows` rows with at most `max_pages` page ids in all."""
 
     num_rows: int
     max_pages: int
@@ -131,7 +131,8 @@ def _forward_into(
 
 
 class GraphCapturer:
-    """Of one device. All graphs share a stream and memory: one is replayed at a time."""
+    """Captures graphs on one device; they share a stream and a memory pool: one is replayed at a
+    time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -139,7 +140,7 @@ class GraphCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Returns what repeats `run` over the same tensors."""
+        """Returns a function that repeats `run` over the same tensors."""
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):

@@ -24,7 +24,6 @@ from radixserve.runner.cuda_graph import DecodeGraphs, capture_decode_steps, cap
 from radixserve.runner.device import choose_device
 from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
-from radixserve.runner.host_memory import keep_freed_memory
 from radixserve.runner.input_batch import prepare_inputs
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.profile_run import (
@@ -38,6 +37,7 @@ from radixserve.runner.profile_run import (
     reset_peak,
 )
 from radixserve.runner.sample_plan import SamplePlan, plan_samples
+from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
 from radixserve_kernels import gpu_ops
@@ -98,7 +98,7 @@ class CudaModelRunner(SingleDeviceRunner):
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> PendingStep:
-        """Queue a step: page heads are copied, all rows go through the model, tokens are drawn.
+        """Queue a step: page prefixes are copied, all rows go through the model, tokens are drawn.
 
         A row's `future_index` means an output of the schedule launched before.
         """
@@ -108,7 +108,7 @@ class CudaModelRunner(SingleDeviceRunner):
                 return self._launch(schedule, began)
             if len(schedule.cow_copies):
                 copies = torch.from_numpy(np.ascontiguousarray(schedule.cow_copies, np.int32))
-                gpu_ops.copy_heads(self.pool.kv, copies.to(self._device))
+                gpu_ops.copy_page_prefixes(self.pool.kv, copies.to(self._device))
             return PendingStep(None, 0)
 
     @torch.inference_mode()
@@ -141,7 +141,7 @@ class CudaModelRunner(SingleDeviceRunner):
             inputs, extra, self._tokens, is_fixed=graph is not None
         )
         if "copies" in device_tensors:
-            gpu_ops.copy_heads(self.pool.kv, device_tensors["copies"])
+            gpu_ops.copy_page_prefixes(self.pool.kv, device_tensors["copies"])
         if graph is None:
             self.backend.plan(batch)
             prepared = time.perf_counter()

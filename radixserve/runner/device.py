@@ -1,4 +1,4 @@
-"""Which device a runner uses; why one that was asked for cannot be had."""
+"""The device of a runner, and the reason why a requested one is unavailable."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _draw(logits: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _logprobs(
     logits: Tensor, token_ids: Tensor, plan: SamplePlan, tensors: dict[str, Tensor]
 ) -> list[Tensor]:
-    """Of the draws that want them: the token's own [m], and the best ones [m, K] and their ids."""
+    """Logprobs of the draws that request them: own [m], best [m, K] and their ids."""
     draws = tensors["logprob_draws"]
     logprobs = logits.index_select(0, draws).log_softmax(-1)
     own = logprobs.gather(1, token_ids.index_select(0, draws)[:, None])[:, 0]

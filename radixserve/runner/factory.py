@@ -11,7 +11,10 @@ from radixserve.runner.tensor_parallel.runner import TPModelRunner
 
 
 def make_runner(model_path: str, config: EngineConfig) -> ModelRunner:
-    """Of one device, or of `config.tensor_parallel_size` of them. Raises what these raise."""
+    """A runner for one device, or a TPModelRunner for `config.tensor_parallel_size` devices.
+
+    Raises what these raise.
+    """
     device = choose_device(config.device, config.attention_backend)
     kind: RunnerKind = CudaModelRunner if device.type == "cuda" else CpuModelRunner
     if config.tensor_parallel_size == 1:

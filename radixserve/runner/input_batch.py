@@ -42,7 +42,7 @@ class InputBatch:
 
     @property
     def num_pages(self) -> int:
-        """Of all rows together; pages that rows share count once a row."""
+        """Page-table entries of all rows; shared pages count once per row."""
         return int(self.host.kv_indptr[-1])
 
     def column(self, field: str) -> IndexArray:

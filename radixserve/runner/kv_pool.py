@@ -1,6 +1,6 @@
-"""The K and V of every page: one tensor for all layers, so that a page head is copied in one go.
+"""The K and V of every page: one tensor for all layers, so that a page prefix is copied at once.
 
-Owns the memory; which page belongs to whom is the cache's business.
+Owns the memory; the cache owns the assignment of pages.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.runner.host_memory import MEMORY_PAGE, free_memory, provide_meanwhile
+from radixserve.runner.system_memory import MEMORY_PAGE, free_memory, prefault_async
 from radixserve_kernels.torch_ops import copy_slots
 
-FREE_SHARE = 4  # by default the pool takes at most one in so many bytes of free memory
-READY_BYTES = 256 << 20  # of a pool on the CPU that the system provides at the start
-SOON_BYTES = 1 << 30  # that it has provided a little later
+FREE_MEMORY_DIVISOR = 4  # the default pool takes at most this fraction of the free memory: 1 / 4
+PREFAULT_SYNC_BYTES = 256 << 20  # of a pool on the CPU that are mapped before it is used
+PREFAULT_ASYNC_BYTES = 1 << 30  # of it that are mapped by a thread soon after
 
 
 class KVPool:
@@ -36,8 +36,8 @@ class KVPool:
     def num_bytes(self) -> int:
         return self.kv.numel() * self.kv.element_size()
 
-    def copy_heads(self, copies: IntArray) -> None:
-        """Copy page heads in every layer, as if all at once.
+    def copy_page_prefixes(self, copies: IntArray) -> None:
+        """Copy page prefixes in every layer, as if all at once.
 
         copies [n, 3]: source page, destination page, tokens; no page is written twice or both
         written and read.
@@ -71,7 +71,7 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
         return min(allowed // page_bytes, 2**31 - 1)
     longest = min(config.max_seq_len or info.max_positions, info.max_positions)
     wanted = config.max_running_requests * -(-longest // config.page_size)
-    fitting = free_memory() // FREE_SHARE // page_bytes
+    fitting = free_memory() // FREE_MEMORY_DIVISOR // page_bytes
     if fitting < 1:
         raise InvalidRequest(
             f"a page of {config.page_size} tokens of this model needs {page_bytes} bytes, more "
@@ -81,9 +81,8 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the CPU the system provides memory when it is first touched, and a step that meets
-    fresh memory waits for it: the pages that are taken first are touched here, those that follow in
-    a thread."""
+    """Zeros. On the CPU the system maps memory when it is first touched, which would delay a step:
+    the pages that are allocated first are touched here, those after them in a thread."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
         if device.type != "cpu":
@@ -95,8 +94,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             "set a smaller num_pages or kv_cache_memory"
         ) from error
     runs = flat.reshape(shape[0] * shape[1], -1)  # pages with low ids first, in each
-    soon = min(SOON_BYTES, free_memory() // FREE_SHARE) // len(runs)
-    ready = min(READY_BYTES // len(runs), soon)
+    soon = min(PREFAULT_ASYNC_BYTES, free_memory() // FREE_MEMORY_DIVISOR) // len(runs)
+    ready = min(PREFAULT_SYNC_BYTES // len(runs), soon)
     runs[:, :ready:MEMORY_PAGE] = 0
-    provide_meanwhile(flat, len(runs), ready, soon)
+    prefault_async(flat, len(runs), ready, soon)
     return torch.from_numpy(flat).view(dtype).view(shape)  # which holds `flat`

@@ -34,7 +34,7 @@ class MemoryUse:
 
     @property
     def needed(self) -> int:
-        """Taken by everything but the pool: others on the card and libraries, weights, tensors."""
+        """Used by everything but the pool: other processes, libraries, weights, tensors."""
         others = self.total - self.free - self.reserved
         return others + self.peak - self.profile_pool + self.graphs
 
@@ -75,7 +75,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def measure(device: torch.device, profile_pool: int, graphs: int) -> MemoryUse:
-    """Of a CUDA device, since `reset_peak`; zeros for another one."""
+    """Memory use of a CUDA device since `reset_peak`; zeros on CPU."""
     if device.type != "cuda":
         return MemoryUse(0, 0, 0, 0, 0)
     torch.cuda.synchronize(device)

@@ -41,7 +41,7 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """Of one step. The n device draws are in the order of the outputs."""
+    """Sampling plan of one step. The n device draws are in output order."""
 
     num_outputs: int
     num_drawn: int  # n
@@ -86,7 +86,7 @@ def _greedy_plan(
     host_sampled: tuple[Draw, ...],
     scored: tuple[Scoring, ...],
 ) -> SamplePlan:
-    """Of draws on the device that all take the best token."""
+    """Plan for greedy device draws."""
     outputs = np.array([draw.output for draw in draws], np.int64)
     logits = np.array([draw.logit for draw in draws], np.int64)
     order, none = np.arange(len(draws)), np.empty(0, np.int64)
@@ -115,7 +115,7 @@ def _greedy_plan(
 
 
 def _with_parameters(plan: SamplePlan, draws: Sequence[Draw], vocab_size: int) -> SamplePlan:
-    """`plan` with everything that draws ask for besides the best token."""
+    """`plan` with all sampling parameters besides the best token."""
     specs, arrays = [draw.spec for draw in draws], dict(plan.arrays)
     params = [spec.params for spec in specs]
     if not all(one.is_greedy for one in params):

@@ -40,7 +40,7 @@ class Event(Protocol):
 
 
 class DeviceQueue:
-    """Of one device; one thread at a time."""
+    """Work queue of one device; used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -97,7 +97,7 @@ class _CudaEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where arrays of certain sizes lie."""
+    """Offsets of arrays of given sizes in a buffer."""
 
     num_bytes: int
     host: tuple[tuple[NDArray[Any], ...], ...]  # for each host buffer
@@ -215,7 +215,7 @@ class D2HBuffer:
         return PendingD2H(buffer, tuple(arrays), self._queue.record_event())
 
     def release(self, pending: PendingD2H) -> None:
-        """Its arrays have been read and are not looked at any more."""
+        """Reuse the buffer: its arrays have been read."""
         self._free.append(pending.buffer)
 
     def _take(self, num_bytes: int) -> Tensor:

@@ -13,7 +13,7 @@ _UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
 
 
 class BatchBuilder:
-    """Collects rows; the prefill budget is what is left of `chunked_prefill_size`."""
+    """Collects rows. `budget`: prefill tokens left of `chunked_prefill_size`."""
 
     def __init__(self, step: int, budget: int) -> None:
         self.budget = budget
@@ -55,9 +55,7 @@ class BatchBuilder:
         is_sampled = end >= num_known and (request.logprob_targets is None or request.also_generate)
         self._arrivals.add(state.arrival)
         self.states.append((state, sequence))
-        if (
-            sequence.cow_copies and start == sequence.committed_len
-        ):  # else a step in flight makes them
+        if sequence.cow_copies and start == sequence.committed_len:  # else a step in flight copies
             self._copies += sequence.cow_copies
         spec = _sample_spec(state, end - num_known) if is_sampled else None
         tokens = state.tokens.view(start, end) if future_index < 0 else _UNKNOWN_TOKEN
@@ -84,7 +82,7 @@ class BatchBuilder:
 
 
 def _targets(state: RequestState, start: int, end: int) -> IntArray | None:
-    """What is to be scored behind the last of the tokens [start, end), and was not yet."""
+    """Targets after the tokens [start, end) that have not been scored yet."""
     targets = state.request.logprob_targets
     if targets is None:
         return None
@@ -94,16 +92,17 @@ def _targets(state: RequestState, start: int, end: int) -> IntArray | None:
 
 
 def _sample_spec(state: RequestState, num_unknown: int = 0) -> SampleSpec:
-    """Of a plain request always the same one, from min_tokens on. `num_unknown` tokens are drawn by
-    the step in flight."""
+    """The sampler's input; cached for a greedy request from min_tokens on. `num_unknown` tokens are
+    drawn by the step in flight."""
     if state.greedy_only_spec is not None:
         return state.greedy_only_spec
     request = state.request
     banned: tuple[int, ...] = ()
-    needs_more = state.num_output + num_unknown < request.params.min_tokens
-    if needs_more:
+    min_tokens_pending = state.num_output + num_unknown < request.params.min_tokens
+    if min_tokens_pending:
         banned = tuple(sorted(request.end_ids))
-    is_greedy_only = request.params.is_greedy_only and not needs_more and state.search is None
+    is_plain = state.search is None and not min_tokens_pending
+    is_greedy_only = is_plain and request.params.is_greedy_only
     spec = SampleSpec(
         params=request.params,
         seed=request.seed,

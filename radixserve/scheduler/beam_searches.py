@@ -1,9 +1,9 @@
 """`BeamSearches`: the requests that compute the beams of searches, from one joint step to the next.
 
-Each beam is planned, waits and is preempted like any other request. One that has drawn waits for
-the rest of its search. Mostly all draw in one step; where they do not, it is parked: it stops
-running, does not occupy a running slot, and keeps its pages until another request needs them. Its
-draw is kept, so nothing is computed twice for it. Which tokens go on is chosen above the scheduler.
+Each beam is scheduled, waits and is preempted like any other request. A sampled beam waits until
+all beams of its search have sampled, mostly in the same step. Until then it is parked: it is not
+scheduled and uses no slot; its pages may be reclaimed. Its sampled candidates are kept, so none is
+computed twice. The continuations are chosen above the scheduler.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BeamSearches:
                 self.parked[state.arrival] = state
 
     def unpark(self, state: RequestState) -> None:
-        """Take its pages. Its draw is kept: it waits for nothing but its search."""
+        """Release its pages. Its draw is kept: it waits only for its search."""
         assert state.sequence is not None
         state.sequence.release()
         state.sequence = None
@@ -102,20 +102,20 @@ class BeamSearches:
 
         As many run as did, and more where there is room; the others wait like preempted ones.
         """
-        head, parents = search.head, search.beams
+        leader, parents = search.leader, search.beams
         num_running = sum(state in self._running for state in parents)
         wanted = len(children) - num_running
-        room = self._num_startable(head, wanted) if wanted > 0 else 0
+        room = self._num_startable(leader, wanted) if wanted > 0 else 0
         continued = {child.parent for child in children}
         spare = [state for at, state in enumerate(parents) if at not in continued]
         for state in spare:
             room += state in self._running
             self._stop(state)
-        if head in spare:  # the request that stands for the search is used again first
-            spare = [*(state for state in spare if state is not head), head]
+        if leader in spare:  # the request that stands for the search is used again first
+            spare = [*(state for state in spare if state is not leader), leader]
         search.beams = self._continue(search, children, spare, room)
         for state in spare:
-            if state is not head:
+            if state is not leader:
                 del self._requests[state.request.request_id]
 
     def _continue(
@@ -148,7 +148,7 @@ class BeamSearches:
         return beams
 
     def _resume(self, state: RequestState, room: int) -> int:
-        """It was parked: let it go on with its pages while there is room; returns what is left."""
+        """Continue a parked beam with its pages while there is room; returns the room left."""
         if state.sequence is None:
             return room
         if not room:
@@ -158,7 +158,7 @@ class BeamSearches:
         return room - 1
 
     def _stop(self, state: RequestState) -> None:
-        """The beam has no child: what it computed stays in the tree."""
+        """End a beam without children; its computed K/V stays cached."""
         if state.sequence is None:
             return
         state.sequence.release()
@@ -171,14 +171,16 @@ class BeamSearches:
             self._waiting.note_woken(wake_waiters(state))
 
     def _new_beam(self, search: BeamSearch, others: list[RequestState]) -> RequestState:
-        head, taken = search.head, {state.arrival for state in others}
-        arrivals = range(head.arrival + 1, head.arrival + search.width)
+        leader, taken = search.leader, {state.arrival for state in others}
+        arrivals = range(leader.arrival + 1, leader.arrival + search.width)
         arrival = next(one for one in arrivals if one not in taken)
-        request_id = f"#{head.request.request_id}#{arrival - head.arrival}"
+        request_id = f"#{leader.request.request_id}#{arrival - leader.arrival}"
         while request_id in self._requests:  # a name that a caller has chosen
             request_id += "#"
-        request = replace(head.request, request_id=request_id)
-        state = RequestState(request, arrival, head.probe, head.queued_at, head.session)
+        request = replace(leader.request, request_id=request_id)
+        state = RequestState(
+            request, arrival, leader.prefix_watch, leader.queued_at, leader.session
+        )
         state.become_beam(search)
         self._requests[request_id] = state
         return state

@@ -39,7 +39,7 @@ class InBatchSharing:
         if state.waits_for is not None:
             return True
         limit = state.num_reusable
-        start = state.probe.cached_len
+        start = state.prefix_watch.cached_len
         if start >= limit:
             return False
         for producer in (*self._prefilling, *self._decoding.get(start, ())):

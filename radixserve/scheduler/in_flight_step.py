@@ -12,25 +12,24 @@ from radixserve.scheduler.running_requests import RunningRequests
 
 
 class InFlightStep:
-    """Whose rows a step has, by identity: while it is computed a request may end, and another one
-    come by the same id."""
+    """Requests of a step's rows, by object identity: an id may be reused while the step runs."""
 
     __slots__ = ("rows", "schedule")
 
     def __init__(self, schedule: SchedulerOutput, plan: BatchBuilder) -> None:
         self.schedule = schedule
-        self.rows = plan.states  # the request of each row, and the sequence it had then
+        self.rows = plan.states  # each row's request and its sequence at that time
 
     def living_rows(self) -> Iterator[RequestState]:
-        """The requests that still wait for their row; one that ends meanwhile may end others."""
+        """Requests whose sequence is still that of the row; ending one may end others."""
         return (state for state, sequence in self.rows if state.sequence is sequence)
 
     def future_indices(self) -> dict[RequestState, int] | None:
-        """Which output of this step is the next token of which request.
+        """Index of each drawing request's next token in this step's outputs.
 
         None where it has beams, which begin, end and share pages by what was drawn: the next step
-        cannot be planned before this one's answer. For other requests the runner counts tokens with
-        penalties, and bans and random numbers go by how many tokens there were before.
+        cannot be planned before this one's output. All other sampling depends only on the number of
+        tokens before, and penalties on token counts that the runner keeps.
         """
         found = {}
         for at, row in enumerate(self.schedule.rows):
@@ -47,12 +46,12 @@ class InFlightStep:
 def plan_ahead(
     step: InFlightStep, plan: BatchBuilder, running: RunningRequests, cache: PrefixCache
 ) -> bool:
-    """Rows of the running requests, as if `step` had been answered and nobody ended by it but those
-    that reach their length: decodes first, then prefill chunks, each in order of rank.
+    """Schedule the running requests assuming that `step` ends only those that reach their length
+    limit: decodes, then prefill chunks, by rank.
 
-    False, and nothing is planned, where the answer must come first: see
-    `InFlightStep.future_indices`; or not all have room. Then pages would have to
-    be taken from a request, but which go on and what is free shows only in the answer.
+    False, and nothing is planned, if the step's output is needed first (see
+    `InFlightStep.future_indices`) or pages are short: which requests continue and what is free is
+    known only from the output, so none is preempted here.
     """
     future_indices = step.future_indices()
     if future_indices is None:
@@ -87,7 +86,7 @@ def plan_ahead(
 def _in_order(
     running: RunningRequests, plan: BatchBuilder
 ) -> list[tuple[bool, tuple[int, int], RequestState, int]]:
-    """(is_prefill, rank, state, number of tokens that no step computes yet) of those that go on.
+    """(is_prefill, rank, state, number of tokens that no step computes yet) of those that continue.
 
     Where that number is 0 the step in flight draws the next token."""
     order = []

@@ -1,4 +1,4 @@
-"""`PageBudget`: how many pages there are for whom, and how many more may run."""
+"""`PageBudget`: page availability for running and waiting requests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
-_LOOKAHEAD = 8  # tokens of room kept for each running request when another is admitted
+_LOOKAHEAD = 8  # tokens reserved for each running request when another is admitted
 
 
 class PageBudget:
-    """Answers from what the scheduler's queues and the cache say now; changes nothing."""
+    """Computed from the present state of the scheduler's queues and the cache. Read-only."""
 
     def __init__(
         self,
@@ -35,11 +35,11 @@ class PageBudget:
         return max(0, self.pages_for(ahead) - len(state.sequence.pages))
 
     def num_outstanding(self) -> int:
-        """Pages that the running ones will need soon. O(those)."""
+        """Pages that the running requests will need soon. O(running requests)."""
         return sum(self.pages_ahead(state) for state in self._running)
 
     def num_fitting(self, state: RequestState, count: int) -> int:
-        """For how many of `count` more tokens there is room without taking anyone's pages."""
+        """Number of the `count` tokens that fit without preemption."""
         sequence, cache = state.sequence, self._cache
         assert sequence is not None
         slack = -sequence.length % cache.page_size
@@ -49,14 +49,14 @@ class PageBudget:
         """Whether `num_pages`, which the running ones do not need, are enough for all tokens of a
         waiting one."""
         if not self._running:
-            return True  # alone it fits: `add` made sure
+            return True  # alone it fits: checked by `Scheduler.add`
         size = self._cache.page_size
-        unlocked = state.probe.cached_len // size - state.probe.locked_len // size
+        unlocked = state.prefix_watch.cached_len // size - state.prefix_watch.locked_len // size
         return self._waiting.need(state) + unlocked <= num_pages
 
     def num_startable(self, state: RequestState, count: int) -> int:
-        """How many of `count` forks of or like `state` may run at once: beside the others, and
-        passing nobody whom `state` must not."""
+        """Number of the `count` forks of `state` that may run now: limited by slots, pages,
+        priority and the overtake bound."""
         waiting = self._waiting
         slots = min(count, self._max_running_requests - len(self._running))
         if slots <= 0 or waiting.barrier < state.arrival:

@@ -1,11 +1,11 @@
-"""In which order waiting requests are considered.
+"""Schedule policies: the order in which waiting requests are considered.
 
     lpm         longest cached prefix first
     fcfs        first come, first served
     dfs-weight  along the tree, depth first, the branch with most waiting requests first
 
-A higher priority comes before all of these. The displacement bound is not a policy's concern: the
-scheduler keeps it under every one of them.
+A higher priority comes before all of these. The overtake bound is independent of the policy: the
+scheduler enforces it under each of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PolicyQueue(Protocol):
         """O(log n)."""
 
     def update(self, state: RequestState) -> None:
-        """The request's match has changed: put it where it belongs. O(log n)."""
+        """The request's match has changed: update its position. O(log n)."""
 
     def scan(self) -> Iterator[RequestState]:
         """The requests in order. The one just given may be removed; nothing else may change."""
@@ -68,7 +68,7 @@ class SortedQueue:
 
     def _key(self, state: RequestState) -> tuple[int, ...]:
         priority, arrival = state.rank
-        return (priority, -state.probe.cached_len if self._by_match else 0, arrival)
+        return (priority, -state.prefix_watch.cached_len if self._by_match else 0, arrival)
 
 
 class TreeQueue:
@@ -82,22 +82,22 @@ class TreeQueue:
         self._size = 0
 
     def add(self, state: RequestState) -> None:
-        state.order_key = state.probe.path()
+        state.order_key = state.prefix_watch.path()
         self._size += 1
         branch = self._roots.setdefault(state.rank[0], _Branch(0))
-        for serial in state.order_key:
-            branch = branch.grow(serial)
+        for node_id in state.order_key:
+            branch = branch.grow(node_id)
         branch.states[state.arrival] = state
 
     def remove(self, state: RequestState) -> None:
         self._size -= 1
         branch = self._roots[state.rank[0]]
-        for serial in state.order_key:
-            branch = branch.shrink(serial)
+        for node_id in state.order_key:
+            branch = branch.shrink(node_id)
         del branch.states[state.arrival]
 
     def update(self, state: RequestState) -> None:
-        if state.order_key != state.probe.path():
+        if state.order_key != state.prefix_watch.path():
             self.remove(state)
             self.add(state)
 
@@ -115,35 +115,36 @@ class TreeQueue:
 class _Branch:
     """A node of the tree of paths: the requests that end here, and the branches below by weight."""
 
-    __slots__ = ("below", "count", "order", "serial", "states")
+    __slots__ = ("below", "count", "node_id", "order", "states")
 
-    def __init__(self, serial: int) -> None:
-        self.serial = serial
+    def __init__(self, node_id: int) -> None:
+        self.node_id = node_id
         self.count = 0  # requests here and below
         self.states: SortedDict = SortedDict()  # by arrival
         self.below: dict[int, _Branch] = {}
-        self.order: SortedKeyList = SortedKeyList(key=lambda branch: (-branch.count, branch.serial))
+        # heaviest first
+        self.order = SortedKeyList(key=lambda branch: (-branch.count, branch.node_id))
 
-    def grow(self, serial: int) -> _Branch:
-        """Count one more request in the branch `serial` and return it."""
-        branch = self.below.get(serial)
+    def grow(self, node_id: int) -> _Branch:
+        """Count one more request in the branch `node_id` and return it."""
+        branch = self.below.get(node_id)
         if branch is None:
-            branch = self.below[serial] = _Branch(serial)
+            branch = self.below[node_id] = _Branch(node_id)
         else:
             self.order.remove(branch)
         branch.count += 1
         self.order.add(branch)
         return branch
 
-    def shrink(self, serial: int) -> _Branch:
-        """Count one request less in the branch `serial` and return it."""
-        branch = self.below[serial]
+    def shrink(self, node_id: int) -> _Branch:
+        """Count one request less in the branch `node_id` and return it."""
+        branch = self.below[node_id]
         self.order.remove(branch)
         branch.count -= 1
         if branch.count:
             self.order.add(branch)
         else:
-            del self.below[serial]
+            del self.below[node_id]
         return branch
 
 

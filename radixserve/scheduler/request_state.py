@@ -13,13 +13,13 @@ from radixserve.schedule import SampleOutput, SampleSpec
 class BeamSearch:
     """A beam search from one joint step to the next."""
 
-    __slots__ = ("beams", "draws", "head", "width")
+    __slots__ = ("beams", "draws", "leader", "width")
 
-    def __init__(self, head: RequestState) -> None:
-        assert head.request.beams is not None
-        self.head = head  # stands for the search: its times, its usage, its answer
-        self.width = head.request.beams.width
-        self.beams = [head]  # best first
+    def __init__(self, leader: RequestState) -> None:
+        assert leader.request.beams is not None
+        self.leader = leader  # carries the times, usage and answers of the search
+        self.width = leader.request.beams.width
+        self.beams = [leader]  # best first
         self.draws: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
 
 
@@ -41,7 +41,7 @@ class RequestState:
         "num_scored",
         "order_key",
         "overtaken",
-        "probe",
+        "prefix_watch",
         "prompt_scores",
         "queued_at",
         "queued_page_need",
@@ -62,39 +62,37 @@ class RequestState:
         self,
         request: Request,
         arrival: int,
-        probe: PrefixWatch,
+        prefix_watch: PrefixWatch,
         now: float,
         session: CacheSession | None = None,
     ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.arrival = arrival  # 0, 1, 2 ...
-        # Who keeps its pages when they run out: high priority first, then early arrival.
+        # Preemption order: the largest rank (low priority, late arrival) is preempted first.
         self.rank = (-request.params.priority, arrival)
         self.num_prompt = len(request.token_ids)
         self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
-        self.probe = probe  # of `tokens`, while waiting
-        self.session = session  # who its sequences belong to, as long as that is open
+        self.prefix_watch = prefix_watch  # of `tokens`, while waiting
+        self.session = session  # cache session of its sequences, while that is open
         self.sequence: CacheSequence | None = None
         self.req_pool_idx = -1  # slot in the page table while running
         self.is_in_page_table = False  # whether an earlier row wrote that slot
-        self.waits_for: RequestState | None = (
-            None  # the running request whose tokens this one waits for
-        )
-        self.waits_until = 0  # how many of them
-        self.waiters: list[RequestState] = []  # the other way round, while this one runs
+        self.waits_for: RequestState | None = None  # the producer of tokens it waits for
+        self.waits_until = 0  # number of committed tokens of the producer that it waits for
+        self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs
         self.search: BeamSearch | None = None  # of which it is a beam
-        self.order_key: tuple[int, ...] = ()  # the queue's own
-        self.queued_page_need: int | None = None  # new pages, as the waiting room knows it
+        self.order_key: tuple[int, ...] = ()  # set by the queue's policy
+        self.queued_page_need: int | None = None  # page need as stored in WaitingQueue
         self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
-        self.bypass_baseline = 0  # where that count stood when it began to wait
+        self.bypass_baseline = 0  # later admissions when it was queued last
         self.lookup: Lookup | None = None  # at the first admission
-        self.cached_on_arrival = probe.cached_len
+        self.cached_on_arrival = prefix_watch.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed
         self.num_scored = 0  # targets whose scores are known
         self.prompt_scores: list[PromptScore] = []  # those of the prompt's own tokens
         self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
-        self.num_prompt_done = 0  # prompt tokens whose K/V it has had
+        self.num_prompt_done = 0  # prompt tokens whose K/V was available to it
         self.queued_at = now
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None
@@ -136,13 +134,13 @@ class RequestState:
 
     @property
     def num_reusable(self) -> int:
-        """Tokens of which the K/V is enough: nothing is drawn or scored behind them."""
+        """Leading tokens that may be reused from the cache: no logits are needed for them."""
         if self.request.logprob_targets is None or self.only_draws:
             return len(self.tokens) - 1
         return self.request.score_start + self.num_scored
 
     def wanted(self) -> IntArray:
-        """[num_reusable + 1] what the cache is asked for; it leaves the last one to be computed."""
+        """[num_reusable + 1] tokens to acquire: the cache leaves the last one to be computed."""
         return self.tokens.view(0, self.num_reusable + 1)
 
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
@@ -155,10 +153,10 @@ class RequestState:
         self.sequence = sequence
 
     def become_beam(self, search: BeamSearch) -> None:
-        """The search computed its prompt before there was this beam."""
-        head, self.search = search.head, search
+        """Join `search`, which has computed the prompt already."""
+        leader, self.search = search.leader, search
         self.num_reused = self.num_prompt_done = self.num_prompt
-        self.lookup, self.admitted_at = head.lookup, head.admitted_at
+        self.lookup, self.admitted_at = leader.lookup, leader.admitted_at
 
     def note_committed(self, length: int) -> None:
         self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))

@@ -24,7 +24,7 @@ class RunningRequests:
         return state.arrival in self._states
 
     def add(self, state: RequestState) -> None:
-        """Give it a slot, of which the runner's page table knows nothing yet."""
+        """Assign a slot; the runner's page table has no row of it yet."""
         self._states[state.arrival] = state
         state.req_pool_idx = self._free_slots.pop()
         state.is_in_page_table = False
@@ -34,7 +34,7 @@ class RunningRequests:
         del self._states[state.arrival]
 
     def free_slot(self, state: RequestState) -> None:
-        """Its last row was handed out: another request may use the slot from the next step on."""
+        """Its last row was dispatched: another request may use the slot from the next step on."""
         if state.req_pool_idx >= 0:
             self._free_slots.append(state.req_pool_idx)
             state.req_pool_idx = -1

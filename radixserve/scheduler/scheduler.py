@@ -1,11 +1,11 @@
-"""`Scheduler`: who runs in the next step, and what becomes of it.
+"""`Scheduler`: selects the requests of each step and processes its results.
 
 It owns the queues and every request's status. It alone calls the cache: `schedule` takes pages,
-`update` publishes and lets go. A request is waiting (no sequence) or running (a locked path in
+`update` publishes and unlocks them. A request is waiting (no sequence) or running (a locked path in
 the tree); a running one is prefilling until only its last token is uncomputed, then decoding.
 
-A step in flight was handed out and not yet answered: what its rows compute is in the pages of their
-sequences, and not committed. The next one may be planned behind it (`inflight`); one more may not.
+A step in flight has been dispatched and not updated: its K/V is written to the pages but not
+committed. At most one further step may be scheduled after it (`_schedule_ahead`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Scheduler:
         self._num_arrived = 0
         self._stats = SchedulerStats()
 
-    # -- what comes from outside --------------------------------------------------------------
+    # -- requests and sessions ----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request. InvalidRequest if its id is in use or it could never fit.
@@ -79,8 +79,8 @@ class Scheduler:
             )
         session = self._sessions.get(request.session) if request.session else None
         wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.wanted`
-        probe = self._cache.watch(wanted, request.params.namespace)
-        state = RequestState(request, self._num_arrived, probe, self._clock(), session)
+        prefix_watch = self._cache.watch(wanted, request.params.namespace)
+        state = RequestState(request, self._num_arrived, prefix_watch, self._clock(), session)
         self._num_arrived += 1 if request.beams is None else request.beams.width
         self._requests[request.request_id] = state
         if request.beams is not None:
@@ -106,9 +106,9 @@ class Scheduler:
         return self._end(state, reason, error)
 
     def fail(self, schedule: SchedulerOutput, error: BaseException) -> list[RequestOutput]:
-        """The step failed: end its requests with `error`. What they had committed stays cached.
+        """The step failed: end its requests with `error`. Committed tokens stay cached.
 
-        Of a step behind it, rows of other requests go on.
+        In a step scheduled after it, rows of other requests continue.
         """
         step = next(one for one in self._in_flight if one.schedule is schedule)
         self._in_flight.remove(step)
@@ -133,10 +133,10 @@ class Scheduler:
         return self._sessions.claim(name, tokens, namespace)
 
     def close_session(self, name: str) -> None:
-        """What only closed sessions reach is dropped first from now on; an unknown name is fine.
+        """Close a session: pages that only closed sessions reach are evicted first. Idempotent.
 
-        Its requests go on. One that was not started yet belongs to nobody then, even if the name
-        is opened again.
+        Running requests continue. A queued request loses the session, even if the name is
+        reopened.
         """
         self._sessions.close(name)
 
@@ -155,17 +155,17 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step's work, or None when there is nothing to do.
 
-        While a step is in flight: what can be planned behind it, or None when `update` or `fail`
+        While a step is in flight: what can be scheduled after it, or None when `update` or `fail`
         must come first.
         """
         if self._in_flight:
             return self._schedule_ahead()
         plan = self._plan()
-        while plan.is_empty and self._beams.parked:  # they hold the room that the others need
+        while plan.is_empty and self._beams.parked:  # they hold pages that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda state: state.rank))
             plan = self._plan()
         if plan.is_empty:
-            assert not self._requests, "requests are left but none can go on"
+            assert not self._requests, "requests are left but none can continue"
             return None
         return self._hand_out(plan)
 
@@ -194,14 +194,14 @@ class Scheduler:
         return plan
 
     def _is_short(self, spare: int) -> bool:
-        """Whether `spare` pages are too few for anybody who waits. O(1) and the returned ones."""
+        """Whether no queued request fits into `spare` pages. O(preempted requests)."""
         waiting = self._waiting
         return bool(self._running) and waiting.least_need > spare and waiting.barrier == math.inf
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
-        """The step was computed: publish its tokens, append what was drawn, end what ended.
+        """The step was computed: publish its tokens, append drawn tokens, end finished requests.
 
-        Steps are answered in the order in which they were handed out.
+        Steps are updated in the order in which they were dispatched.
         """
         assert schedule is self._in_flight[0].schedule
         step = self._in_flight.pop(0)
@@ -210,18 +210,18 @@ class Scheduler:
         for state, drawn in drawing:
             search = state.search
             if search is not None:
-                searches[search.head.arrival] = search
+                searches[search.leader.arrival] = search
                 draws = self._beams.note_draw(state, drawn)
                 if draws:
                     outputs.append(
-                        RequestOutput(search.head.request_id, (), (), (), None, (), draws)
+                        RequestOutput(search.leader.request_id, (), (), (), None, (), draws)
                     )
             elif state.sequence is not None:  # else another row has ended its search
                 outputs.append(self._append(state, drawn))
         for search in searches.values():
             assert not self._in_flight, "beams are chosen while a step is in flight"
-            if search.head.first_token_at is None:
-                search.head.first_token_at = self._clock()
+            if search.leader.first_token_at is None:
+                search.leader.first_token_at = self._clock()
             self._beams.park_drawn(search)
         return outputs
 
@@ -259,12 +259,12 @@ class Scheduler:
         return drawing, outputs
 
     def _requeue(self, state: RequestState) -> None:
-        state.probe = self._cache.watch(state.wanted(), state.request.params.namespace)
+        state.prefix_watch = self._cache.watch(state.wanted(), state.request.params.namespace)
         self._waiting.add(state, is_returning=True)
 
     def _count_row(self, state: RequestState, row: ScheduledRequest) -> None:
         counters, num_tokens = self._stats, len(row.token_ids)
-        if num_tokens == 1 and row.start >= state.num_prompt:  # behind the prompt
+        if num_tokens == 1 and row.start >= state.num_prompt:  # after the prompt
             counters.decoded_tokens += 1
             return
         counters.prefilled_tokens += num_tokens
@@ -276,7 +276,7 @@ class Scheduler:
         self, state: RequestState, row: ScheduledRequest, drawn: SampleOutput
     ) -> list[RequestOutput]:
         state.num_scored += len(drawn.scores)
-        if state.request.also_generate:  # told at the end
+        if state.request.also_generate:  # reported when the request finishes
             tops = drawn.top_scores or ((),) * len(drawn.scores)
             state.prompt_scores += map(PromptScore, drawn.scores, tops)
             return []
@@ -308,8 +308,8 @@ class Scheduler:
     def _plan_running(self, plan: BatchBuilder) -> None:
         """Decodes first, then prefill chunks, each in order of rank.
 
-        A request without room takes it from unplanned ones of lower rank, else sits the step out.
-        The highest in rank can take from all others, so some request always goes on.
+        A request without pages preempts unplanned ones of lower rank, else skips the step. The
+        highest in rank can preempt all others, so at least one request always continues.
         """
         states = [(not state.is_decoding, state.rank, state) for state in self._running]
         states.sort()  # ranks differ: requests are never compared
@@ -323,7 +323,7 @@ class Scheduler:
                     plan.add(state, count, is_decode=not is_prefill)
 
     def _grow(self, state: RequestState, wanted: int, plan: BatchBuilder) -> int:
-        """Take room for up to `wanted` tokens, preempting if there is none; returns how many."""
+        """Allocate up to `wanted` tokens, preempting if none fits; returns how many."""
         sequence = state.sequence
         assert sequence is not None
         start = sequence.length
@@ -349,7 +349,7 @@ class Scheduler:
         return max(others, key=lambda j: j.rank, default=None)
 
     def _preempt(self, state: RequestState) -> None:
-        """Back to waiting; what was computed stays in the tree for as long as there is room."""
+        """Requeue a running request; its computed K/V stays cached until evicted."""
         assert state.sequence is not None
         assert not self._in_flight, "a row in flight would be lost"
         state.sequence.release()
@@ -374,7 +374,7 @@ class Scheduler:
         outstanding = room.num_outstanding()
         spare = self._cache.num_available - outstanding
         if self._is_short(spare):
-            return  # the queue need not be walked
+            return  # no need to scan the queue
         sharing = InBatchSharing(self._running if self._cache.sharing_enabled else ())
         for state in waiting.candidates():
             if self._cache.sharing_enabled and sharing.must_wait(state):
@@ -387,14 +387,14 @@ class Scheduler:
                 outstanding += room.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
             if self._running and waiting.least_need > spare:
-                return  # nor has anybody behind it
+                return  # no later candidate fits either
 
     def _has_slots(self, plan: BatchBuilder) -> bool:
         num_running = len(self._running) - plan.num_ending
         return plan.budget > 0 and num_running < self._max_running_requests
 
     def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
-        """Lock its cached prefix and plan its first chunk; False, and nothing held, if no room."""
+        """Lock its cached prefix, plan its first chunk; False and no change if pages are short."""
         namespace, prefix = state.request.params.namespace, state.wanted()
         lookup = self._cache.lookup(prefix, namespace)
         session = state.session if state.session is not None and state.session.is_open else None
@@ -415,8 +415,8 @@ class Scheduler:
         self._running.add(state)
         state.admit(sequence, lookup, self._clock())
         if state.search is not None:
-            head = state.search.head
-            head.num_reused = min(head.num_reused, state.num_reused)
+            leader = state.search.leader
+            leader.num_reused = min(leader.num_reused, state.num_reused)
         plan.add(state, count, is_decode=False)
         return True
 
@@ -437,20 +437,20 @@ class Scheduler:
         answer_lens: Sequence[int],
     ) -> RequestOutput:
         """The usage is that of the first answer; the others count the prompt as cached."""
-        head, stats = search.head, self._stats
+        leader, stats = search.leader, self._stats
         for state in search.beams:
-            if state is not head:
+            if state is not leader:
                 self._remove(state)
             state.search = None
-        finish = self._close(head, reason, error)
+        finish = self._close(leader, reason, error)
         usage = replace(finish.usage, completion_tokens=answer_lens[0] if answer_lens else 0)
         for _ in answer_lens[1:]:
             stats.prompted_tokens += usage.prompt_tokens
             stats.reused_tokens += usage.prompt_tokens
-            gained = usage.prompt_tokens - head.cached_on_arrival
+            gained = usage.prompt_tokens - leader.cached_on_arrival
             stats.gained_while_waiting_tokens += max(0, gained)
         stats.generated_tokens += sum(answer_lens)
-        return RequestOutput(head.request_id, (), (), (), replace(finish, usage=usage))
+        return RequestOutput(leader.request_id, (), (), (), replace(finish, usage=usage))
 
     def _close(
         self, state: RequestState, reason: str, error: BaseException | None = None

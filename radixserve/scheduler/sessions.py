@@ -9,7 +9,7 @@ from radixserve.errors import InvalidRequest
 
 
 class Sessions:
-    """Keeps what was opened until it is closed; a closed name is forgotten."""
+    """Open sessions until they are closed; a closed name is forgotten."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
@@ -20,7 +20,7 @@ class Sessions:
         return len(self._open)
 
     def open(self, name: str, lease_s: float | None = None) -> CacheSession:
-        """The open session of that name, made when there is none.
+        """The open session of that name, created if missing.
 
         `lease_s` (seconds; None: the cache's default) counts when it is made. Raises InvalidRequest
         for an empty name or a lease that the cache refuses.
@@ -46,7 +46,7 @@ class Sessions:
         if self._claimed.get(name) is tokens:
             return len(tokens)
         cached_len = cache.lookup(tokens, namespace, allow_full=True).cached_len
-        whole = cached_len - cached_len % cache.page_size  # no head of a page has to be copied
+        whole = cached_len - cached_len % cache.page_size  # no page prefix has to be copied
         if whole:
             session = self.get(name)
             cache.acquire(tokens[:whole], namespace, allow_full=True, session=session).release()

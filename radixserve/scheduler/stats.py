@@ -10,7 +10,7 @@ class SchedulerStats:
     """Since the start; tokens of prompts unless the name says otherwise."""
 
     steps: int = 0
-    steps_ahead: int = 0  # of those, planned while the one before was in step
+    steps_ahead: int = 0  # of those, scheduled while the one before was in flight
     finished: int = 0  # requests
     aborted: int = 0  # requests
     failed: int = 0  # requests

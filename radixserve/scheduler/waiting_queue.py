@@ -1,7 +1,7 @@
-"""`WaitingQueue`: waiting requests in policy order and by arrival, with the displacement bound.
+"""`WaitingQueue`: waiting requests in policy order and by arrival, with the overtake bound.
 
 A pass costs what changed since the last one: matches are looked up again only where the tree has
-changed, and a queue in which nobody could start is not walked again before somebody might.
+changed, and the queue is scanned again only when a change may let a request start.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from radixserve.scheduler.request_state import RequestState
 
 
 class WaitingQueue:
-    """Owns the order and the displacement bound; `Scheduler` decides who starts."""
+    """Owns the order and the overtake bound; `Scheduler` decides which requests start."""
 
     def __init__(self, cache: PrefixCache, policy: str, max_overtake: int) -> None:
         self._cache = cache
         self._max_overtake = max_overtake
         self._queue = make_queue(policy)
         self._by_arrival: SortedDict = SortedDict()
-        self._returned: SortedDict = SortedDict()  # those of them that ran before
+        self._returned: SortedDict = SortedDict()  # of these, the preempted ones
         self._by_watch: dict[PrefixWatch, RequestState] = {}
-        self._admitted: SortedList = SortedList()  # arrivals, as far as they still count
+        self._admitted: SortedList = SortedList()  # arrivals later than the oldest queued one
         self._priorities: SortedList = SortedList()  # one each
-        self._needs: SortedList = SortedList()  # (pages, arrival) of those that follow nobody
+        self._needs: SortedList = SortedList()  # (pages, arrival) of requests without a producer
 
     def __len__(self) -> int:
         return len(self._by_arrival)
@@ -43,7 +43,7 @@ class WaitingQueue:
             self._returned[state.arrival] = state
         self._priorities.add(state.request.params.priority)
         state.bypass_baseline = self._num_later(state)
-        self._by_watch[state.probe] = state
+        self._by_watch[state.prefix_watch] = state
         self._queue.add(state)
         self._note_need(state)
 
@@ -53,42 +53,42 @@ class WaitingQueue:
         del self._by_arrival[state.arrival]
         self._returned.pop(state.arrival, None)
         self._priorities.remove(state.request.params.priority)
-        del self._by_watch[state.probe]
-        state.probe.close()
+        del self._by_watch[state.prefix_watch]
+        state.prefix_watch.close()
         self._queue.remove(state)
         self._forget_need(state)
 
     def refresh(self) -> None:
         """Move the requests whose match has changed. O(those requests)."""
-        for probe in self._cache.changed_watches():
-            state = self._by_watch.get(probe)
+        for prefix_watch in self._cache.changed_watches():
+            state = self._by_watch.get(prefix_watch)
             if state is not None:
                 self._queue.update(state)
                 self._note_need(state)
 
     @property
     def highest_priority(self) -> float:
-        """Of anybody here. O(1)."""
+        """Highest priority of the queued requests. O(1)."""
         return self._priorities[-1] if self._priorities else -math.inf
 
-    # -- room ---------------------------------------------------------------------------------
+    # -- page needs ---------------------------------------------------------------------------
 
     def need(self, state: RequestState) -> int:
-        """Pages to take beyond its cached prefix for all its tokens and one more."""
+        """Pages needed beyond its cached prefix for all its tokens and one more."""
         size = self._cache.page_size
-        return -(-(len(state.tokens) + 1) // size) - state.probe.cached_len // size
+        return -(-(len(state.tokens) + 1) // size) - state.prefix_watch.cached_len // size
 
     @property
     def least_need(self) -> float:
-        """Nobody but waiters needs fewer new pages than this. O(1)."""
+        """Smallest page need of queued requests without a producer; inf if none. O(1)."""
         return self._needs[0][0] if self._needs else math.inf
 
     def note_waits(self, state: RequestState) -> None:
-        """It waits for somebody's tokens: what it will need is open. O(log n)."""
+        """Remove the page need of a request that waits for a producer. O(log n)."""
         self._forget_need(state)
 
     def note_woken(self, states: Iterable[RequestState]) -> None:
-        """These follow nobody any more."""
+        """Add back the page needs of requests that no longer wait for a producer."""
         for state in states:
             self._note_need(state)
 
@@ -106,7 +106,7 @@ class WaitingQueue:
             self._needs.remove((state.queued_page_need, state.arrival))
             state.queued_page_need = None
 
-    # -- the displacement bound ---------------------------------------------------------------
+    # -- the overtake bound -------------------------------------------------------------------
 
     def overtaken(self, state: RequestState) -> int:
         """How many later requests were admitted while this one waited. O(log n)."""
@@ -119,13 +119,15 @@ class WaitingQueue:
             self._admitted.clear()
             return
         oldest = self._by_arrival.keys()[0]
-        del self._admitted[: self._admitted.bisect_right(oldest)]  # later than nobody here
+        # these arrived before every queued request
+        del self._admitted[: self._admitted.bisect_right(oldest)]
 
     @property
     def barrier(self) -> float:
-        """Who arrived after this may not start: somebody was overtaken as often as is allowed.
+        """Arrival number after which no request may start: a request up to it has reached the
+        overtake bound; math.inf if none.
 
-        Of those that never ran the oldest has been overtaken most. O(1) and the returned ones.
+        Of the requests that never ran the oldest has been overtaken most. O(preempted requests).
         """
         bound = self._max_overtake
         fresh = next(
@@ -138,7 +140,7 @@ class WaitingQueue:
     def candidates(self) -> Iterator[RequestState]:
         """Each request once that may start now, in order; the one just given may be removed.
 
-        Behind a barrier: only those up to it, by arrival. Else the policy's order.
+        With a barrier: only requests up to it, by arrival. Else the policy's order.
         """
         seen: set[int] = set()
         while True:

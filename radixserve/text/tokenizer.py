@@ -113,7 +113,7 @@ class Tokenizer:
             return list(encoded["input_ids"])
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Incremental detokenisation: pieces of whole characters, which joined are the text.
 
     Decodes a short window a step, so a token costs the same however long the text is.
@@ -124,7 +124,7 @@ class TextStream:
         self._ids = [int(token) for token in prompt_ids[-_CONTEXT:]]
         if tokenizer.decode(self._ids).endswith(_REPLACEMENT):
             self._ids = []  # the prompt ends inside a character: what follows cannot complete it
-        self._window = 0  # the window's text up to `_read` has been handed out
+        self._window = 0  # the window's text up to `_read` has been returned
         self._read = len(self._ids)
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -168,7 +168,7 @@ class TextStream:
         return piece
 
 
-class StopText:
+class StopStringMatcher:
     """Cuts a stream of text at the first stop string, also where it spans several pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -178,7 +178,7 @@ class StopText:
         self.is_stopped = False
 
     def push(self, piece: str, *, may_stop: bool = True) -> str:
-        """The text that can be handed out now; with `may_stop` False no stop string ends in it."""
+        """The text that is safe to return now; with `may_stop` False no stop string ends in it."""
         if self.is_stopped:
             return ""
         ends_after = len(self._held)  # stop strings that end earlier were not to stop

@@ -147,7 +147,7 @@ def test_every_figure_is_there(dry_run: tuple[int, str, dict[str, Any], Path]) -
         "add_rms_norm",
         "silu_and_mul",
         "rope_and_store",
-        "copy_heads",
+        "copy_page_prefixes",
         "flat_indices",
         "argmax",
         "token_logprob",

@@ -16,12 +16,12 @@ class LateWorld(World):
 
     is_waiting = False
 
-    def copy_heads(self, seq: Any) -> None:
+    def copy_page_prefixes(self, seq: Any) -> None:
         if not self.is_waiting:
-            super().copy_heads(seq)
+            super().copy_page_prefixes(seq)
 
     def commit(self, seq: Any, length: int) -> None:
-        self.copy_heads(seq)
+        self.copy_page_prefixes(seq)
         super().commit(seq, length)
 
     def extend(self, seq: Any, tokens: Prefix) -> bool:

@@ -203,7 +203,7 @@ class WeakWorld(LateHashWorld):
     num_lost = 0
 
     def commit(self, seq: Any, length: int) -> None:
-        self.copy_heads(seq)
+        self.copy_page_prefixes(seq)
         seq.commit(length)
         self.verify(seq)
         if id(seq) not in self.stale:

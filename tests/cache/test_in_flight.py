@@ -157,7 +157,7 @@ class FlightWorld(World):
         self.told: dict[int, list[int]] = {}
         self.seen: Counter[str] = Counter()
 
-    def copy_heads(self, seq: Any) -> None:
+    def copy_page_prefixes(self, seq: Any) -> None:
         """With the first row."""
 
     def launch(self, seq: Any, count: int, *, is_known: bool) -> None:

@@ -93,7 +93,7 @@ class World:
             assert seq.length == length
             assert self.cache.stats()["pages_free"] >= before[1]
             return False
-        self.copy_heads(seq)
+        self.copy_page_prefixes(seq)
         self.write(seq, length)
         return True
 
@@ -122,7 +122,7 @@ class World:
         except OutOfPages:
             return
         assert tuple(seq.tokens) == tokens
-        self.copy_heads(seq)
+        self.copy_page_prefixes(seq)
         self.verify(seq)
 
     def release(self, seq: CachedSequence) -> None:
@@ -154,7 +154,7 @@ class World:
 
     # -- what the device would do -------------------------------------------------------------
 
-    def copy_heads(self, seq: CachedSequence) -> None:
+    def copy_page_prefixes(self, seq: CachedSequence) -> None:
         for source, target, count in seq.cow_copies:
             for slot in range(count):
                 self.cells[target, slot] = self.cells[source, slot]
@@ -272,7 +272,7 @@ class World:
         self.spaces[id(seq)] = namespace
         self.open.append(seq)
         self.verify(seq)
-        self.copy_heads(seq)
+        self.copy_page_prefixes(seq)
         self.verify(seq)
 
 

@@ -209,7 +209,9 @@ def test_pools_of_more_than_2_to_the_31_features() -> None:
     assert_near(*extend(case, q, [0, 2], 2, 1, True), expected)
     expected = attention(case, q[:1], [0, 1], 0.25, causal=False)
     assert_near(*decode(case, q[:1], 1, None), expected)
-    gpu_ops.copy_heads(kv, torch.tensor([[num_pages - 1, num_pages - 4, 4]], dtype=torch.int32))
+    gpu_ops.copy_page_prefixes(
+        kv, torch.tensor([[num_pages - 1, num_pages - 4, 4]], dtype=torch.int32)
+    )
     assert torch.equal(kv[0, :, num_pages - 4], kv[0, :, num_pages - 1])
     qkv, place = torch.randn(1, 48).half(), torch.tensor([0])
     table = torch.cat((torch.ones(1, 8), torch.zeros(1, 8)), 1)

@@ -153,9 +153,9 @@ def test_copies_of_pages(dtype: torch.dtype, shape: tuple[int, int, int]) -> Non
     expected = kv.clone()
     for source, destination, count in copies:
         expected[:, :, destination, :count] = kv[:, :, source, :count]
-    gpu_ops.copy_heads(kv, torch.tensor(copies, dtype=torch.int32))
+    gpu_ops.copy_page_prefixes(kv, torch.tensor(copies, dtype=torch.int32))
     torch.testing.assert_close(kv, expected, rtol=0, atol=0, equal_nan=True)
-    gpu_ops.copy_heads(kv, torch.empty((0, 3), dtype=torch.int32))
+    gpu_ops.copy_page_prefixes(kv, torch.empty((0, 3), dtype=torch.int32))
     torch.testing.assert_close(kv, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -15,9 +15,9 @@ from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
 from radixserve.request import SamplingParams
 from radixserve.runner.cpu_runner import CpuModelRunner
-from radixserve.runner.host_memory import free_memory
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import (
@@ -192,7 +192,7 @@ def test_pool_copies_heads_of_all_layers(checkpoints: dict[str, Path]) -> None:
     assert not pool.kv.any()
     pool.kv.copy_(torch.randn_like(pool.kv))
     before = pool.kv.clone()
-    pool.copy_heads(np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32))
+    pool.copy_page_prefixes(np.array([[0, 3, 3], [0, 4, 1], [1, 5, 4]], np.int32))
     assert torch.equal(pool.kv[:, :, 3, :3], before[:, :, 0, :3])
     assert torch.equal(pool.kv[:, :, 3, 3:], before[:, :, 3, 3:])
     assert torch.equal(pool.kv[:, :, 4, :1], before[:, :, 0, :1])

@@ -235,7 +235,7 @@ class OverlapDriver(Driver):
         super()._name_beams()
         for name, state in self.scheduler._requests.items():
             if state.search is not None:
-                head = state.search.head.request_id
+                head = state.search.leader.request_id
                 self.runner.serials[name] = self.runner.serials[head]
 
     def _collect(self, outputs: list[RequestOutput]) -> None:

@@ -398,7 +398,7 @@ def test_waiting_requests_are_matched_again_only_where_the_tree_changed(
     cache.reset()
     room.refresh()
     assert walks[0] == 2 + 20  # there is nothing left to walk
-    assert {state.probe.cached_len for state in room.candidates()} == {0}
+    assert {state.prefix_watch.cached_len for state in room.candidates()} == {0}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixserve.errors import InvalidRequest
-from radixserve.text.tokenizer import StopText, TextStream, Tokenizer
+from radixserve.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
 from tests.checkpoints import make_tokenizer
 
 
@@ -29,7 +29,7 @@ def load(folder: Path) -> Tokenizer:
 
 def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: str = "") -> list[str]:
     """The pieces that come out when the ids go in by groups of `sizes`."""
-    text = TextStream(tokenizer, tokenizer.encode(prompt))
+    text = IncrementalDetokenizer(tokenizer, tokenizer.encode(prompt))
     pieces, at = [], 0
     for size in sizes:
         pieces.append(text.push(ids[at : at + size]))
@@ -41,7 +41,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: str =
 SIZES = st.lists(st.integers(0, 5), max_size=40)
 
 
-class TestTextStream:
+class TestIncrementalDetokenizer:
     @settings(deadline=None, max_examples=300)
     @given(text=st.text(max_size=30), sizes=SIZES)
     def test_pieces_are_whole_characters_and_make_up_the_text(
@@ -65,22 +65,22 @@ class TestTextStream:
     def test_a_character_is_held_back_until_it_is_complete(self, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode("a😀b")
         assert len(ids) == 6
-        text = TextStream(tokenizer, tokenizer.encode("prompt"))
+        text = IncrementalDetokenizer(tokenizer, tokenizer.encode("prompt"))
         assert [text.push([token]) for token in ids] == ["a", "", "", "", "😀", "b"]
 
     def test_endless_rubbish_is_let_through(self, tokenizer: Tokenizer) -> None:
         lead = tokenizer.encode("é")[0]
-        text = TextStream(tokenizer, [])
+        text = IncrementalDetokenizer(tokenizer, [])
         shown = "".join(text.push([lead]) for _ in range(100))
         assert len(shown) > 80
 
     def test_a_prompt_that_ends_inside_a_character(self, tokenizer: Tokenizer) -> None:
         first, second = tokenizer.encode("é")
-        text = TextStream(tokenizer, [first])
+        text = IncrementalDetokenizer(tokenizer, [first])
         assert text.push([second, *tokenizer.encode("x")]).endswith("x")
 
 
-class TestStopText:
+class TestStopStringMatcher:
     @given(
         text=st.text("ab", max_size=30),
         stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -89,7 +89,7 @@ class TestStopText:
     def test_cuts_at_the_stop_string_that_is_complete_first(
         self, text: str, stops: list[str], sizes: list[int]
     ) -> None:
-        stop = StopText(stops)
+        stop = StopStringMatcher(stops)
         out, at = [], 0
         for size in [*sizes, len(text)]:
             out.append(stop.push(text[at : at + size]))
@@ -103,10 +103,10 @@ class TestStopText:
         assert "".join(out) == (seen[: min(places)] if places else text)
 
     def test_nothing_is_held_without_stop_strings(self) -> None:
-        assert StopText(()).push("abc") == "abc"
+        assert StopStringMatcher(()).push("abc") == "abc"
 
     def test_may_stop_lets_pass_what_ends_before(self) -> None:
-        stop = StopText(["xy"])
+        stop = StopStringMatcher(["xy"])
         assert stop.push("a xy b", may_stop=False) == "a xy "
         assert stop.push("c x") == "bc "
         assert stop.push("y d") == ""

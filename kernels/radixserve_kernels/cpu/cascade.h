@@ -1,6 +1,6 @@
 // The attention jobs of a step: first the page prefixes that several rows share, where that pays, node by
 // node of the tree that they form; then the unique rest of each row.
-// The nodes are those of radixserve/attention/cascade.py.
+// The nodes are those of radixserve/attention/cuda/cascade.py.
 #pragma once
 
 #include <algorithm>

@@ -76,7 +76,7 @@ def compile_launch(variant: Variant, target: int) -> Compiled:
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of a thread, as Triton's own copy of cuobjdump tells them."""
+    """Registers and stack bytes of a thread, as reported by Triton's own copy of cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

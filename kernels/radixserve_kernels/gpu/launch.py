@@ -70,7 +70,7 @@ class Launch:
 
 
 def capability_of(x: Tensor) -> Capability:
-    """Of the GPU that x lies on; of the most modest one for a tensor elsewhere."""
+    """Compute capability of x's GPU; (8, 0) for other devices."""
     return _capability(x.device) if x.is_cuda else (8, 0)
 
 

@@ -12,7 +12,7 @@ PROGRAMS_PER_ROW = 8
 
 
 @kernel(varying=("copies_ptr",))
-def copy_heads_kernel(
+def copy_page_prefixes_kernel(
     kv_ptr,  # [L * 2, num_pages, P, Hkv, D]
     copies_ptr,  # [n, 3] int32: source page, destination page, tokens
     token_cells,  # Hkv * D
@@ -56,8 +56,8 @@ def flat_indices_kernel(
             tl.store(out_ptr + first + place, tl.load(pages + place, mask=is_page), mask=is_page)
 
 
-def copy_heads(kv: Tensor, copies: Tensor) -> list[Launch]:
-    """See `gpu_ops.copy_heads`."""
+def copy_page_prefixes(kv: Tensor, copies: Tensor) -> list[Launch]:
+    """See `gpu_ops.copy_page_prefixes`."""
     assert all(one.is_contiguous() for one in (kv, copies)), "pool and copies must lie dense"
     assert copies.shape[1] == 3, f"copies have 3 columns, not {copies.shape[1]}"
     num_layers, halves, _, page_size, num_kv_heads, head_dim = kv.shape
@@ -72,7 +72,7 @@ def copy_heads(kv: Tensor, copies: Tensor) -> list[Launch]:
         "block": block,
     }
     grid = (len(copies), num_layers * halves, -(-page_size * token_cells // block))
-    return [Launch(copy_heads_kernel, grid, arguments)]
+    return [Launch(copy_page_prefixes_kernel, grid, arguments)]
 
 
 def flat_indices(

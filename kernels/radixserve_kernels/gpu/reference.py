@@ -60,7 +60,7 @@ def rope_and_store(
     out.copy_(qk[:, :num_heads])
 
 
-def copy_heads(kv: Tensor, copies: Tensor) -> None:
+def copy_page_prefixes(kv: Tensor, copies: Tensor) -> None:
     """All reads before all writes: the pages may overlap."""
     read = [kv[:, :, source, :count].clone() for source, _, count in copies.tolist()]
     for (_, destination, count), tokens in zip(copies.tolist(), read, strict=True):

@@ -60,10 +60,10 @@ def kept_weights(values_ptr, start, end, scaling, limits, block: tl.constexpr):
 
     limits: the largest key, and the least probability with the sum that it is a share of.
     """
-    limit, norm, min_prob = limits
+    limit, norm, prob_threshold = limits
     scaled, is_kept = scaled_logits(values_ptr, start, end, scaling, block)
     weights = tl.exp(scaled)
-    is_kept = is_kept & (key_of(scaled) <= limit) & (tl.div_rn(weights, norm) >= min_prob)
+    is_kept = is_kept & (key_of(scaled) <= limit) & (tl.div_rn(weights, norm) >= prob_threshold)
     return tl.where(is_kept, weights, 0.0).to(tl.float64)
 
 
@@ -115,7 +115,7 @@ def draw_kernel(
         is_gathered = False
         limit = tl.full([], 0x7F800000, tl.int32)  # the key of -inf: all tokens
         norm = tl.sum(masses, 0).to(tl.float32)
-        min_prob = tl.full([], 0.0, tl.float32)
+        prob_threshold = tl.full([], 0.0, tl.float32)
         if is_filtered(top_k, top_p, floor, vocab_size):
             counts_ptr += row * steps * num_blocks
             step, num_tokens = choose_step(
@@ -145,8 +145,8 @@ def draw_kernel(
                         norm = mass.to(tl.float32)
                     else:
                         last = -high.to(tl.float32, bitcast=True)
-                        min_prob = tl.div_rn(tl.exp(last), norm)
-            limits = (limit, norm, min_prob)
+                        prob_threshold = tl.div_rn(tl.exp(last), norm)
+            limits = (limit, norm, prob_threshold)
             point = tl.full([], float("inf"), tl.float64)
             first = tl.full([], 0, tl.int32)
             before = tl.full([], 0.0, tl.float64)
@@ -168,7 +168,9 @@ def draw_kernel(
             is_past = mass_up_to <= point
             first = tl.sum(is_past.to(tl.int32), 0) * block
             before = tl.max(tl.where(is_past, mass_up_to, 0.0), 0)
-        weights = kept_weights(values_ptr, first, end, scaling, (limit, norm, min_prob), block)
+        weights = kept_weights(
+            values_ptr, first, end, scaling, (limit, norm, prob_threshold), block
+        )
         within = tl.arange(0, block)
         is_here = (before + tl.cumsum(weights, 0) > point) & (weights > 0.0)
         position = tl.min(tl.where(is_here, within, block), 0)

@@ -109,7 +109,7 @@ def _head_variants(dtype: torch.dtype, head_dim: int, every: bool) -> Iterator[V
         for launch in launches:
             yield Variant(f"{kind}{'' if qk_norm is None else ' qk_norm'}", launch)
     kv = _tensor(32, 2, 64, 16, num_kv_heads, head_dim, dtype=dtype)
-    for launch in pages.copy_heads(kv, _index(4, 3)):
+    for launch in pages.copy_page_prefixes(kv, _index(4, 3)):
         yield Variant(kind, launch)
 
 

@@ -1,4 +1,4 @@
-"""`check()` and `dump()` of `HashBlockCache`: every law of its blocks, and a picture of them."""
+"""`check()` and `dump()` of `HashBlockCache`: all invariants of its blocks, and its contents."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from radixserve.cache.page_pool import PageAllocator
 
 
 def check_blocks(allocator: PageAllocator, pool: BlockPool) -> None:
-    """Raise AssertionError at the first broken law."""
+    """Raise AssertionError at the first broken invariant."""
     users = _sequences(allocator)
-    blocks = {id(b): b for space in pool.namespaces.values() for b in space.blocks.values()}
+    blocks = {id(b): b for n in pool.namespaces.values() for b in n.blocks.values()}
     for sequence in users:
         blocks |= {id(block): block for block in _locked(sequence)}
     check_owners(allocator, [(f"block {b.block_id}", [b.page]) for b in blocks.values()])
@@ -109,15 +109,15 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
     shared = len(pages) - sequence.num_private
     assert shared == len(blocks) + (partial is not None), f"{name} miscounts its shared pages"
     if partial is not None:
-        assert not partial.key, f"{name} shares a head that is a whole block"
+        assert not partial.key, f"{name} shares a page prefix that is a whole block"
         assert partial.page == pages[len(blocks)], f"{name} shares a foreign page"
     assert len(sequence.cow_copies) == (source is not None), f"{name} does not protect its copy"
     if source is not None:
-        head = sequence.committed_len % size
-        wanted = (source.page, pages[len(blocks)], head)
-        assert head, f"{name} copies nothing"
+        extra = sequence.committed_len % size
+        wanted = (source.page, pages[len(blocks)], extra)
+        assert extra, f"{name} copies nothing"
         assert sequence.cow_copies == [wanted], f"{name} copies {sequence.cow_copies}, not {wanted}"
-        assert partial is None, f"{name} shares a head that it has not copied yet"
+        assert partial is None, f"{name} shares a page prefix that it has not copied yet"
 
 
 def dump_blocks(allocator: PageAllocator, pool: BlockPool, max_nodes: int) -> dict[str, Any]:

@@ -20,8 +20,8 @@ class BlockNamespace(Namespace):
 class Block:
     """A page of the cache: the K/V of `tokens` after the chain of blocks that `parent` ends.
 
-    A sequence that locks a block locks all of its parents. A block whose head alone is filled has
-    the key b"" and cannot be found; it exists while a fork still has to copy that head.
+    A sequence locks a block together with all its parents. A block with only its first tokens
+    filled has key b"" and is not listed; it exists until a fork has copied those tokens.
     """
 
     __slots__ = (

@@ -42,7 +42,7 @@ def _sha256(data: bytes) -> bytes:
 
 
 class BlockChain:
-    """A prompt's whole blocks, with their keys as far as they were asked for."""
+    """A prompt's whole blocks, and their keys, computed on demand."""
 
     __slots__ = ("__weakref__", "_digest", "data", "keys", "num_blocks", "width")
 
@@ -55,7 +55,7 @@ class BlockChain:
         self._digest = digest
 
     def key(self, index: int) -> bytes:
-        """The key of block `index`; hashes from the last one that is known."""
+        """The key of block `index`; hashes from the last known key."""
         keys, width = self.keys, self.width
         while len(keys) <= index + 1:
             at = (len(keys) - 1) * width
@@ -64,12 +64,12 @@ class BlockChain:
 
 
 class ChainMemo:
-    """The chains that are still in use: a waiting request's prompt is hashed once."""
+    """Chains that are still referenced: a waiting request's prompt is hashed once."""
 
     def __init__(self, digest: Digest, width: int) -> None:
         self._digest = digest
         self._width = width
-        # by what is cheap to compare and seldom the same: length and last block
+        # keyed by length and last block: cheap to compare, seldom equal
         self._chains: WeakValueDictionary[tuple[bytes, int, bytes], BlockChain]
         self._chains = WeakValueDictionary()
 

@@ -1,8 +1,8 @@
 """`BlockPool`: the blocks of a `HashBlockCache`, the table that finds them, locks and eviction.
 
-A page is free, or a block's, or private to a sequence. An unlocked block stays findable until its
-page is wanted: `unused` is that order. Sequences unlock their deepest block first, so a parent is
-always younger there than its children, and what is evicted is always a chain's end.
+A page is free, owned by a block, or private to a sequence. An unlocked block remains cached until
+evicted, in `unused` order. Sequences unlock their deepest block first, so eviction takes chain ends
+first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LEAST_MEMORY = 4096  # evicted blocks remembered at least; else as many as ther
 
 
 class BlockPool:
-    """Shared by all sequences of one cache. It does not know them, only how often they lock."""
+    """Shared by all sequences of one cache; counts their locks."""
 
     def __init__(self, pages: PagePool, block_size: int, digest: Digest) -> None:
         self.block_size = block_size
@@ -43,7 +43,7 @@ class BlockPool:
         """Pages of unlocked blocks."""
         return len(self.unused)
 
-    # -- finding ------------------------------------------------------------------------------
+    # -- look-up ------------------------------------------------------------------------------
 
     def chain(self, namespace: str, data: bytes) -> BlockChain:
         """The whole blocks of `data`, int32 bytes, under that namespace."""
@@ -137,7 +137,7 @@ class BlockPool:
         self._free(freed)
 
     def _free(self, pages: array[int]) -> None:
-        """Give back the pages of blocks that are gone."""
+        """Free the pages of removed blocks."""
         self.num_pages -= len(pages)
         self._pages.free(pages)
 
@@ -164,7 +164,7 @@ class BlockPool:
     # -- publishing ---------------------------------------------------------------------------
 
     def adopt(self, namespace: BlockNamespace, page: int) -> Block:
-        """A block, locked once, for a private page of which only the head is filled."""
+        """A block, locked once, for a private page with only its first tokens filled."""
         self._next_id += 1
         self.num_pages += 1
         return Block(namespace, page, self._next_id)

@@ -1,7 +1,7 @@
-"""`HashBlockCache`, the other known design: whole blocks, found by the hash of all up to their end.
+"""`HashBlockCache`: whole-block prefix cache with chained block hashes, as in vLLM.
 
-The design of vLLM and nano-vLLM behind the interface of `RadixCache`, so that the two can be told
-apart by their numbers. Single-threaded by contract: one owner. Knows nothing of tensors.
+It has the interface of `RadixCache`, so that the two designs can be compared by measurement.
+Single-threaded: one owner makes every call. Independent of tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_NAMESPACES = 64  # namespaces asked at most when explaining a miss
 
 
 class HashSession:
-    """A session in name only: this design prefers no sequence."""
+    """A session handle without effect: this cache evicts in LRU order only."""
 
     __slots__ = ("_name", "_open")
 
@@ -45,7 +45,7 @@ class HashSession:
         return self in self._open
 
     def close(self) -> None:
-        """Twice does nothing."""
+        """Idempotent."""
         self._open.discard(self)
 
     def belongs_to(self, open_sessions: set[HashSession]) -> bool:
@@ -58,8 +58,8 @@ class HashBlockCache(PrefixCache):
         cache = HashBlockCache(num_pages=1024, block_size=16)
 
     It is used like a `RadixCache`, and promises the same with these differences:
-    - Only whole blocks are shared: `cached_len` is a multiple of the block size, and no page head
-      is ever copied but for a fork or a cut inside a block.
+    - Only whole blocks are shared: `cached_len` is a multiple of the block size, and page
+      prefixes are copied only for a fork or a cut inside a block.
     - A look-up hashes every block that it finds. A hit is compared token by token, too, so a weak
       hash costs time, never a wrong answer.
     - A reset costs O(blocks forgotten).
@@ -150,8 +150,8 @@ class HashBlockCache(PrefixCache):
         return HashSequence(self._allocator, pool, opened, known, blocks)
 
     def open_session(self, name: str, *, lease_s: float | None = None) -> HashSession:
-        """A handle to pass to `acquire`. It keeps nothing in the cache: `lease_s` (seconds, >= 0)
-        is checked and has no effect."""
+        """A handle for `acquire`, without effect on eviction. `lease_s` (seconds, >= 0) is checked
+        and ignored."""
         check_str("name", name)
         if lease_s is not None:
             check_float("lease_s", lease_s, 0.0, math.inf)

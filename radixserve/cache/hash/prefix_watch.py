@@ -1,4 +1,4 @@
-"""`HashPrefixWatch`: a look-up of whole blocks that is repeated only when one of them changed."""
+"""`HashPrefixWatch`: a look-up of whole blocks, repeated only after one of them changed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from radixserve.cache.watch import PrefixWatch
 class HashPrefixWatch(PrefixWatch):
     """How many whole blocks of one prompt are cached.
 
-    Blocks of a chain are dropped from its end, so the last one matched and the first one missing
-    are all that it rests on. The prompt is hashed once, and only as far as it is cached.
+    Blocks of a chain are dropped from its end, so it watches only the last one matched and the
+    first one missing. The prompt is hashed once, and only as far as it is cached.
     """
 
     __slots__ = ("_chain", "_found", "_namespace", "_pool")
@@ -39,7 +39,7 @@ class HashPrefixWatch(PrefixWatch):
         return tuple([block.block_id for block in self._found])
 
     def refresh(self) -> None:
-        """Look again, going on from what is still there. O(blocks that came and went)."""
+        """Look up again, from the last match that is still cached. O(blocks added and removed)."""
         found, chain = self._found, self._chain
         while found and not found[-1].is_listed:
             found.pop()

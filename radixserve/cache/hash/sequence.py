@@ -1,10 +1,10 @@
-"""`HashSequence`: one user of a chain of blocks, with its own pages after it.
+"""`HashSequence`: a chain of locked blocks, and private pages after it.
 
     tokens     [0 ............ whole blocks committed) [ .. committed) [ ... length)
     pages      [ blocks, shared and read-only        ][ private to this sequence   )
 
 Every whole block that is committed is published. The page after the last block stays private until
-it is full, unless a fork needs its head: then it is shared as a block without a key.
+it is full, unless a fork needs its tokens: then it is shared as a block without a key.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class HashSequence(CacheSequence):
         page: int = -1,
     ) -> None:
         """`tokens` (int32 bytes) are committed: `blocks` hold the whole ones, and are locked for
-        this sequence; the head after them is to be copied from `source`, locked too, to the
-        private `page`. It owns the arrays from now on."""
+        this sequence; the tokens after them are to be copied from `source`, locked too, to
+        the private `page`. The sequence owns the arrays from now on."""
         extra = len(tokens) % pool.width // TOKEN_BYTES
         copy = None if source is None else (source.page, page, extra)
         shared = array("i", [block.page for block in blocks])
@@ -76,9 +76,9 @@ class HashSequence(CacheSequence):
             self._allocator.free(own)
 
     def fork(self) -> HashSequence:
-        """A second user of everything committed: shares whole blocks, copies the head after them.
+        """A second sequence over everything committed: shares whole blocks, copies the rest.
 
-        Raises OutOfPages, and changes nothing, when the page for that head cannot be had.
+        Raises OutOfPages, and changes nothing, when no page for that copy is available.
         O(blocks).
         """
         self._check_open()
@@ -86,15 +86,14 @@ class HashSequence(CacheSequence):
         source, page = None, -1
         if len(tokens) % pool.width:
             page = self._allocator.allocate(1)[0]
-            source = self._shared_head()
+            source = self._copy_source()
             pool.lock((source,))
         pool.lock(self._blocks)
         blocks = [*self._blocks]
         return HashSequence(self._allocator, pool, self._namespace, tokens, blocks, source, page)
 
-    def _shared_head(self) -> Block:
-        """The block to copy our partial page from: that page's, or where its own head comes from
-        as long as that has not been copied."""
+    def _copy_source(self) -> Block:
+        """The block to copy the partial page from: its own, or the source of its pending copy."""
         if self._source is not None:
             return self._source
         if self._partial is None:
@@ -103,9 +102,9 @@ class HashSequence(CacheSequence):
         return self._partial
 
     def _cut(self, length: int, whole: int, extra: int) -> None:
-        """Unlock blocks after the cut, the deepest first; a cut inside one copies its head."""
+        """Unlock blocks after the cut, the deepest first; a cut inside one copies its start."""
         pool = self._pool
-        source = self._head_to_copy(whole, length) if extra else None
+        source = self._cut_source(whole, length) if extra else None
         if source is None:
             self._keep(whole, whole + (1 if extra else 0))
         else:
@@ -116,8 +115,8 @@ class HashSequence(CacheSequence):
             self._source = source
             self.cow_copies.append((source.page, page[0], extra))
 
-    def _head_to_copy(self, index: int, length: int) -> Block | None:
-        """The block with that index if others may read after the cut, where we would write."""
+    def _cut_source(self, index: int, length: int) -> Block | None:
+        """The block with that index if others may read the slots after the cut."""
         if index < len(self._blocks):
             return self._blocks[index]
         shared = self._partial if index == len(self._blocks) else None
@@ -126,7 +125,7 @@ class HashSequence(CacheSequence):
         return None
 
     def _keep(self, num_blocks: int, num_pages: int) -> None:
-        """Let go of all but the leading blocks and pages."""
+        """Drop all but the leading blocks and pages."""
         self._drop_pages(num_pages)
         self._unlock(num_blocks, num_pages)
 

@@ -1,4 +1,4 @@
-"""`check()` and `dump()` of `RadixCache`: every law of the tree, and a picture of it."""
+"""`check()` and `dump()` of `RadixCache`: all invariants of the tree, and its contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from radixserve.cache.tokens import TOKEN_BYTES
 
 
 def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
-    """Raise AssertionError at the first broken law."""
+    """Raise AssertionError at the first broken invariant."""
     sequences = _sequences(allocator)
     nodes = _all_nodes(tree, sequences)
     check_owners(allocator, [(f"node {n.node_id}", n.pages.tolist()) for n in nodes])
@@ -46,8 +46,8 @@ def _sequences(allocator: PageAllocator) -> list[CachedSequence]:
 
 
 def _all_nodes(tree: RadixTree, sequences: list[CachedSequence]) -> list[Node]:
-    """Every node but the roots: of living namespaces, of dead ones, of those that only sequences
-    still use."""
+    """Every node but the roots: of living namespaces, of dead ones, and of those that only
+    sequences still use."""
     stack = [namespace.root for namespace in tree.namespaces.values()] + tree.pending_free
     for sequence in sequences:
         node = sequence._last_node
@@ -77,8 +77,8 @@ def _check_node(tree: RadixTree, node: Node) -> None:
     for key, child in node.children.items():
         assert child.parent is node, f"{name} has a child with another parent"
         assert key == child.key, f"{name} has a child under a wrong key"
-        head = bytes(child.tokens[: size * TOKEN_BYTES])
-        assert key == head, f"{name} has a child under the key of another first page"
+        first_page = bytes(child.tokens[: size * TOKEN_BYTES])
+        assert key == first_page, f"{name} has a child under the key of another first page"
     check_index(node)
     if not node.lock_ref and not node.namespace.is_dead:
         is_covered = node.num_tokens < size and has_longer(parent, bytes(node.tokens))

@@ -1,8 +1,8 @@
-"""Which child shares most of a page with a key: the part of a page that two siblings may share.
+"""Index of a node's children: the child that shares the longest page prefix with a key.
 
 Needed at page sizes above 1 only, where children are keyed by whole pages. Many children are
 indexed by their first token; those with the same first token in byte order, where neighbours share
-the longest heads. Cost: O(1) for distinct first tokens, O(log n) among n with the same one.
+the longest prefixes. Cost: O(1) for distinct first tokens, O(log n) among n with the same one.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def closest_child(node: Node, key: bytes) -> tuple[Node | None, int]:
     return (None, 0) if best is None else (node.children[best], most)
 
 
-def child_covering(node: Node, head: bytes) -> Node | None:
-    """A child whose first page begins with all of `head` (shorter than a page)."""
-    child, agreed = closest_child(node, head)
-    return child if agreed * TOKEN_BYTES == len(head) else None
+def child_covering(node: Node, prefix: bytes) -> Node | None:
+    """A child whose first page begins with all of `prefix` (shorter than a page)."""
+    child, agreed = closest_child(node, prefix)
+    return child if agreed * TOKEN_BYTES == len(prefix) else None
 
 
 def has_longer(node: Node, key: bytes) -> bool:
-    """Whether another child's first page begins with all of the child `key` and goes on."""
+    """Whether another child's first page begins with all of the child `key` and is longer."""
     candidates: Iterable[bytes] = node.children
     if node.first_token_index is not None:
         keys = node.first_token_index.get(key[:TOKEN_BYTES], ())
@@ -77,7 +77,7 @@ def has_longer(node: Node, key: bytes) -> bool:
 
 
 def covered_children(node: Node, key: bytes) -> list[Node]:
-    """The children whose tokens are a proper head of `key`: leaves shorter than a page."""
+    """The children whose tokens are a proper prefix of `key`: leaves shorter than a page."""
     candidates: Iterable[bytes] = node.children
     if node.first_token_index is not None:
         candidates = node.first_token_index.get(key[:TOKEN_BYTES], ())

@@ -1,4 +1,4 @@
-"""`EvictedHistory`: a bounded memory of what was evicted, so that a miss can be explained."""
+"""`EvictedHistory`: a bounded record of evicted branches, to explain misses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ EvictionPoint = tuple[int | str, int, bytes]  # node id, position, first token (
 class EvictedHistory:
     """Remembers where evicted branches began; the oldest are forgotten, half of them at a time.
 
-    The value of a point is the first page of what was dropped there, so that a later look-up can
-    tell how far it would have matched. O(1).
+    The value of a point is the first page of what was dropped there, from which a later look-up
+    computes how far it would have matched. O(1).
     """
 
     __slots__ = ("_max_recent", "_older", "_recent")
@@ -26,7 +26,7 @@ class EvictedHistory:
             self._older, self._recent = self._recent, {}
 
     def forget(self, node_id: int | str) -> None:
-        """Nothing was ever dropped below that node. O(capacity)."""
+        """Delete the points of that node. O(capacity)."""
         for points in (self._recent, self._older):
             for point in [point for point in points if point[0] == node_id]:
                 del points[point]

@@ -1,6 +1,6 @@
-"""In which order unused nodes are dropped: the interface, and the default.
+"""`EvictionOrder`, the interface of an eviction policy, and `LRU`, the default.
 
-The other policies are in `policies`, the order above them in `session_eviction`.
+The other policies are in `policies`; `session_eviction` wraps any of them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from radixserve.cache.radix.node import Node
 
 
 class PathUse(NamedTuple):
-    """What a sequence did with the path that it releases."""
+    """How a released sequence used its path."""
 
-    reused: int  # it found whole pages up to this position
-    has_published: bool  # it published what was not there
+    reused: int  # whole pages up to this position were cached before it
+    has_published: bool  # it added tokens to the tree
     priority: int
 
 
@@ -44,11 +44,11 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def discard(self, node: Node) -> None:
-        """`node` was locked or is gone; it may not be here."""
+        """`node` was locked or removed; it may be absent."""
 
     @abstractmethod
     def victim(self) -> Node | None:
-        """The leaf to drop next; it stays here until it is discarded."""
+        """The leaf to evict next; it stays in the order until it is discarded."""
 
     def pop(self, num_pages: int) -> Node | None:
         """The victim; it is discarded if it has at most so many pages."""
@@ -59,28 +59,28 @@ class EvictionOrder(ABC):
 
     @abstractmethod
     def queues(self) -> list[Iterable[Node]]:
-        """What is here, each queue in its order, for audits."""
+        """All nodes, each queue in its order, for audits."""
 
     def on_path_used(self, node: Node, use: PathUse) -> None:  # noqa: B027  (only some policies care)
-        """A sequence that ends in `node` is about to be released: before its path is unlocked."""
+        """Called before the path ending in `node` is unlocked by a sequence."""
 
     def on_resized(self, node: Node) -> None:  # noqa: B027
         """An unlocked node was cut short, by an eviction or a split."""
 
     def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:  # noqa: B027
-        """Eviction takes the last `num_pages` of `node`; they begin at `point`. It was discarded
-        before if that is all of it."""
+        """Eviction takes the last `num_pages` of `node`; they begin at `point`. If these are all of
+        its pages, the node was discarded before."""
 
     def check(self) -> None:  # noqa: B027
-        """AssertionError at the first broken law of the policy's own records."""
+        """AssertionError at the first broken invariant of the policy's own records."""
 
 
 class LRU(EvictionOrder):
     """Least recently used first; every operation is O(1), amortized.
 
     A path is added deepest first, so a parent is always younger than its children and the oldest
-    entry is always a leaf: no heap, no search. Nodes lie under ascending ticks, their policy keys:
-    neighbours in age are neighbours in memory.
+    entry is always a leaf: no heap, no search. Nodes are stored by ascending tick
+    (`policy_key`), so nodes of similar age are adjacent in memory.
     """
 
     _MAX_STEPS = 1_000
@@ -111,7 +111,7 @@ class LRU(EvictionOrder):
             while node is None:
                 tick += 1
                 if tick == last:
-                    tick = next(iter(nodes))  # a long gap; walks over all that was deleted before
+                    tick = next(iter(nodes))  # a long gap; iteration skips all deleted entries
                 node = nodes.get(tick)
             self._oldest = tick
         return node

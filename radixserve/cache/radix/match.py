@@ -17,7 +17,7 @@ class Match(NamedTuple):
     """Where a walk stopped: `length` tokens agree, the last of them in `node`.
 
     `resume` is the deepest node whose tokens agree from its start on whole pages; it differs
-    from `node` when only the head of a child's first page agrees.
+    from `node` when only a prefix of a child's first page agrees.
     """
 
     length: int
@@ -52,9 +52,9 @@ def find_match(namespace: NamespaceTree, data: memoryview, limit: int, page_size
         if pos % width:
             return _match((pos, node, node))
     if width > 1 and pos < limit:
-        head, agreed = closest_child(node, data[pos : min(pos + width, limit)].tobytes())
-        if head is not None:
-            return _match((pos + agreed, head, node))
+        closest, agreed = closest_child(node, data[pos : min(pos + width, limit)].tobytes())
+        if closest is not None:
+            return _match((pos + agreed, closest, node))
     return _match((pos, node, node))
 
 

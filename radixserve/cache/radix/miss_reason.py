@@ -1,4 +1,4 @@
-"""Why a look-up in the tree stops where it stops."""
+"""`explain`: the reason why a look-up in the tree matches no more tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def explain(
             if find_match(other, data, limit, tree.page_size).length > length:
                 return _lookup((length, "namespace", length, None, None))
     below: Node | None = node
-    if node.end <= length:  # the newest child: iterating from the front is slow after deletions
+    if node.end <= length:  # newest child: deleted entries accumulate at the dict's front
         below = next(reversed(node.children.values()), None)
     if not length or below is None:
         return _lookup((length, "never_seen", length, None, None))

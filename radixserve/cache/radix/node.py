@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SessionRefs:
-    """Which sessions may return to a node. None in its place: only sequences without a session."""
+    """Sessions that use a node. None: used only by sequences without a session."""
 
     __slots__ = ("is_public", "num_leased", "num_open", "sessions")
 
@@ -24,14 +24,14 @@ class SessionRefs:
         self.is_public = is_public  # a sequence without a session reached it
         self.num_open = 0  # open sessions that end here + children that open sessions reach
         self.num_leased = 0  # of both, the leased ones
-        self.sessions: set[object] = set()  # open ones that end in this very node
+        self.sessions: set[object] = set()  # open ones that end in this node
 
 
 NO_CHILDREN: dict[bytes, Node] = {}  # shared by all leaves; stays empty
 
 
 class NamespaceTree(Namespace):
-    """One namespace's tree. What a dead one frees is not kept."""
+    """One namespace's tree. Dead after a reset: released pages are not cached."""
 
     __slots__ = ("num_locked", "num_pages", "root")
 
@@ -77,8 +77,8 @@ class Node:
         self.tokens = tokens  # int32 bytes
         self.pages = pages
         self.node_id = node_id  # never used again; the root's is its namespace's name
-        self.lock_ref = 0  # sequences that end in this very node + locked children
-        self.policy_key = 0  # the eviction policy's own
+        self.lock_ref = 0  # sequences that end in this node + locked children
+        self.policy_key = 0  # set by the eviction policy
         self.session_refs: SessionRefs | None = None
         self.children = NO_CHILDREN
         # see child_index; None while a scan of all children is faster
@@ -99,7 +99,7 @@ class Node:
 
 
 def path(node: Node) -> Iterator[Node]:
-    """`node` and all above it, without the root."""
+    """`node` and its ancestors, without the root."""
     at = node
     while at.parent is not None:
         yield at

@@ -1,6 +1,6 @@
 """The eviction policies besides LRU: FIFO, LFU, priority, SLRU and ARC; `POLICIES` lists all.
 
-A node's `policy_key` is theirs: a stamp, a count, a priority or a segment. Along a path keys never
+They set a node's `policy_key`: a stamp, a count, a priority or a segment. Along a path keys never
 rise towards the leaves, which makes every victim a leaf.
 """
 
@@ -53,13 +53,13 @@ class Ranked(EvictionOrder):
 
     @abstractmethod
     def on_path_used(self, node: Node, use: PathUse) -> None:
-        """Marks what a sequence has used."""
+        """Update the policy keys of the path."""
 
 
 class LFU(Ranked):
     """Least often reused first. The count is of sequences that found the node in the cache.
 
-    Nothing ages: what was popular once stays for as long as it takes others to be more popular.
+    Counts do not age: a node stays until others have been reused more often.
     """
 
     def on_path_used(self, node: Node, use: PathUse) -> None:
@@ -76,7 +76,7 @@ class Priority(Ranked):
     def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
             if at.policy_key >= use.priority:
-                return  # so has all above
+                return  # so have its ancestors
             at.policy_key = use.priority
 
 
@@ -154,7 +154,7 @@ class _Segmented(EvictionOrder):
         for at in path(node):
             if at.start < use.reused:
                 if at.policy_key:
-                    return  # so has all above
+                    return  # so have its ancestors
                 at.policy_key = 1
 
 
@@ -172,7 +172,7 @@ class SLRU(_Segmented):
 
     def add(self, node: Node) -> None:
         if node.policy_key and node.parent is not None:
-            node.parent.policy_key = 1  # it may have been demoted while this one was held elsewhere
+            node.parent.policy_key = 1  # it may have been demoted while this one was locked
         super().add(node)
         while self._again.num_pages > self._max_protected:
             oldest = self._again.oldest()
@@ -188,8 +188,8 @@ class SLRU(_Segmented):
 class ARC(_Segmented):
     """Adaptive replacement (Megiddo and Modha, FAST 2003), counted in pages.
 
-    Two LRU lists, seen once and seen again, and for each a memory of what it lost. Coming back to
-    what one list has lost makes that list's share of the pool larger.
+    Two LRU lists, seen once and seen again, and for each a ghost list of what was evicted from it.
+    A hit in a ghost list enlarges that list's share of the pool.
     """
 
     tracks_evictions = True
@@ -212,7 +212,7 @@ class ARC(_Segmented):
     def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
             assert at.parent is not None
-            if at.start >= use.reused:  # new: or was it lost?
+            if at.start >= use.reused:  # new, or evicted before
                 token = bytes(at.tokens[:TOKEN_BYTES])
                 if self._take_evicted((at.parent.node_id, at.start, token)):
                     at.policy_key = 1
@@ -224,7 +224,7 @@ class ARC(_Segmented):
                 )
             break
         super().on_path_used(node, use)
-        self._mark_above(node)
+        self._raise_ancestors(node)
 
     def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:
         lost = self._evicted_again if node.policy_key else self._evicted_once
@@ -234,8 +234,8 @@ class ARC(_Segmented):
         for evicted in (self._evicted_once, self._evicted_again):
             evicted.check()
 
-    def _mark_above(self, node: Node) -> None:
-        """Above a node that was seen again, all were."""
+    def _raise_ancestors(self, node: Node) -> None:
+        """Set the policy key of all ancestors of a node that was seen again."""
         again = 0
         for at in path(node):
             if at.policy_key and again:
@@ -267,9 +267,7 @@ class _EvictedPoints:
         self._max_pages = max_pages
         self._max_points = max_points
         self._pages: OrderedDict[EvictionPoint, int] = OrderedDict()
-        self._tails: dict[
-            int | str, EvictionPoint
-        ] = {}  # node serial -> where its tail was cut off
+        self._tails: dict[int | str, EvictionPoint] = {}  # node_id -> where its tail was cut off
         self.num_pages = 0
 
     def remember(self, node_id: int | str, point: EvictionPoint, num_pages: int) -> None:

@@ -1,4 +1,4 @@
-"""`RadixPrefixWatch`: a look-up that is repeated only when the tree has changed where it ended."""
+"""`RadixPrefixWatch`: a look-up repeated only after a change at the end of its match."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixserve.cache.watch import Place, PrefixWatch
 
 
 class RadixPrefixWatch(PrefixWatch):
-    """How much of one prompt is in the tree. It rests on the node where its match ends."""
+    """How much of one prompt is in the tree. It watches the node where its match ends."""
 
     __slots__ = ("_data", "_match", "_namespace", "_tree")
 
@@ -39,7 +39,7 @@ class RadixPrefixWatch(PrefixWatch):
         return tuple([int(node.node_id) for node in path(self._match.node)][::-1])
 
     def refresh(self) -> None:
-        """Look again, and rest on where the match ends now. O(tokens matched) in memcmp."""
+        """Look up again and watch where the match ends now. O(tokens matched) in memcmp."""
         tree, name = self._tree, self._namespace
         namespace = tree.namespaces.get(name)
         if namespace is None:

@@ -1,6 +1,6 @@
-"""`RadixCache`, the front of the tree: look up, acquire, evict, reset, explain, audit.
+"""`RadixCache`, the interface of the tree: look up, acquire, evict, reset, explain, audit.
 
-Single-threaded by contract: one owner. Knows nothing of tensors; whoever owns the K/V memory
+Single-threaded: one owner makes every call. Independent of tensors: the owner of the K/V memory
 performs the page copies that sequences ask for.
 """
 
@@ -48,7 +48,7 @@ class RadixCache(PrefixCache):
         seq.commit(seq.length)                       # publish it
         seq.release()
 
-    `eviction` is one of config.EVICTION_POLICIES; what is known of sessions comes before it: see
+    `eviction` is one of config.EVICTION_POLICIES; sessions take precedence over it: see
     `open_session`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
     With `reuse=False` nothing is ever shared or kept between sequences (but forks still share).
     A reset is O(1) for each namespace.
@@ -81,7 +81,7 @@ class RadixCache(PrefixCache):
     def sharing_enabled(self) -> bool:
         return self._reuse
 
-    # -- finding ------------------------------------------------------------------------------
+    # -- look-up ------------------------------------------------------------------------------
 
     def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
         """What `acquire` would reuse now, and why not more. Changes nothing.
@@ -100,7 +100,7 @@ class RadixCache(PrefixCache):
         match = find_match(found, data, limit, size)
         answer = explain(tree, found, match, data, limit)
         extra = match[0] % size
-        if not extra or self._can_copy_head(match):
+        if not extra or self._can_copy_page_prefix(match):
             return answer
         return answer._replace(cached_len=match.length - extra)
 
@@ -121,9 +121,9 @@ class RadixCache(PrefixCache):
 
         At least the last token is left to compute unless `allow_full`. The sequence's length is
         `cached_len`; `extend` takes room for the rest. A prefix that ends inside a page takes one
-        page for the copy of its head; when there is none, the prefix ends at the page boundary.
-        `session`: from `open_session`. `priority`: its worth to the "priority" eviction, high ones
-        are kept longer.
+        page for the copy of its prefix; when there is none, the prefix ends at the page boundary.
+        `session`: session of the sequence, from `open_session`. `priority`: for the "priority"
+        eviction policy; pages of high priority are kept longer.
         """
         data, tree, stats = token_view(tokens), self._tree, self._allocator.stats
         owner = None if session is None else check_session(session, tree.session_eviction)
@@ -144,7 +144,7 @@ class RadixCache(PrefixCache):
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
         if length % size:
-            node, length, copy = self._copy_head(match)
+            node, length, copy = self._copy_page_prefix(match)
         stats.num_acquired += 1
         stats.acquired_tokens += count
         stats.matched_tokens += length
@@ -155,7 +155,7 @@ class RadixCache(PrefixCache):
             self._allocator, tree, node, known, shared, copy, length, owner, priority
         )
 
-    def _copy_head(self, match: Match) -> tuple[Node, int, PageCopy | None]:
+    def _copy_page_prefix(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
         length, node, _ = match
         whole, extra = divmod(length, self.page_size)
@@ -167,8 +167,8 @@ class RadixCache(PrefixCache):
             return self._tree.move_lock(node, upper), length - extra, None
         return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
 
-    def _can_copy_head(self, match: Match) -> bool:
-        """Whether a page can be had for the copy, once the matched path is locked."""
+    def _can_copy_page_prefix(self, match: Match) -> bool:
+        """Whether a page for the copy is available once the matched path is locked."""
         if self._allocator.pool.num_free:
             return True
         kept, node = 0, match.node
@@ -180,7 +180,7 @@ class RadixCache(PrefixCache):
     # -- sessions ------------------------------------------------------------------------------
 
     def open_session(self, name: str, *, lease_s: float | None = None) -> RadixSession:
-        """A session that will be continued until it is closed: a chat, a branch, a tenant.
+        """Open a session; close it when it will not be continued: a chat, a branch, a tenant.
 
         Pages that only closed sessions reached are dropped first. Those where sequences of an open
         one ended are dropped last for `lease_s` seconds (default: 300; 0: no lease) from the last
@@ -197,7 +197,7 @@ class RadixCache(PrefixCache):
         assert tree.session_eviction is not None
         return tree.session_eviction.open(name, lease)
 
-    # -- knowing ------------------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """See `PrefixCache.stats`. Pages of a namespace that was reset count as free at once."""

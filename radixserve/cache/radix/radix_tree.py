@@ -1,11 +1,11 @@
-"""The tree: nodes, their tokens and pages, locks and the order of eviction.
+"""`RadixTree`: nodes, their tokens and pages, locks and the order of eviction.
 
-It owns every page that holds published K/V. It does not know sequences; it never allocates.
+It owns every page that holds published K/V. It is independent of sequences and never allocates.
 
 A node's edge holds `tokens` (int32 bytes) from position `start`, and one page id for every page
 they touch. Starts are multiples of the page size P. Interior nodes end on a page boundary; a leaf
 may end inside a page. Children are keyed by the bytes of their first page (fewer for a leaf
-shorter than a page), so siblings may share the head of a page but never a whole one:
+shorter than a page), so siblings may share a page prefix but never a whole page:
 
     root ── [0 ........ 32) ─┬─ [32 ..... 48) ── [48 .. 53)      P = 16; the last page holds 5
                              └─ [32 .. 41)                       tokens, the sibling's 9
@@ -24,7 +24,7 @@ from radixserve.cache.radix.session_eviction import SessionAwareEviction
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.cache.watch import Place, WatchRegistry
 
-_NO_PAGES = array("i")  # of nodes that are gone; stays empty
+_NO_PAGES = array("i")  # of removed nodes; stays empty
 
 
 class RadixTree:
@@ -40,7 +40,7 @@ class RadixTree:
         self._watched = self.watch_registry.watched
         self.num_pages = 0  # in nodes, dead ones included
         self.num_locked = 0  # of those, in locked nodes
-        self.num_dead = 0  # of those, unlocked in a dead namespace: as good as free
+        self.num_dead = 0  # of those, unlocked in a dead namespace: count as free
         self.num_nodes = 0
         self.num_splits = 0
         self.num_evicted_tokens = 0
@@ -51,10 +51,10 @@ class RadixTree:
         self._next_id = 0
 
     def set_session_eviction(self, session_eviction: SessionAwareEviction) -> None:
-        """From now on there are sessions; `session_eviction` takes over the order."""
+        """Enable sessions: `session_eviction` replaces the order."""
         self.order = self.session_eviction = session_eviction
 
-    # -- finding ------------------------------------------------------------------------------
+    # -- look-up ------------------------------------------------------------------------------
 
     def open_namespace(self, name: str) -> NamespaceTree:
         """The living namespace of that name, made when missing."""
@@ -65,7 +65,7 @@ class RadixTree:
         return found
 
     def place(self, name: str) -> Place:
-        """The namespace of that name, as a place that watches rest on."""
+        """The place that watches use for the namespace of that name."""
         return (name,), b""
 
     def never_saw(self, namespace: NamespaceTree, first_page: bytes) -> bool:
@@ -83,7 +83,7 @@ class RadixTree:
     # -- locks --------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
-        """Protect `node` and all above it. Climbs only to the first node already protected."""
+        """Lock `node` and its ancestors. Climbs only to the first node already locked."""
         while True:
             node.lock_ref += 1
             parent = node.parent
@@ -98,7 +98,7 @@ class RadixTree:
             node = parent
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock`. Nodes without any other lock become evictable, youngest last."""
+        """Undo one `lock`. Nodes without locks become evictable, most recently unlocked last."""
         while True:
             node.lock_ref -= 1
             parent = node.parent
@@ -129,13 +129,13 @@ class RadixTree:
         return new
 
     def _prune(self, namespace: NamespaceTree) -> None:
-        """Forget a namespace that holds nothing and that no sequence uses."""
+        """Delete an empty, unlocked namespace."""
         root = namespace.root
         is_living = self.namespaces.get(namespace.name) is namespace
         if is_living and not root.lock_ref and not root.children:
             del self.namespaces[namespace.name]
 
-    # -- changing -----------------------------------------------------------------------------
+    # -- insertion and removal ----------------------------------------------------------------
 
     def attach(
         self,
@@ -148,9 +148,9 @@ class RadixTree:
         held: Node,
         is_public: bool,
     ) -> Node:
-        """A new leaf that owns `tokens`, whose first page is `key`, and `pages` from now on; the
-        caller's lock on `held`, which
-        is `parent` or on its path, moves to it. `is_public`: not of a session."""
+        """Add a leaf that takes over `tokens`, whose first page is `key`, and `pages`. The caller's
+        lock on `held`, which is `parent` or on its path, moves to the leaf. `is_public`: without a
+        session."""
         namespace, size = parent.namespace, len(pages)
         self._next_id = node_id = self._next_id + 1
         self.num_nodes += 1
@@ -193,8 +193,8 @@ class RadixTree:
         assert at % self.page_size == 0
         self._next_id = node_id = self._next_id + 1
         self.num_nodes += 1
-        head, first = node.tokens[:cut], node.pages[:pages]
-        upper = Node(node.namespace, parent, node.start, node.key, head, first, node_id)
+        tokens, first = node.tokens[:cut], node.pages[:pages]
+        upper = Node(node.namespace, parent, node.start, node.key, tokens, first, node_id)
         parent.children[node.key] = upper  # the first page, and so the key, is the same
         del node.tokens[:cut]
         del node.pages[:pages]
@@ -245,15 +245,15 @@ class RadixTree:
         return pages
 
     def withdraw(self, leaf: Node) -> tuple[Node, array[int]]:
-        """Take out a leaf that one caller alone has locked; the lock moves to the parent. Returns
-        the parent and the leaf's pages, which the caller owns now."""
+        """Remove a leaf with a single lock, the caller's, which moves to the parent. Returns the
+        parent and the leaf's pages, which the caller owns from now on."""
         parent = leaf.parent
         assert leaf.lock_ref == 1
         assert parent is not None
         return parent, self.remove(leaf)
 
     def remove(self, node: Node) -> array[int]:
-        """Take out a node that is in no order of eviction; the caller owns its pages now.
+        """Remove a node that is not in the order of eviction; the caller now owns its pages.
 
         Children that are left, in a dead namespace, are the caller's concern. Leaves nothing that
         a stale reference could mistake for a living node.
@@ -289,7 +289,7 @@ class RadixTree:
         return pages
 
     def drop(self, node: Node) -> None:
-        """Take out an unlocked node and free its pages."""
+        """Remove an unlocked node and free its pages."""
         self.order.discard(node)
         self.free(self.remove(node))
 
@@ -305,7 +305,7 @@ class RadixTree:
         if node.session_refs is not None and self.session_eviction is not None:
             self.session_eviction.count_pages(node, pages)
 
-    # -- letting go ---------------------------------------------------------------------------
+    # -- eviction -----------------------------------------------------------------------------
 
     @property
     def num_evictable(self) -> int:
@@ -377,7 +377,7 @@ class RadixTree:
             namespace.is_dead = True
             self.num_dead += namespace.num_pages - namespace.num_locked
             self.watch_registry.notify(*self.place(gone))
-            if namespace.num_pages > namespace.num_locked:  # locked nodes go when unlocked
+            if namespace.num_pages > namespace.num_locked:  # locked nodes are freed on unlock
                 self.pending_free.append(namespace.root)
 
     # -- children -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`CachedSequence`: one user of a path in the tree, with its own pages after it.
+"""`CachedSequence`: a path in the tree, locked, and private pages after it.
 
     tokens     [0 .................... published) [ ... committed) [ ... length)
     pages      [ shared with the tree, read-only ][ private to this sequence   )
@@ -68,7 +68,7 @@ class CachedSequence(CacheSequence):
             self._publish()
         copy = (self._tree_page(whole), page, extra) if extra else None
         tree.lock(self._last_node)
-        twin = CachedSequence(
+        forked = CachedSequence(
             self._allocator,
             tree,
             self._last_node,
@@ -79,8 +79,8 @@ class CachedSequence(CacheSequence):
             self._session,
             self._priority,
         )
-        twin._published = self._published
-        return twin
+        forked._published = self._published
+        return forked
 
     # -- publishing ---------------------------------------------------------------------------
 
@@ -113,12 +113,12 @@ class CachedSequence(CacheSequence):
                     self._extend_leaf(leaf, start)
                     return
                 if len(key) < size * TOKEN_BYTES:
-                    return  # an equal leaf exists: stay behind until the tokens go on
+                    return  # an equal leaf exists: publish when the sequence has more tokens
         self._walk(node, base)
 
     def _walk(self, node: Node, pos: int) -> None:
-        """Follow the tree from `pos` (a page boundary inside or at the end of `node`), taking over
-        its pages, and add what it does not have."""
+        """Follow the tree from `pos` (a page boundary inside or at the end of `node`), adopting its
+        pages, and insert what it lacks."""
         size, tokens, end = self._tree.page_size, self._tokens, self._committed
         while True:
             offset = pos - node.start
@@ -149,7 +149,7 @@ class CachedSequence(CacheSequence):
         self._last_node = self._tree.move_lock(self._last_node, node)
 
     def _branch(self, node: Node, pos: int, *, is_prefix: bool) -> None:
-        """`node` goes on differently after `pos`, or ends within the page that begins there."""
+        """`node` continues differently after `pos`, or ends within the page that begins there."""
         tree = self._tree
         is_free = node.lock_ref == (1 if node is self._last_node else 0)
         if is_prefix and is_free and self._may_grow(node):
@@ -187,8 +187,8 @@ class CachedSequence(CacheSequence):
         return refs.is_public == is_public and not refs.sessions
 
     def _drop_prefixes(self, node: Node, key: bytes) -> None:
-        """Remove leaves that no other sequence uses and whose tokens are a proper head of `key`:
-        they are covered now."""
+        """Remove leaves that no other sequence uses and whose tokens are a proper prefix of
+        `key`: they are covered now."""
         tree = self._tree
         for leaf in covered_children(node, key):
             if leaf.lock_ref == 0:
@@ -232,7 +232,7 @@ class CachedSequence(CacheSequence):
         node = node_covering(self._last_node, index * size + 1)
         return node.pages[index - node.start // size]
 
-    # -- letting go ---------------------------------------------------------------------------
+    # -- truncation and release ---------------------------------------------------------------
 
     def _cut(self, length: int, whole: int, extra: int) -> None:
         copy = None
@@ -264,7 +264,8 @@ class CachedSequence(CacheSequence):
         tree.unlock(node)
 
     def _split_at_end(self) -> None:
-        """Where the last node goes on after our end, only our part of it is to be our session's."""
+        """Split `_last_node` at this sequence's end if it extends further, so that only the used
+        part gets the refs of this sequence's session (or becomes public)."""
         size, node, refs = self._tree.page_size, self._last_node, self._last_node.session_refs
         end = -(-self._published // size) * size
         if node.end <= end or end <= node.start or node.namespace.is_dead:
@@ -279,14 +280,14 @@ class CachedSequence(CacheSequence):
             self._last_node = self._tree.move_lock(node, upper)
 
     def shrink_lock(self) -> None:
-        """Stop protecting what the last node holds after our own tokens (memory is short)."""
+        """Unlock the part of `_last_node` after this sequence's tokens (memory pressure)."""
         if self._owns_tail():
-            return  # our own leaf: nothing comes after
+            return  # our own leaf: no tokens after ours
         tree, keep = self._tree, self._published
         size = tree.page_size
         end = -(-keep // size) * size
         if end > keep and not self.cow_copies:
-            keep = end = keep - keep % size  # we have that page's head in a page of our own
+            keep = end = keep - keep % size  # a private page holds that page's prefix
         node = node_covering(self._last_node, keep)
         if node.end > end:
             node = tree.split(node, end - node.start)
@@ -294,7 +295,7 @@ class CachedSequence(CacheSequence):
         self._last_node = tree.move_lock(self._last_node, node)
         key = self._bytes(keep, self._committed)
         if key and key not in node.children:
-            self._attach(node, keep, key)  # our own page holds that head now: let it be found
+            self._attach(node, keep, key)  # publish the private page that holds that prefix
 
 
 def node_covering(node: Node, length: int) -> Node:

@@ -1,4 +1,4 @@
-"""Sessions and their leases: an order of eviction above any policy.
+"""Session-aware eviction: refs and leases of sessions, applied before the eviction policy.
 
 A sequence may belong to a session (a chat, a branch, a tenant). The nodes where its sequences ended
 are the session's end nodes; it reaches their whole paths. Nodes fall into classes, and a node's
@@ -11,8 +11,8 @@ ancestors are never in a class that goes earlier:
 
 Each end node has its own lease, from the last time that a sequence ended there. A lease ends at its
 deadline, and the first begun end while all leased nodes together fill more than a share of the
-pool; a path that is longer than that share gets none. Leased pages are evictable like all others,
-so no request ever waits for them.
+pool; a path that is longer than that share gets none. Leased pages remain evictable, so a lease
+never blocks an allocation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RadixSession:
         return f"RadixSession({self.name!r}{state})"
 
     def close(self) -> None:
-        """It will not come back: what only closed sessions reach goes first. Twice does nothing.
+        """Close: pages reached only by closed sessions are evicted first. Idempotent.
 
         O(nodes that no other session reaches).
         """
@@ -71,14 +71,15 @@ class SessionAwareEviction(EvictionOrder):
         self._clock = clock
         self._closed: OrderedDict[Node, None] = OrderedDict()
         self._expired: OrderedDict[Node, None] = OrderedDict()
-        self._leased: OrderedDict[Node, None] = OrderedDict()  # whose turn has come in the policy
+        # leased nodes that the policy has already selected as victims
+        self._leased: OrderedDict[Node, None] = OrderedDict()
         self._leases: SortedDict = SortedDict()  # Deadline -> (session, end node), first to end
         self._begun: OrderedDict[Deadline, None] = OrderedDict()  # the same, first begun
         self._num_leases = 0  # ever given
         self.open_sessions: set[RadixSession] = set()
         self.num_leased_pages = 0
 
-    # -- as an order of eviction --------------------------------------------------------------
+    # -- EvictionOrder ------------------------------------------------------------------------
 
     def add(self, node: Node) -> None:
         refs = node.session_refs
@@ -164,14 +165,14 @@ class SessionAwareEviction(EvictionOrder):
             self._reclassify(at)
 
     def on_split(self, upper: Node, lower: Node) -> None:
-        """`upper` is the new head of the node `lower`, which has session refs."""
+        """`upper` is the new upper part of the node `lower`, which has session refs."""
         below = _refs(lower)
         above = upper.session_refs = SessionRefs(is_public=below.is_public)
         above.num_open = int(below.num_open > 0)
         above.num_leased = int(below.num_leased > 0)
 
     def on_removed(self, node: Node) -> None:
-        """`node` goes, its pages are out: what ended there ends in its parent.
+        """`node` is removed, its pages already are: sessions that ended there end in its parent.
 
         O(sessions that end in `node`).
         """
@@ -228,7 +229,7 @@ class SessionAwareEviction(EvictionOrder):
     # -- references ---------------------------------------------------------------------------
 
     def _remove_end(self, session: RadixSession, node: Node) -> None:
-        """`node` is no end node of `session` any more; its lease ends."""
+        """Remove `node` from the end nodes of `session`; its lease ends."""
         self._end_lease(session, node)
         del session.end_nodes[node]
         _refs(node).sessions.discard(session)
@@ -262,7 +263,7 @@ class SessionAwareEviction(EvictionOrder):
                 return
 
     def _drop_refs(self, node: Node, is_open: int, is_leased: int) -> None:
-        """Undo one `_add_refs`; what changes its class moves, deepest first."""
+        """Undo one `_add_refs`; nodes whose class changes are moved, deepest first."""
         for at in path(node):
             refs = _refs(at)
             refs.num_open -= is_open
@@ -280,7 +281,7 @@ class SessionAwareEviction(EvictionOrder):
                 return
 
     def _reclassify(self, node: Node) -> None:
-        """No open session reaches `node` any more, or it is public now."""
+        """`node` lost its last open session or became public: move it to its class."""
         refs = _refs(node)
         if refs.num_open:
             return
@@ -295,7 +296,7 @@ class SessionAwareEviction(EvictionOrder):
 
     def _begin_lease(self, session: RadixSession, node: Node) -> None:
         if sum(len(at.pages) for at in path(node)) > self._max_leased:
-            return  # more than all leases may hold: it would only end the others
+            return  # exceeds the limit of all leases: it would only end the others
         self._num_leases += 1
         deadline = session.end_nodes[node] = (self._clock() + session.lease_s, self._num_leases)
         self._leases[deadline] = (session, node)
@@ -311,7 +312,7 @@ class SessionAwareEviction(EvictionOrder):
             self._drop_refs(node, 0, 1)
 
     def _end_leases(self) -> None:
-        """Those whose time is over, and the first begun while all together hold too much."""
+        """End expired leases, then the oldest ones while leased pages exceed the limit."""
         if not self._leases:
             return
         now = self._clock()
@@ -322,7 +323,7 @@ class SessionAwareEviction(EvictionOrder):
 
 
 def _refs(node: Node) -> SessionRefs:
-    """The node's, made when missing: then a sequence without a session reached it."""
+    """The node's refs, created as public if missing."""
     if node.session_refs is None:
         node.session_refs = SessionRefs(is_public=True)
     return node.session_refs

@@ -67,7 +67,7 @@ class ProcessTPGroup:
                 self._device.abort()
 
     def close(self) -> None:
-        """Drop the connections: their threads must not outlive the interpreter."""
+        """Close the connections: their threads must not outlive the interpreter."""
         self.abort()
         self._device = self._host = None
 
@@ -104,8 +104,8 @@ def _nccl(store: dist.PrefixStore, rank: int, size: int) -> Any:
 
 @contextlib.contextmanager
 def _unless_set(name: str, value: str) -> Iterator[None]:
-    """The environment with a variable more. By default PyTorch ends the whole program when NCCL
-    loses a rank; here rank 0 watches the others, and tells."""
+    """Set an environment variable temporarily unless it is set: by default PyTorch aborts the
+    process when NCCL loses a rank; here rank 0 monitors the ranks and raises EngineDead."""
     if name in os.environ:
         yield
         return

@@ -70,11 +70,11 @@ class TPModelRunner(ModelRunner):
 
     @property
     def process_ids(self) -> list[int]:
-        """Of ranks 1, 2 ..."""
+        """Process ids of ranks 1, 2, ..."""
         return self._workers.process_ids
 
     def memory_plan(self) -> MemoryPlan:
-        """Of rank 0; the others have as much."""
+        """Memory plan of rank 0; all ranks are equal."""
         return self._runner.memory_plan()
 
     def launch(self, schedule: SchedulerOutput) -> Any:
@@ -91,7 +91,7 @@ class TPModelRunner(ModelRunner):
 
     @contextlib.contextmanager
     def _all_ranks(self) -> Iterator[None]:
-        """The body is run by all ranks, or by none any more."""
+        """Around a call of all ranks: shut the workers down if it fails on any rank."""
         try:
             yield
             self._workers.check_alive()
@@ -133,7 +133,7 @@ def _shut_down(workers: WorkerGroup, groups: list[ProcessTPGroup]) -> None:
 
 
 def _rank_configs(config: EngineConfig, size: int) -> list[EngineConfig]:
-    """Of each rank, with its own device. Raises InvalidRequest if there are too few."""
+    """Config of each rank, with its device. Raises InvalidRequest if there are too few."""
     device = choose_device(config.device)
     own = dataclasses.replace(config, device=device.type, tensor_parallel_size=1)
     if device.type == "cpu":

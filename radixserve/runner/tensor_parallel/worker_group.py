@@ -96,7 +96,7 @@ class WorkerGroup:
             raise self.explain(error) from None
 
     def explain(self, error: Exception) -> EngineDead:
-        """The error of a call of all ranks that failed here; none of them can go on.
+        """The error of a call of all ranks that failed here; none of them can continue.
 
         Waits a moment for the notice that one has ended.
         """

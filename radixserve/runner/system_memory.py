@@ -1,4 +1,4 @@
-"""Settings of the C library's allocator, memory provided in advance, and how much is free."""
+"""System memory: settings of malloc, prefaulting, and the number of free bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger("radixserve")
 
-MEMORY_PAGE = 4096  # bytes, the least that systems hand out
-FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not tell
+MEMORY_PAGE = 4096  # bytes, the smallest unit that systems map
+FREE_FALLBACK = 4 << 30  # bytes assumed free where the system does not report them
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _LARGEST = 1 << 30  # bytes; int is what mallopt takes
-_POPULATE_WRITE = 23  # Linux's madvise: provide the memory, leave what is in it as it is
-_PIECE_BYTES = 2 << 20  # provided by one call
+_POPULATE_WRITE = 23  # Linux's madvise: prefault the memory, keep its contents
+_PIECE_BYTES = 2 << 20  # prefaulted by one call
 
 
 def keep_freed_memory() -> bool:
@@ -41,15 +41,12 @@ def keep_freed_memory() -> bool:
     return taken
 
 
-def provide_meanwhile(
-    memory: NDArray[np.uint8], num_runs: int, start: int, end: int
-) -> Thread | None:
-    """Have the system provide bytes [start, end) of each of `num_runs` equal parts of `memory`, in
-    a thread.
+def prefault_async(memory: NDArray[np.uint8], num_runs: int, start: int, end: int) -> Thread | None:
+    """Prefault bytes [start, end) of each of `num_runs` equal parts of `memory`, in a thread.
 
-    They may be read and written all the time. A step that met memory for the first time would wait
-    until the system has cleared it. Linux only, from 5.14 on; it ends when `memory` is held
-    nowhere else. Returns the thread, None where there is nothing to do.
+    They may be read and written meanwhile. Otherwise the first step to touch them would wait until
+    the system has cleared them. Linux only, from 5.14 on; the thread ends when `memory` has no
+    other reference. Returns the thread, None where there is nothing to do.
     """
     run_bytes = len(memory) // num_runs
     end = min(end, run_bytes)
@@ -79,9 +76,9 @@ def provide_meanwhile(
 
 
 def free_memory() -> int:
-    """Bytes that can be allocated without swapping, as far as the system tells; in a container no
+    """Bytes that can be allocated without swapping, as reported by the system; in a container no
     more than its limit leaves."""
-    return min(_free_of_system(), *free_of_groups())
+    return min(_free_of_system(), *cgroup_free_bytes())
 
 
 def _free_of_system() -> int:
@@ -98,7 +95,7 @@ def _free_of_system() -> int:
         return FREE_FALLBACK
 
 
-def free_of_groups(folder: Path = CONTROL_GROUPS) -> list[int]:
+def cgroup_free_bytes(folder: Path = CONTROL_GROUPS) -> list[int]:
     """Bytes left by Linux's control groups, version 2 and 1; cached files count as free."""
     found = []
     for limit, used, kept in (

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from radixserve.runner.host_memory import (
+from radixserve.runner.system_memory import (
     MEMORY_PAGE,
+    cgroup_free_bytes,
     free_memory,
-    free_of_groups,
-    provide_meanwhile,
+    prefault_async,
 )
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def test_memory_is_provided_and_left_as_it_is() -> None:
     runs[:, 5 * MIB : 5 * MIB + 10] = 7
     before = provided(runs)
     assert before < 16 * MIB
-    thread = provide_meanwhile(memory, 4, 4 * MIB + 1, 28 * MIB - 1)
+    thread = prefault_async(memory, 4, 4 * MIB + 1, 28 * MIB - 1)
     assert thread is not None
     thread.join(60)
     if provided(runs) == before:
@@ -46,7 +46,7 @@ def test_memory_is_provided_and_left_as_it_is() -> None:
 def test_not_for_an_owner_that_is_gone() -> None:
     memory = np.zeros(4096 * MIB, np.uint8)
     before = most_resident()
-    thread = provide_meanwhile(memory, 64, 0, 64 * MIB)
+    thread = prefault_async(memory, 64, 0, 64 * MIB)
     del memory
     assert thread is not None
     thread.join(60)
@@ -56,27 +56,27 @@ def test_not_for_an_owner_that_is_gone() -> None:
 
 def test_nothing_to_do() -> None:
     memory = np.zeros(2000, np.uint8)
-    assert provide_meanwhile(memory, 2, 1000, 5000) is None
-    assert provide_meanwhile(memory, 2, 10, 10) is None
+    assert prefault_async(memory, 2, 1000, 5000) is None
+    assert prefault_async(memory, 2, 10, 10) is None
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert free_of_groups(tmp_path) == []
+    assert cgroup_free_bytes(tmp_path) == []
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("7\n")
     (tmp_path / "memory.stat").write_text("anon 400\nactive_file 20\ninactive_file 5\nshmem 9\n")
-    assert free_of_groups(tmp_path) == []  # no limit
+    assert cgroup_free_bytes(tmp_path) == []  # no limit
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
-    assert free_of_groups(tmp_path) == [325]
+    assert cgroup_free_bytes(tmp_path) == [325]
     (tmp_path / "memory.current").write_text("1100\n")
-    assert free_of_groups(tmp_path) == [0]
+    assert cgroup_free_bytes(tmp_path) == [0]
     older = tmp_path / "memory"
     older.mkdir()
     (older / "memory.limit_in_bytes").write_text("500\n")
     (older / "memory.usage_in_bytes").write_text("300\n")
     (older / "memory.stat").write_text("active_file 1\ntotal_active_file 30\n")
-    assert free_of_groups(tmp_path) == [0, 230]
+    assert cgroup_free_bytes(tmp_path) == [0, 230]
     assert 0 < free_memory() < 1 << 50
 
 
