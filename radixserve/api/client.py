@@ -11,6 +11,7 @@ from radixserve.api.request_handle import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
 from radixserve.engine.engine_thread import EngineThread
+from radixserve.engine.messages import LookUpPrompt
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk
 from radixserve.request import Request
@@ -52,4 +53,4 @@ class EngineClient:
 
     def lookup(self, token_ids: IntArray, namespace: str) -> Lookup:
         """How much of a prompt is cached now, and why not more."""
-        return self.worker.call(lambda engine: engine.lookup(token_ids, namespace))
+        return self.worker.call(LookUpPrompt(token_ids, namespace))

@@ -23,6 +23,7 @@ from radixserve.checks import check_int, check_str, shown
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
+from radixserve.engine.messages import CheckCache, DumpTree, GetStats, ResetCache
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion, Score
@@ -247,22 +248,22 @@ class Runtime:
 
     def cache_stats(self) -> dict[str, Any]:
         """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
-        return self._worker.call(lambda engine: engine.stats())
+        return self._worker.call(GetStats())
 
     def cache_tree(self, max_nodes: int = 10_000) -> dict[str, Any]:
         """The prefix tree as nested dicts, see `RadixCache.dump`; with cache="hash" its blocks."""
         count = check_int("max_nodes", max_nodes, 0)
-        return self._worker.call(lambda engine: engine.tree(count))
+        return self._worker.call(DumpTree(count))
 
     def flush_cache(self, namespace: str | None = None) -> None:
         """Forget what is cached, in one namespace or in all; running requests are not disturbed."""
         if namespace is not None:
             check_str("namespace", namespace)
-        self._worker.call(lambda engine: engine.reset_cache(namespace))
+        self._worker.call(ResetCache(namespace))
 
     def check(self) -> None:
         """Audit the cache's pages; AssertionError names the first one that is wrong."""
-        self._worker.call(lambda engine: engine.check())
+        self._worker.call(CheckCache())
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from radixserve.arrays import IntArray
-from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
+from radixserve.engine.messages import CloseSession, SessionClaim
 
 _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
 
@@ -15,17 +15,17 @@ _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references
 class SessionHandle:
     """A session in the engine, opened by the first request that names it.
 
-    A session claims what its own requests reached. On close, the nearest open ancestor and the
-    nearest open descendants claim the cached part of their own tokens. Every method returns at once
-    and may be called from any thread, `close` also from the garbage collector.
+    A session claims what its own requests reached. On close it passes its claims to the nearest
+    open ancestor and descendants, so that an open branch keeps what others computed for it. May be
+    called from any thread, `close` also from the garbage collector; nothing blocks.
     """
 
-    __slots__ = ("__weakref__", "_below", "_held_len", "_is_known", "_namespace", "_parent",
-                 "_prune_at", "_worker", "is_open", "name", "tokens")  # fmt: skip
+    __slots__ = ("__weakref__", "_below", "_engine", "_held_len", "_is_known", "_namespace",
+                 "_parent", "_prune_at", "_reached_len", "is_open", "name", "tokens")  # fmt: skip
 
     def __init__(
         self,
-        worker: EngineThread,
+        engine: EngineThread,
         number: int,
         tokens: IntArray,
         namespace: str,
@@ -35,12 +35,13 @@ class SessionHandle:
         self.name = f"branch {number}"
         self.tokens = tokens  # of the branch, prompt and output
         self.is_open = True
-        self._worker = worker
+        self._engine = engine
         self._namespace = namespace
         self._parent = parent
         self._below: list[weakref.ref[SessionHandle]] = []
         self._prune_at = _LEAST_PRUNED
-        self._held_len = 0  # tokens that the session claims, if they are cached still
+        self._reached_len = 0  # tokens that a request of its own reached
+        self._held_len = 0  # most tokens that the session claims
         self._is_known = False  # whether the engine may have a session of that name
         if parent is not None:
             parent._adopt(self)
@@ -54,72 +55,72 @@ class SessionHandle:
         """Set the branch's tokens; `is_reached`: a request of the session computed them."""
         self.tokens = tokens
         if is_reached:
-            self._held_len = len(tokens)
-        elif len(tokens) < self._held_len:
-            self._held_len = len(tokens)
-            self._worker.post(self._cut)
-
-    def claim(self) -> None:
-        """Claim the cached part of the branch's tokens, also where another request computed it."""
-        self._held_len = 0
-        self._worker.post(self._hold)
+            self._reached_len = self._held_len = len(tokens)
+        elif len(tokens) < self._held_len:  # rolled back: give up what was cut off
+            heirs = list(self._forks())
+            claims = _claims(heirs)
+            self._reached_len = self._held_len = 0
+            self._engine.post(CloseSession(self.name, claims, self._claim()))
+            self._close_again(heirs)
 
     def close(self) -> None:
         """Idempotent."""
         if not self.is_open:
             return
         self.is_open = False
-        above = self._nearest_above()
-        for handle in self._forks():
-            handle._parent = above
-            if above is not None:
-                above._adopt(handle)
-        if self._is_known:
-            self._worker.post(self._close_in_engine)
+        parent = self._nearest_open_parent()
+        heirs = list(self._forks())
+        for fork in heirs:
+            fork._parent = parent
+            if parent is not None:
+                parent._adopt(fork)
+        if not self._is_known:
+            return
+        if parent is not None:
+            heirs.append(parent)
+        self._engine.post(CloseSession(self.name, _claims(heirs)))
+        self._close_again(heirs)
+
+    def _claim(self) -> SessionClaim | None:
+        """What the session is to claim; None where its own requests did, or it is closed."""
+        tokens = self.tokens
+        if self._reached_len >= len(tokens):
+            return None
+        self._is_known = True  # before looking whether it is open: `close` looks in that order, too
+        if not self.is_open:
+            return None
+        self._held_len = max(self._held_len, len(tokens))
+        return SessionClaim(self.name, tokens, self._namespace)
+
+    def _close_again(self, heirs: Sequence[SessionHandle]) -> None:
+        """Some may have closed, in another thread, just before a claim of theirs was posted."""
+        for heir in heirs:
+            if not heir.is_open:
+                self._engine.post(CloseSession(heir.name))
 
     # -- related sessions ---------------------------------------------------------------------
 
-    def _adopt(self, handle: SessionHandle) -> None:
+    def _adopt(self, fork: SessionHandle) -> None:
         if len(self._below) >= self._prune_at:
             self._below = [weakref.ref(fork) for fork in self._forks()]
             self._prune_at = max(_LEAST_PRUNED, 2 * len(self._below))
-        self._below.append(weakref.ref(handle))
+        self._below.append(weakref.ref(fork))
 
     def _forks(self) -> Iterator[SessionHandle]:
         """The nearest open descendants, one per path."""
         for reference in list(self._below):
-            handle = reference()
-            if handle is not None and handle.is_open:
-                yield handle
+            fork = reference()
+            if fork is not None and fork.is_open:
+                yield fork
 
-    def _nearest_above(self) -> SessionHandle | None:
-        above = self._parent
-        while above is not None and not above.is_open:
-            above = above._parent
-        self._parent = above  # keeps chains of forks of forks short
-        return above
+    def _nearest_open_parent(self) -> SessionHandle | None:
+        parent = self._parent
+        while parent is not None and not parent.is_open:
+            parent = parent._parent
+        self._parent = parent  # keeps chains of forks of forks short
+        return parent
 
-    # -- in the engine's thread ---------------------------------------------------------------
 
-    def _close_in_engine(self, engine: Engine) -> None:
-        above = self._nearest_above()
-        for handle in (*self._forks(), *([] if above is None else [above])):
-            handle._hold(engine)
-        engine.close_session(self.name)
-
-    def _cut(self, engine: Engine) -> None:
-        """The branch was rolled back: end the claim of the tokens after its end."""
-        for handle in self._forks():
-            handle._hold(engine)
-        engine.close_session(self.name)
-        self._held_len = 0
-        self._hold(engine)
-
-    def _hold(self, engine: Engine) -> None:
-        """Claim the cached part of the branch's tokens, unless already claimed."""
-        tokens = self.tokens
-        if self._held_len >= len(tokens):
-            return
-        self._is_known = True  # before looking whether it is open: `close` looks in that order, too
-        if self.is_open:
-            self._held_len = engine.claim(self.name, tokens, self._namespace)
+def _claims(heirs: Sequence[SessionHandle]) -> tuple[SessionClaim, ...]:
+    claims = (heir._claim() for heir in heirs)
+    return tuple(claim for claim in claims if claim is not None)

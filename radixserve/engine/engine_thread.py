@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any
 
+from radixserve.engine import messages
 from radixserve.engine.engine import Engine
+from radixserve.engine.messages import (
+    AbandonRequests,
+    AbortRequests,
+    AddRequests,
+    Answer,
+    Message,
+)
 from radixserve.engine.ticket import Ticket
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
 from radixserve.output import RequestOutput
 
-T = TypeVar("T")
 _log = logging.getLogger("radixserve")
 
 
 class EngineThread:
-    """Steps the engine while there is work and answers calls between two steps.
+    """Steps the engine while there is work and carries out messages between two steps.
 
     When the thread ends, by `close` or by a failure, every open ticket and every pending call gets
     EngineDead.
@@ -30,8 +38,13 @@ class EngineThread:
         """`recorder`: records every finished request; closed with the thread."""
         self._engine = engine
         self._recorder = recorder
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[str, Ticket] = {}
+        # Messages with where their answer goes; None where it is time to stop.
+        self._inbox: queue.SimpleQueue[tuple[Message[Any], Future[Any] | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._submissions = itertools.count()
+        self._submitted: dict[int, Sequence[Ticket]] = {}  # by submission, until it is added
+        self._tickets: dict[str, Ticket] = {}  # by request id; the engine's thread only
         # Guards `_death` and puts into the inbox. Reentrant: the garbage collector may close a
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
@@ -48,67 +61,49 @@ class EngineThread:
         All of them are queued or, for instance when an id is in use, none: then every ticket
         carries the error.
         """
-        with self._lock:
-            if self._death is None:
-                self._inbox.put(lambda: self._add(tickets))
-                return
-            death = self._death
+        number = next(self._submissions)
         for ticket in tickets:
-            ticket.fail(_fresh(death))
+            ticket.submission = number
+        self._submitted[number] = tickets
+        if not self.post(AddRequests(number, tuple(ticket.request for ticket in tickets))):
+            self._refuse(self._submitted.pop(number))
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         """End requests (all when None) with finish_reason "abort"; returns how many were open."""
-        return self.call(lambda engine: self._abort(engine, request_ids))
+        ids = None if request_ids is None else tuple(request_ids)
+        return self.call(AbortRequests(ids))
 
     def abandon(self, tickets: Sequence[Ticket]) -> None:
-        """Abort the requests of a caller that has left: asynchronous, never raises."""
-        with self._lock:
-            if self._death is None:
-                self._inbox.put(lambda: self._forget(tickets))
+        """End requests whose caller has left: returns at once, never raises."""
+        if tickets:
+            self.post(AbandonRequests(tickets[0].submission))
 
-    def post(self, function: Callable[[Engine], object]) -> None:
-        """Run `function` in the engine's thread later, or never if that has ended.
+    def post(self, message: Message[Any]) -> bool:
+        """Have `message` carried out soon; False where the thread has ended.
 
         Returns at once and never raises; may be called from the garbage collector.
         """
-
-        def run() -> None:
-            try:
-                if self._death is None:
-                    function(self._engine)
-            except Exception:
-                _log.exception("a message to the engine failed")
-
         with self._lock:
             if self._death is None:
-                self._inbox.put(run)
+                self._inbox.put((message, None))
+            return self._death is None
 
     def check_alive(self) -> None:
         """Raise EngineDead when the thread has ended."""
         if self._death is not None:
             raise _fresh(self._death)
 
-    def call(self, function: Callable[[Engine], T]) -> T:
-        """Run `function` in the engine's thread between two steps and return its result."""
-        future: Future[T] = Future()
-
-        def answer() -> None:
-            if self._death is not None:
-                future.set_exception(self._death)
-                return
-            try:
-                future.set_result(function(self._engine))
-            except Exception as error:
-                future.set_exception(error)
-
+    def call(self, message: Message[Answer]) -> Answer:
+        """Have `message` carried out between two steps and return its answer."""
+        reply: Future[Answer] = Future()
         with self._lock:
             if self._death is not None:
                 raise _fresh(self._death)
-            self._inbox.put(answer)
-        return future.result()
+            self._inbox.put((message, reply))
+        return reply.result()
 
     def close(self) -> None:
-        """Fail all open requests with EngineDead and stop the thread. Idempotent."""
+        """End everything that is open with EngineDead and stop the thread. Can be called again."""
         self._is_closing = True
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
@@ -129,71 +124,123 @@ class EngineThread:
         self._die(death)
 
     def _read_inbox(self) -> bool:
-        """Process queued messages, block while there is no work; False: stop."""
+        """Carry out what waits, block while there is no work; False when it is time to stop."""
         while not self._is_closing:
             is_idle = not self._engine.has_work()
             if is_idle and self._recorder is not None:
                 self._recorder.flush()
             try:
-                message = self._inbox.get(block=is_idle)
+                item = self._inbox.get(block=is_idle)
             except queue.Empty:
                 return True
-            if message is not None:
-                message()
+            if item is not None:
+                self._carry_out(*item)
         return False
 
     def _die(self, death: EngineDead) -> None:
         with self._lock:
             self._death = death
-        for ticket in self._tickets.values():
-            ticket.fail(_fresh(death))
+        self._refuse(list(self._tickets.values()))
         self._tickets.clear()
         try:
             self._engine.fail_all(death)
         except Exception:
-            _log.exception("the engine could not release its requests")
+            _log.exception("the engine could not free its requests")
         if self._recorder is not None:
             self._recorder.close()
         while True:
             try:
-                message = self._inbox.get_nowait()
+                item = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if message is not None:
-                message()
+            if item is None:
+                continue
+            message, reply = item
+            if reply is not None:
+                reply.set_exception(death)
+            elif isinstance(message, AddRequests):
+                self._refuse(self._submitted.pop(message.submission))
 
-    def _add(self, tickets: Sequence[Ticket]) -> None:
-        error: RadixServeError | None = None if self._death is None else _fresh(self._death)
-        for ticket in tickets:
-            if error is None and ticket.request.request_id in self._tickets:
-                error = InvalidRequest(f"request id {ticket.request.request_id!r} is in use")
-        for ticket in tickets:
+    def _carry_out(self, message: Message[Any], reply: Future[Any] | None) -> None:
+        """An error goes to the caller; one without a caller is logged.
+
+        Where requests cannot be added or ended it ends the thread: nothing is to hang.
+        """
+        if isinstance(message, AddRequests):
+            self._add(message)
+            return
+        if isinstance(message, AbandonRequests):
+            number = message.submission
+            self._abort([name for name, t in self._tickets.items() if t.submission == number])
+            return
+        try:
+            answer = self._answer(message)
+        except Exception as error:
+            if reply is None:
+                _log.exception("a message to the engine failed")
+            else:
+                reply.set_exception(error)
+            return
+        if reply is not None:
+            reply.set_result(answer)
+
+    def _answer(self, message: Message[Any]) -> Any:
+        engine = self._engine
+        match message:
+            case AbortRequests(request_ids):
+                return self._abort(list(self._tickets) if request_ids is None else request_ids)
+            case messages.LookUpPrompt(token_ids, namespace):
+                return engine.lookup(token_ids, namespace)
+            case messages.GetStats():
+                return engine.stats()
+            case messages.DumpTree(max_nodes):
+                return engine.tree(max_nodes)
+            case messages.ResetCache(namespace):
+                return engine.reset_cache(namespace)
+            case messages.CheckCache():
+                return engine.check()
+            case messages.ClaimSessions(claims):
+                for claim in claims:
+                    engine.claim(claim.name, claim.tokens, claim.namespace)
+            case messages.CloseSession(name, heirs, reopened):
+                for claim in heirs:
+                    engine.claim(claim.name, claim.tokens, claim.namespace)
+                engine.close_session(name)
+                if reopened is not None:
+                    engine.claim(name, reopened.tokens, reopened.namespace)
+        return None
+
+    def _add(self, message: AddRequests) -> None:
+        tickets = self._submitted.pop(message.submission)
+        error: RadixServeError | None = None
+        for request in message.requests:
+            if request.request_id in self._tickets:
+                error = InvalidRequest(f"request id {request.request_id!r} is in use")
+        for ticket, request in zip(tickets, message.requests, strict=True):
             if error is not None:
                 ticket.fail(error)
                 continue
-            self._engine.add(ticket.request, ticket.is_stopped)
-            self._tickets[ticket.request.request_id] = ticket
+            self._engine.add(request, ticket.is_stopped)
+            self._tickets[request.request_id] = ticket
 
-    def _abort(self, engine: Engine, request_ids: Sequence[str] | None) -> int:
-        wanted = list(self._tickets) if request_ids is None else request_ids
-        outputs = [engine.abort(request_id) for request_id in wanted]
+    def _refuse(self, tickets: Sequence[Ticket]) -> None:
+        """The thread has ended, or is about to."""
+        assert self._death is not None
+        for ticket in tickets:
+            ticket.fail(_fresh(self._death))
+
+    def _abort(self, request_ids: Sequence[str]) -> int:
+        outputs = [self._engine.abort(request_id) for request_id in request_ids]
         for output in outputs:
             if output is not None:
                 self._deliver(output)
         return sum(output is not None for output in outputs)
 
-    def _forget(self, tickets: Sequence[Ticket]) -> None:
-        """Abort these tickets' requests; compared by ticket, since an id may be in use again."""
-        if self._death is None:
-            ids = [ticket.request.request_id for ticket in tickets]
-            pairs = zip(ids, tickets, strict=True)
-            self._abort(self._engine, [i for i, ticket in pairs if self._tickets.get(i) is ticket])
-
     def _deliver(self, output: RequestOutput) -> None:
         ticket = self._tickets[output.request_id]
         try:
             must_stop = ticket.push(output)
-        except Exception as error:  # detokenisation failed: only this request ends
+        except Exception as error:  # its text cannot be made: only this request suffers
             _log.exception("request %s failed", output.request_id)
             ticket.fail(_broken(error))
             self._engine.abort(output.request_id)
@@ -202,9 +249,8 @@ class EngineThread:
         if output.finish is not None:
             del self._tickets[output.request_id]
             if self._recorder is not None:
-                self._recorder.record(
-                    ticket.request, ticket.token_ids, output.finish, arrived_at=ticket.made_at
-                )
+                done = ticket.request, ticket.token_ids, output.finish
+                self._recorder.record(*done, arrived_at=ticket.made_at)
         elif must_stop:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:

@@ -34,6 +34,7 @@ class Ticket:
         self.made_at = time.time()  # seconds since 1970
         self._notify = notify
         self.streams = streams
+        self.submission = -1  # set when it is submitted
         self.is_stopped: StopCheck | None = None  # of a beam search with stop strings
         self._text = None
         if tokenizer is not None:

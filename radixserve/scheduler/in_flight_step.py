@@ -27,20 +27,17 @@ class InFlightStep:
     def future_indices(self) -> dict[RequestState, int] | None:
         """Index of each drawing request's next token in this step's outputs.
 
-        None where the next step cannot be planned before this one's output: a penalty counts the
-        drawn token; beams begin, end and share pages by it; scores decide what is scored next. All
-        other sampling depends only on the number of tokens before.
+        None where it has beams, which begin, end and share pages by what was drawn: the next step
+        cannot be planned before this one's output. All other sampling depends only on the number of
+        tokens before, and penalties on token counts that the runner keeps.
         """
         found = {}
         for at, row in enumerate(self.schedule.rows):
             state, sequence = self.rows[at]
             if state.sequence is not sequence:
                 continue
-            if row.logprob_targets is not None:
-                return None
-            spec = row.sample
-            if spec is not None:
-                if spec.num_candidates or spec.params.has_penalty:
+            if row.sample is not None:
+                if row.sample.num_candidates:
                     return None
                 found[state] = at
         return found

@@ -120,8 +120,10 @@ class RequestState:
 
     @property
     def ends_next(self) -> bool:
-        """The next token is its last one, whichever it is."""
+        """Its last row was handed out: what comes of it ends the request, whichever token it is."""
         request, length = self.request, len(self.tokens) + 1
+        if request.logprob_targets is not None and not request.also_generate:
+            return True
         return length - self.num_prompt >= request.params.max_tokens or length >= request.max_len
 
     def end_reason(self, token_id: int) -> str | None:

@@ -22,7 +22,7 @@ from radixserve import (
     Runtime,
     SamplingParams,
 )
-from radixserve.runner.base import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.text.chat_format import Answer, ChatFormat
 from tests.checkpoints import BOS_ID, EOS_ID, make_checkpoint
 from tests.pacing import held, until
@@ -489,7 +489,7 @@ class TestErrors:
                 raise RuntimeError("no")
 
             with monkeypatch.context() as patch:
-                patch.setattr(ModelRunner, "execute", broken)
+                patch.setattr(CpuModelRunner, "launch", broken)
                 with pytest.raises(EngineDead, match="no"):
                     chat.send("xyz")
                 with pytest.raises(EngineDead, match="no"):

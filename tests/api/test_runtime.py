@@ -25,7 +25,7 @@ from radixserve import (
 )
 from radixserve.models.cpu_decoder import CpuDecoder
 from radixserve.models.decoder import Decoder
-from radixserve.runner.base import ModelRunner
+from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.scheduler import Scheduler
 from tests.checkpoints import EOS_ID, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.pacing import held, until, wait_until
@@ -506,16 +506,16 @@ class TestNothingHangs:
         with Runtime(str(folder), num_pages=500) as rt:
             expected = rt.generate("hello", GREEDY).token_ids
             rt.flush_cache()
-            execute = ModelRunner.execute
+            launch = CpuModelRunner.launch
             calls = [0]
 
-            def failing(self: ModelRunner, schedule: Any) -> Any:
+            def failing(self: CpuModelRunner, schedule: Any) -> Any:
                 calls[0] += 1
                 if calls[0] == 2:  # the first that decodes
                     raise RuntimeError("the device is on fire")
-                return execute(self, schedule)
+                return launch(self, schedule)
 
-            monkeypatch.setattr(ModelRunner, "execute", failing)
+            monkeypatch.setattr(CpuModelRunner, "launch", failing)
             with pytest.raises(EngineDead, match="on fire") as caught:
                 rt.generate(["hello", "world"], GREEDY)
             assert isinstance(caught.value.__cause__, RuntimeError)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,18 @@ from radixserve.commands.terminal import format_profile
 from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
+from radixserve.engine.messages import GetStats
 from radixserve.engine.ticket import Event, Ticket
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Completion, RequestOutput
-from radixserve.request import Request, SamplingParams
-from radixserve.schedule import UNKNOWN, ModelRunnerOutput, SampleOutput, SchedulerOutput
+from radixserve.request import BeamParams, Request, SamplingParams
+from radixserve.schedule import (
+    UNKNOWN,
+    Candidates,
+    ModelRunnerOutput,
+    SampleOutput,
+    SchedulerOutput,
+)
 
 VOCAB, EOS = 97, 1
 
@@ -139,10 +147,22 @@ def test_a_step_in_flight_is_work() -> None:
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_told() -> None:
-    """Also where it had to be waited for: a penalty."""
-    runner = ChainRunner()
+    """Also where it had to be waited for: beams."""
+
+    class BeamRunner(ChainRunner):
+        def compute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+            outputs = []
+            for one in super().compute(schedule).outputs:
+                assert one is not None
+                ids = np.array([one.token_id, (one.token_id + 1) % VOCAB], np.int32)
+                scores = np.array([-1, -2], np.float32)
+                outputs.append(one._replace(candidates=Candidates(ids, scores, scores)))
+            return ModelRunnerOutput(tuple(outputs), {})
+
+    runner = BeamRunner()
     engine = Engine(runner, EngineConfig())
-    engine.add(request("a", range(2, 20), ends=False, max_tokens=5, presence_penalty=1.0))
+    one = request("a", range(2, 20), ends=False, max_tokens=5)
+    engine.add(replace(one, beams=BeamParams(width=1)))
     for _ in range(5):
         engine.step()
         assert runner.log[-1] == "launch"
@@ -198,8 +218,8 @@ class TestThread:
         (completion,) = events
         assert isinstance(completion, Completion)
         assert len(completion.token_ids) == 20
-        assert thread.call(lambda engine: engine.has_work()) is False
-        assert thread.call(lambda engine: engine.stats())["steps_ahead"] == 19
+        stats = thread.call(GetStats())
+        assert (stats["waiting"], stats["running"], stats["steps_ahead"]) == (0, 0, 19)
         thread.close()
 
     def test_abort_and_close(self) -> None:

@@ -1,0 +1,101 @@
+"""Messages of callers to the engine's thread: plain data, so that it could be another process.
+
+Each is carried out between two steps. `EngineThread.call` waits for the answer,
+`EngineThread.post` does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from radixserve.arrays import IntArray
+from radixserve.cache import Lookup
+from radixserve.request import Request
+
+Answer = TypeVar("Answer")
+
+
+class Message(Generic[Answer]):
+    """`Answer`: the type of what `call` returns for it."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequests(Message[None]):
+    """Queue requests so that they arrive together: all of them or, after an error, none."""
+
+    submission: int  # names the caller's tickets; an id of a request may be used again
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonRequests(Message[None]):
+    """End what is left of a submission: its caller takes no more answers."""
+
+    submission: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests(Message[int]):
+    """End requests, all where None, with finish_reason "abort". Answer: how many were open."""
+
+    request_ids: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpPrompt(Message[Lookup]):
+    """How much of a prompt is cached, and why not more."""
+
+    token_ids: IntArray
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class GetStats(Message[dict[str, Any]]):
+    """Counters and gauges."""
+
+
+@dataclass(frozen=True, slots=True)
+class DumpTree(Message[dict[str, Any]]):
+    """The cache's tree as nested dicts."""
+
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetCache(Message[None]):
+    """Forget what is cached in one namespace, in all where None."""
+
+    namespace: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckCache(Message[None]):
+    """Audit the cache; answers with AssertionError where a law is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClaim:
+    """A session claims what is cached of `tokens`; it is opened if need be."""
+
+    name: str
+    tokens: IntArray
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimSessions(Message[None]):
+    """Several sessions claim."""
+
+    claims: tuple[SessionClaim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession(Message[None]):
+    """Close a session after its `heirs` have claimed; where `reopened`, it claims anew then."""
+
+    name: str
+    heirs: tuple[SessionClaim, ...] = ()
+    reopened: SessionClaim | None = None
