@@ -265,16 +265,15 @@ def test_choice_of_a_backend() -> None:
 
 
 @pytest.mark.parametrize("cascade_attention", [True, False])
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_tree_attention_can_be_switched_off(
-    checkpoints: dict[str, Path], backend: str, cascade_attention: bool
+def test_cascade_attention_can_be_switched_off(
+    checkpoints: dict[str, Path], cascade_attention: bool
 ) -> None:
-    if backend == "cpu" and (reason := unsupported_reason(torch.float32)):
+    if reason := unsupported_reason(torch.float32):
         pytest.skip(reason)
     runner = runner_of(
         checkpoints["llama"],
         tokens=9_000,
-        attention_backend=backend,
+        attention_backend="cpu",
         cascade_attention=cascade_attention,
     )
     pages, token = np.arange(8_194, dtype=np.int32), np.ones(1, np.int32)
@@ -282,10 +281,8 @@ def test_tree_attention_can_be_switched_off(
     rows = [ScheduledRequest("r", token, 8_192, table, None) for table in tables]
     attention = runner.backend
     attention.plan(build_forward_batch(rows, 1, torch.device("cpu")))
-    if isinstance(attention, CpuBackend):
-        num_shared = len(attention.planned.jobs().num_keys) - len(rows)
-    else:
-        num_shared = len(attention._plan.shared)
+    assert isinstance(attention, CpuBackend)
+    num_shared = len(attention.planned.jobs().num_keys) - len(rows)
     assert num_shared == (1 if cascade_attention else 0)
 
 
