@@ -36,6 +36,7 @@ _NUMBERS = {
     11: "q",
     12: "d",
 }
+_CORRUPT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, struct.error)
 _MAX_DIMENSIONS = 4
 _MAX_LENGTH = 1 << 31  # entries of an array, bytes of a string
 
@@ -61,7 +62,7 @@ class GgufFile:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._read_header()
-        except (OSError, ValueError, struct.error, IndexError, UnicodeDecodeError) as error:
+        except (*_CORRUPT, OSError) as error:
             raise InvalidRequest(f"{path} is not a complete GGUF file: {error}") from error
 
     @property
@@ -89,7 +90,7 @@ class GgufFile:
             ) from None
         count = math.prod(tensor.shape)
         end = tensor.offset + count // block * block_bytes
-        if tensor.shape[-1] % block or end > len(self._data):
+        if not tensor.shape or tensor.shape[-1] % block or end > len(self._data):
             raise InvalidRequest(f"{self.path} is truncated or corrupt at tensor {name}")
         raw = np.frombuffer(self._data, np.uint8, end - tensor.offset, tensor.offset)
         rows = raw.reshape(*tensor.shape[:-1], -1)

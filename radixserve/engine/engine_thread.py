@@ -216,12 +216,15 @@ class EngineThread:
         for request in message.requests:
             if request.request_id in self._tickets:
                 error = InvalidRequest(f"request id {request.request_id!r} is in use")
-        for ticket, request in zip(tickets, message.requests, strict=True):
-            if error is not None:
+        if error is not None:
+            for ticket in tickets:
                 ticket.fail(error)
-                continue
-            self._engine.add(request, ticket.is_stopped)
+            return
+        pairs = list(zip(tickets, message.requests, strict=True))
+        for ticket, request in pairs:  # all of them before one can fail: `_die` answers these
             self._tickets[request.request_id] = ticket
+        for ticket, request in pairs:
+            self._engine.add(request, ticket.is_stopped)
 
     def _refuse(self, tickets: Sequence[Ticket]) -> None:
         """The thread has ended, or is about to."""

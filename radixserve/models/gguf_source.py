@@ -20,6 +20,7 @@ from radixserve.errors import ModelNotSupported
 from radixserve.gguf_file import GgufFile
 from radixserve.models.weights import TensorReader
 
+EMBEDDING = "token_embd.weight"
 ROPE_FACTORS = "rope_freqs.weight"  # [D / 2] inverse frequencies are divided by these (Llama 3.1)
 _UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight|rope_factors_.*")
 
@@ -31,14 +32,12 @@ class _Family:
     model_type: str
     architecture: str
     has_paired_rotation: bool = False  # rows of q and k lie in pairs (2i, 2i + 1), not in halves
-    qkv_bias: bool = False
-    qk_norm: bool = False
 
 
 FAMILIES = {
     "llama": _Family("llama", "LlamaForCausalLM", has_paired_rotation=True),
-    "qwen2": _Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": _Family("qwen3", "Qwen3ForCausalLM", qk_norm=True),
+    "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
 }
 
 
@@ -55,9 +54,11 @@ def gguf_config(file: GgufFile) -> Any:
         "max_position_embeddings": "context_length",
         "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     }
-    missing = [key for key in names.values() if not isinstance(file.field(key), int | float)]
+    missing = [key for key in names.values() if not _is_positive(file.field(key))]
     if missing:
-        raise ModelNotSupported(f"{file.path}: {', '.join(missing)} missing or not one number")
+        raise ModelNotSupported(f"{file.path}: {', '.join(missing)} missing or no positive number")
+    if EMBEDDING not in file.tensors:
+        raise ModelNotSupported(f"{file.path}: missing tensor {EMBEDDING}")
     numbers = {ours: file.field(key) for ours, key in names.items()}
     num_heads = numbers["num_attention_heads"]
     head_dim = file.field("attention.key_length", numbers["hidden_size"] // num_heads)
@@ -74,7 +75,7 @@ def gguf_config(file: GgufFile) -> Any:
         head_dim=head_dim,
         num_key_value_heads=file.field("attention.head_count_kv", num_heads),
         rope_parameters=_rope_parameters(file),
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        vocab_size=file.tensors[EMBEDDING].shape[0],
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias=family.model_type == "llama" and "blk.0.attn_q.bias" in file.tensors,
         sliding_window=None,
@@ -93,7 +94,11 @@ def gguf_eos_ids(file: GgufFile) -> tuple[int, ...]:
 
 def is_half_or_less(file: GgufFile) -> bool:
     """Whether the matrices are stored in 16 bits or less a number."""
-    return file.tensors["token_embd.weight"].type_id != 0
+    return file.tensors[EMBEDDING].type_id != 0
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 class GgufWeights(TensorReader):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def tensor_files(folder: Path) -> list[Path]:
     raise ModelNotSupported(f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
-class TensorReader:
+class TensorReader(ABC):
     """Takes a checkpoint's tensors by name, in a dtype, and records what was wrong.
 
     `take` never raises for a bad tensor, so that `finish` can name all of them at once; it returns
@@ -210,8 +211,9 @@ class TensorReader:
         if complaints:
             raise ModelNotSupported(f"checkpoint {self._where}: {'; '.join(complaints)}")
 
+    @abstractmethod
     def _read(self, name: str) -> Tensor:
-        raise NotImplementedError
+        """A tensor of the checkpoint, as it is stored."""
 
 
 class WeightReader(TensorReader):

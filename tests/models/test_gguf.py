@@ -12,6 +12,7 @@ import torch
 
 from radixserve import InvalidRequest, ModelNotSupported, Runtime, SamplingParams
 from radixserve.gguf_file import GgufFile
+from radixserve.models.gguf_source import gguf_config
 from radixserve.text.tokenizer import Tokenizer
 from tests.checkpoints import greedy, load_reference, make_checkpoint
 
@@ -178,6 +179,7 @@ class TestRefusals:
             path.write_bytes(data)
             try:
                 file = GgufFile(path)
+                gguf_config(file)
                 for name in file.tensors:
                     file.read(name)
             except (InvalidRequest, ModelNotSupported):
