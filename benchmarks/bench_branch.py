@@ -16,18 +16,17 @@ when a claim beside the tables does not hold.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from branching.attention import backend_name, measure_attention
 from branching.forks import measure_forks
-from branching.work import Beams, Chats, Samples, random_prompt, random_words
+from branching.work import beams, chats, new_tokens, random_prompt, random_words, samples
 from engine.base import Setup, Work
-from engine.turns import Record, take_turns
+from engine.turns import Record, run_engines
 from harness.machine import describe_machine
 from harness.processes import Processes
 from harness.report import (
@@ -35,21 +34,18 @@ from harness.report import (
     Report,
     Section,
     Table,
-    add_report_arguments,
+    add_run_arguments,
     parse_names,
+    parse_run,
     replace_block,
 )
-from harness.shapes import SHAPES, Shape, save_checkpoint
+from harness.shapes import DEMO_VOCAB, SHAPES, Shape, save_checkpoint
 
-DEMO = Path(__file__).parent.parent / "radixserve" / "models" / "demo"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-VOCAB = 4_096  # the demo tokenizer's
 DTYPE = "float32"
 SCORE_TOLERANCE = 1e-3  # of a beam's score
 ENGINES = {"radix": "radix", "cold": "off", "transformers": "transformers"}
 # What the engines import, as far as that computes nothing.
-PRELOAD = ("branching.attention", "branching.forks", "engine.transformers_engines",
-           "radixserve.models.decoder")  # fmt: skip
+PRELOAD = ("branching.attention", "branching.forks", "engine.transformers_engines")
 NOTES = (
     "Medians of the repeats. s: wall clock; CPU s: of all threads of the process; x: over the first"
     " row. computed: prompt tokens computed, padding included. peak: most resident memory of the"
@@ -113,31 +109,24 @@ class Bench:
     def compare(self, names: tuple[str, ...], work: Work) -> dict[str, Record]:
         engines = {name: ENGINES[name] for name in names}
         setup = Setup(self.folder, DTYPE, work)
-        records, absent = take_turns(self.processes, engines, setup, self.repeats)
+        records, absent = run_engines(self.processes, engines, setup, [work] * self.repeats)
         assert not absent, absent
         return records
 
 
 def make_case(name: str, title: str, records: dict[str, Record], checks: dict[str, bool]) -> Case:
     """The table of engines that took turns; times are held against the first one's."""
-    first = next(iter(records.values()))
+    first = next(iter(records.values())).wall_s
     rows: list[tuple[Cell, ...]] = [
-        (
-            label,
-            record.wall_s,
-            record.cpu_s,
-            f"{record.wall_s / first.wall_s:.2f}",
-            record.num_computed,
-            None if record.peak_bytes is None else round(record.peak_bytes / 2**20),
-        )
-        for label, record in records.items()
+        (label, one.wall_s, one.cpu_s, f"{one.wall_s / first:.2f}", one.num_computed, one.peak_mib)
+        for label, one in records.items()
     ]
     return Case(name, title, ("", "s", "CPU s", "x", "computed", "peak MiB"), rows, checks)
 
 
-def samples_case(bench: Bench) -> list[Case]:
+def samples_case(bench: Bench) -> Iterator[Case]:
     length, count, num_new = bench.sizes.samples
-    work = Samples(random_prompt(length, VOCAB, 1), count, num_new)
+    work = samples(random_prompt(length, DEMO_VOCAB, 1), count, num_new)
     records = bench.compare(("radix", "cold", "transformers"), work)
     radix, cold = records["radix"], records["cold"]
     checks = {
@@ -147,14 +136,14 @@ def samples_case(bench: Bench) -> list[Case]:
         "the same samples as those of cold requests": radix.outputs == cold.outputs,
     }
     title = f"{count} samples of {num_new} tokens from a prompt of {length:,} tokens"
-    return [make_case("a", title, records, checks)]
+    yield make_case("a", title, records, checks)
 
 
-def attention_case(bench: Bench) -> list[Case]:
+def attention_case(bench: Bench) -> Iterator[Case]:
     num_rows, shared = bench.sizes.rows
     arguments = (bench.folder, bench.shape, DTYPE, num_rows, shared, 3 * bench.repeats)
-    figures = bench.processes.call(measure_attention, *arguments)
-    both, tree = figures.pop("both"), figures["tree"]
+    figures, difference = bench.processes.call(measure_attention, *arguments)
+    tree = figures["tree"]
     rows: list[tuple[Cell, ...]] = [
         (
             name,
@@ -168,36 +157,33 @@ def attention_case(bench: Bench) -> list[Case]:
     ]
     columns = ("", "attention ms", "x", "plan ms", "step ms", "x")
     title = f"a decode step of {num_rows} sequences over {shared:,} shared tokens"
-    checks = {"both compute the same": both["difference"] < 1e-4 * both["size"]}
-    return [Case("b", title, columns, rows, checks)]
+    yield Case("b", title, columns, rows, {"both compute the same": difference < 1e-4})
 
 
-def chats_case(bench: Bench) -> list[Case]:
+def chats_case(bench: Bench) -> Iterator[Case]:
     sessions, turns, words, num_new = bench.sizes.chats
-    said = tuple(
-        tuple(random_words(words, 100 * turn + session) for session in range(sessions))
+    said = [
+        [random_words(words, 100 * turn + session) for session in range(sessions)]
         for turn in range(turns)
-    )
-    work = Chats(said, num_new)
-    records = bench.compare(("radix", "cold"), work)
+    ]
+    records = bench.compare(("radix", "cold"), chats(said, num_new))
     radix, cold = records["radix"], records["cold"]
     answers = radix.samples[0].answers
     sent = sum(len(answer.prompt) for answer in answers)
     checks = {
         "new tokens are computed, once, and no others": radix.num_computed
-        == work.new_tokens(answers),
+        == new_tokens(answers, sessions, num_new),
         "a cold engine computes every history whole": cold.num_computed == sent,
         "the same answers": radix.outputs == cold.outputs,
     }
     title = f"chat, {sessions} sessions x {turns} turns, {num_new} tokens an answer"
-    return [make_case("c", title, records, checks)]
+    yield make_case("c", title, records, checks)
 
 
-def beams_case(bench: Bench) -> list[Case]:
+def beams_case(bench: Bench) -> Iterator[Case]:
     length, num_new = bench.sizes.beam_lengths
-    cases = []
     for width in bench.sizes.beams:
-        work = Beams(random_prompt(length, VOCAB, 2), width, num_new)
+        work = beams(random_prompt(length, DEMO_VOCAB, 2), width, num_new)
         records = bench.compare(("radix", "transformers"), work)
         radix, peer = records["radix"], records["transformers"]
         pairs = zip(radix.samples[0].answers, peer.samples[0].answers, strict=True)
@@ -208,34 +194,33 @@ def beams_case(bench: Bench) -> list[Case]:
             "the prompt is computed once, exactly": radix.num_computed == length,
         }
         title = f"beam search of width {width}, {num_new} tokens after a prompt of {length:,}"
-        cases.append(make_case(f"d{width}", title, records, checks))
-    return cases
+        yield make_case(f"d{width}", title, records, checks)
 
 
-def forks_case(bench: Bench) -> list[Case]:
+def forks_case(bench: Bench) -> Iterator[Case]:
     length, repeats = bench.sizes.forked, bench.sizes.fork_repeats
-    figures = [
+    small, large = (
         bench.processes.call(measure_forks, bench.long_folder, DTYPE, length, page_size, repeats)
         for page_size in (1, 16)
-    ]
+    )
     names = ("fork_us", "moved_by_forks", "moved_after", "computed_after")
     rows: list[tuple[Cell, ...]] = [
-        (f"page size {one['page_size']}", *(one[name] for name in names)) for one in figures
+        (f"page size {one['page_size']}", *(one[name] for name in names)) for one in (small, large)
     ]
     columns = ("", "us a fork", "bytes moved by forks", "by 8 first answers", "tokens computed")
-    heads = 8 * (length % 16) * figures[1]["bytes_per_token"]
+    heads = 8 * (length % 16) * large["bytes_per_token"]
     checks = {
-        "a fork moves no K and V": all(one["moved_by_forks"] == 0 for one in figures),
-        "at page size 1 nothing is ever moved": figures[0]["moved_after"] == 0,
-        "at page size 16 the head of one page each": figures[1]["moved_after"] == heads,
-        "tokens that the forks share are not computed again": all(
-            one["computed_after"] == 8 for one in figures
-        ),
+        "a fork moves no K and V": small["moved_by_forks"] == large["moved_by_forks"] == 0,
+        "at page size 1 nothing is ever moved": small["moved_after"] == 0,
+        "at page size 16 the head of one page each": large["moved_after"] == heads,
+        "tokens that the forks share are not computed again": small["computed_after"]
+        == large["computed_after"]
+        == 8,
     }
-    return [Case("e", f"forking a branch of {length:,} tokens", columns, rows, checks)]
+    yield Case("e", f"forking a branch of {length:,} tokens", columns, rows, checks)
 
 
-CASES: dict[str, Callable[[Bench], list[Case]]] = {
+CASES: dict[str, Callable[[Bench], Iterator[Case]]] = {
     "a": samples_case,
     "b": attention_case,
     "c": chats_case,
@@ -246,9 +231,7 @@ CASES: dict[str, Callable[[Bench], list[Case]]] = {
 
 def save_models(shape: Shape, folder: Path, long_folder: Path, longest: int) -> None:
     """The model with a tokenizer, and a smaller one for long branches."""
-    save_checkpoint(shape, DTYPE, folder)
-    for name in TOKENIZER_FILES:
-        shutil.copy(DEMO / name, folder / name)
+    save_checkpoint(shape, DTYPE, folder, has_tokenizer=True)
     save_checkpoint(replace(SHAPES["tiny"], max_positions=longest + 64), DTYPE, long_folder)
 
 
@@ -264,43 +247,36 @@ def write_page(page: Path, report: Report, cases: list[Case]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default=",".join(CASES), metavar="CASES", help="such as a,c")
-    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
-    parser.add_argument("--repeats", type=int, help="default: 3, quick: 1")
-    parser.add_argument("--quick", action="store_true", help="everything, shrunk")
     parser.add_argument("--page", type=Path, metavar="FILE", help="put the tables into this page")
-    add_report_arguments(parser)
-    args = parser.parse_args()
+    add_run_arguments(parser)
+    args = parse_run(parser)
     args.only = parse_names(parser, "case", args.only, CASES)
-    args.repeats = (1 if args.quick else 3) if args.repeats is None else args.repeats
-    if min(args.threads, args.repeats) < 1:
-        parser.error("--threads and --repeats must be at least 1")
     return args
 
 
 def main() -> int:
     args = parse_arguments()
     sizes, model = (QUICK, "tiny") if args.quick else (FULL, "small")
-    shape = replace(SHAPES[model], vocab=VOCAB)
+    shape = replace(SHAPES[model], vocab=DEMO_VOCAB)
     processes = Processes(args.threads, PRELOAD)
+    settings = {
+        **describe_machine(("torch", "transformers")),
+        "model": model,
+        "shape": str(shape),
+        "dtype": DTYPE,
+        "attention": processes.call(backend_name, DTYPE),
+        **{name: getattr(args, name) for name in ("threads", "repeats", "quick")},
+    }
+    report = Report("Branches, CPU", settings, NOTES, args)
+    report.begin()
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="bench-branch-") as name:
         folder, long_folder = Path(name) / "model", Path(name) / "long"
-        settings = {
-            **describe_machine(("torch", "transformers")),
-            "model": model,
-            "shape": str(shape),
-            "dtype": DTYPE,
-            "attention": processes.call(backend_name, DTYPE),
-            **{name: getattr(args, name) for name in ("threads", "repeats", "quick")},
-        }
-        report = Report("Branches, CPU", settings, NOTES, args)
-        report.begin()
         processes.call(save_models, shape, folder, long_folder, sizes.forked + 1_024)
         bench = Bench(processes, sizes, shape, folder, long_folder, args.repeats)
-        for one in args.only:
-            for case in CASES[one](bench):
-                cases.append(case)
-                report.add(case.section())
+        for case in (case for one in args.only for case in CASES[one](bench)):
+            cases.append(case)
+            report.add(case.section())
     report.finish("branch-cpu", {"cases": [asdict(case) for case in cases]})
     if args.page is not None:
         write_page(args.page, report, cases)

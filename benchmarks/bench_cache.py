@@ -34,7 +34,7 @@ from cache.cases import (
 from cache.contenders import peers, radix
 from cache.memory import footprint
 from cache.scheduling import scheduling_pass
-from cache.timing import Figure, micros
+from cache.timing import Figure, interleaved
 from harness.machine import describe_machine
 from harness.report import Report, Section, Table, add_report_arguments, parse_names
 
@@ -57,51 +57,36 @@ NOTES = (
 )
 
 
-class Reference:
-    """Numpy equality over a prompt and one copy of its page ids, measured before each case."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._left = bench.tokens(PROMPT)
-        self._right = self._left.copy()
-        self._pages = np.arange(PROMPT, dtype=np.int32)
-        self._samples: list[float] = []
-
-    def measure(self) -> None:
-        self._compare_and_copy()
-        self._samples += [micros(self._compare_and_copy, 200) for _ in range(7)]
-
-    def figure(self) -> Figure:
-        return Figure.of("reference", "compare and copy", "numpy", self._samples)
-
-    def _compare_and_copy(self) -> None:
-        assert (self._left == self._right).all()
-        self._pages.copy()
+def make_reference(bench: Bench) -> Callable[[], object]:
+    """Numpy equality over a prompt and one copy of its page ids."""
+    left = bench.tokens(PROMPT)
+    right, pages = left.copy(), np.arange(PROMPT, dtype=np.int32)
+    return lambda: (left == right).all() and pages.copy()
 
 
 def measure(bench: Bench, wanted: list[str], report: Report) -> list[Figure]:
-    """All figures of the wanted cases.
+    """All figures of the wanted cases, the reference first.
 
     Eviction comes first: its figures depend on how objects lie in memory, so they are taken before
     the other cases have fragmented it.
     """
-    reference = Reference(bench)
-    reference.measure()
+    operations = {"numpy": make_reference(bench)}
+    key, what = "reference", "compare and copy"
+    reference = list(interleaved(key, what, operations, 7))
     title = "reference: numpy compares 4,096 tokens and copies as many page ids"
-    report.add(Section(title, make_table([reference.figure()])))
-    figures: list[Figure] = []
+    report.add(Section(title, make_table(reference)))
+    found: list[Figure] = []
     cases = dict.fromkeys(CASES[name][1] for name in wanted)
     for case in sorted(cases, key=lambda case: case is not eviction):
         gc.collect()
         gc.disable()
-        reference.measure()
-        found = [figure for figure in case(bench) if figure.key[0] in wanted]
+        found += [figure for figure in case(bench) if figure.key[0] in wanted]
         gc.enable()
-        figures += found
-        for name in dict.fromkeys(figure.key[0] for figure in found):
+        for name in (name for name in wanted if CASES[name][1] is case):
             mine = [figure for figure in found if figure.key[0] == name]
             report.add(Section(f"{name}  {CASES[name][0]}", make_table(mine)))
     report.sections[1:] = sorted(report.sections[1:], key=lambda section: section.title)
-    return [reference.figure(), *sorted(figures, key=lambda figure: figure.key[0])]
+    return [*reference, *sorted(found, key=lambda figure: figure.key[0])]
 
 
 def make_table(figures: Sequence[Figure]) -> Table:

@@ -1,12 +1,14 @@
 """What serving costs, engine beside engine: CPU seconds, time to first token, memory.
 
-    python benchmarks/bench_engine.py [--model tiny|small] [--dtype float32|bfloat16]
-        [--workload W1,W2] [--arrival burst|sequential|both] [--threads N] [--repeats N]
+    python benchmarks/bench_engine.py [--model tiny|small|gemma3|qwen3-moe|gpt-oss]
+        [--dtype float32|bfloat16] [--workload W1,W2] [--arrival burst|sequential|both]
+        [--threads N] [--repeats N]
         [--only-engines radix,transformers] [--quick] [--profile] [--json] [--save DIR]
 
     W1 system prompt   W2 chat   W3 few-shot   W4 nothing shared   W5 branches
 
-Models are Llama shapes with seeded random weights; prompts are token ids; greedy, fixed lengths.
+Models are shapes of harness/shapes.py with seeded random weights; prompts are token ids;
+greedy, fixed lengths.
 engine/base.py lists the engines, engine/floor.py says how the floor of each workload is found.
 In a burst everything that may be sent is sent at once; sequential is one request after another.
 """
@@ -18,14 +20,14 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.base import NAMES, Setup
-from engine.floor import Limits, find_floor, measure_limits
+from engine.base import DEFAULT, NAMES, Setup
+from engine.floor import find_floor, measure_limits
 from engine.published import published
-from engine.serving import Case, Serving
-from engine.turns import take_turns
+from engine.serving import Case, serving
+from engine.turns import run_engines
 from harness.machine import describe_machine
 from harness.processes import Processes
-from harness.report import Report, add_report_arguments, parse_names
+from harness.report import Report, add_run_arguments, parse_names, parse_run
 from harness.shapes import DTYPES, SHAPES, save_checkpoint
 from harness.workloads import FULL, QUICK, make_workload
 
@@ -37,6 +39,7 @@ NOTES = (
     " that of the first engine of the table, of those with the same prompt (a chat's prompt holds"
     " its answers). Each engine runs in a process of its own; they take turns."
 )
+ARRIVALS = ("burst", "sequential")
 SEED, WARM_UP_SEED = 0, 1
 
 
@@ -44,34 +47,22 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--workload", help="such as W1,W3 (default: all)")
-    parser.add_argument("--arrival", choices=("burst", "sequential", "both"), default="both")
-    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
-    parser.add_argument("--repeats", type=int, help="default: 3, quick: 1")
-    parser.add_argument("--only-engines", default=",".join(NAMES), metavar="NAMES")
-    parser.add_argument("--quick", action="store_true", help="W1 and W4, shrunk")
+    parser.add_argument("--workload", help="such as W1,W3 (default: all; quick: W1,W4)")
+    parser.add_argument("--arrival", choices=(*ARRIVALS, "both"), default="both")
+    parser.add_argument("--only-engines", default=",".join(DEFAULT), metavar="NAMES")
     parser.add_argument("--profile", action="store_true", help="show where the steps' time went")
-    add_report_arguments(parser)
-    args = parser.parse_args()
+    add_run_arguments(parser)
+    args = parse_run(parser)
     default = "W1,W4" if args.quick else ",".join(FULL)
     args.workload = parse_names(parser, "workload", args.workload or default, FULL)
     args.only_engines = parse_names(parser, "engine", args.only_engines, NAMES)
-    args.repeats = (1 if args.quick else 3) if args.repeats is None else args.repeats
-    if min(args.threads, args.repeats) < 1:
-        parser.error("--threads and --repeats must be at least 1")
     return args
-
-
-def describe_limits(limits: Limits) -> str:
-    flops = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in limits.flops.items())
-    copied = ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in limits.bandwidth.items())
-    return f"limits: products {flops} GFLOP/s; copies {copied} GB/s, read and written"
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
     shape, processes = SHAPES[args.model], Processes(args.threads)
     processes.call(save_checkpoint, shape, args.dtype, folder)
-    limits: Limits = processes.call(measure_limits, shape, args.dtype, 2 if args.quick else 9)
+    limits = processes.call(measure_limits, shape, args.dtype, 2 if args.quick else 9)
     settings = {
         **describe_machine(("torch", "transformers")),
         "model": args.model,
@@ -79,40 +70,32 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         **{name: getattr(args, name) for name in ("dtype", "threads", "repeats", "quick")},
     }
     title = f"Engine, {args.model} model, {args.dtype}, CPU"
-    report = Report(title, settings, NOTES, args, [describe_limits(limits)])
+    report = Report(title, settings, NOTES, args, [str(limits)])
     report.begin()
     absent: dict[str, str] = {}
     cases = []
-    sizes = QUICK if args.quick else FULL
     is_published = not args.quick and args.threads == 1  # with such a run figures can be compared
     for name in args.workload:
-        workload, warm_up = (
-            make_workload(name, sizes[name], shape.vocab, seed) for seed in (SEED, WARM_UP_SEED)
-        )
-        for arrival in ("burst", "sequential") if args.arrival == "both" else (args.arrival,):
-            work = Serving(workload, warm_up, arrival == "burst")
+        size = (QUICK if args.quick else FULL)[name]
+        both = (make_workload(name, size, shape.vocab, seed) for seed in (SEED, WARM_UP_SEED))
+        workload, warm_up = both
+        for arrival in ARRIVALS if args.arrival == "both" else (args.arrival,):
+            is_burst = arrival == "burst"
+            setup = Setup(folder, args.dtype, serving(workload, warm_up, is_burst=is_burst))
             engines = {one: one for one in args.only_engines if one not in absent}
-            setup = Setup(folder, args.dtype, work)
-            records, missing = take_turns(processes, engines, setup, args.repeats)
+            records, missing = run_engines(processes, engines, setup, [setup.work] * args.repeats)
             absent.update(missing)
-            floor = find_floor(shape, args.dtype, limits, workload, burst=work.is_burst)
-            figures = published(args.model, args.dtype, name, arrival) if is_published else []
-            cases.append(Case(work, floor, records, figures))
+            floor = find_floor(shape, args.dtype, limits, workload, burst=is_burst)
+            figures = published(args.model, args.dtype, name, arrival) if is_published else {}
+            cases.append(Case(workload, arrival, floor, records, figures))
             report.add(cases[-1].section(with_profile=args.profile))
-    data = {
-        "limits": asdict(limits),
-        "absent": absent,
-        "cases": [case.document() for case in cases],
-    }
+    documents = [case.document() for case in cases]
+    data = {"limits": asdict(limits), "absent": absent, "cases": documents}
     tail = [f"{name}: skipped, {reason}" for name, reason in absent.items()]
     report.finish(f"engine-cpu-{args.model}-{args.dtype}", data, tail=tail)
 
 
-def main() -> None:
-    args = parse_arguments()
-    with tempfile.TemporaryDirectory(prefix="bench-engine-") as folder:
-        measure(args, Path(folder))
-
-
 if __name__ == "__main__":
-    main()
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="bench-engine-") as checkpoint:
+        measure(arguments, Path(checkpoint))

@@ -2,9 +2,9 @@
 
     python benchmarks/hit_rates.py --traces DIR [--out docs] [--only NAMES] [--limit N]
 
-Writes hit-rates.json, img/hit-rates-NAME.png for every trace, and the tables in cache.md between
-its markers. Then the first requests of each trace go through the scheduler. Everything
-but the seconds is deterministic.
+Writes hit-rates.json, img/hit-rates-NAME.png for every trace, and the tables of `radixserve replay`
+in cache.md between its markers. Then the first requests of each trace go through the scheduler.
+Everything but the seconds is deterministic.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.report import Table, replace_block
+from harness.report import replace_block
 
 from radixserve import __version__
-from radixserve.replay import CacheSpec, Serving, Study, read_trace, study_trace
+from radixserve.replay import (
+    CacheSpec,
+    Serving,
+    Study,
+    cross,
+    read_trace,
+    study_document,
+    study_trace,
+)
 from radixserve.replay.caches import DEFAULT_KV_BYTES
-from radixserve.replay.pictures import draw
-from radixserve.replay.report import format_tokens, study_document
-from radixserve.replay.study import best_fits, next_gigabyte, page_losses
+from radixserve.replay.plots import draw
+from radixserve.replay.report import facts, findings, scheduled_finding
 
 K, M = 10**3, 10**6
 SIZES = {  # from where little fits to where nearly all does
@@ -38,23 +45,9 @@ SIZES = {  # from where little fits to where nearly all does
     "tau_airline": (16 * K, 24 * K, 32 * K, 48 * K, 400 * K),
     "bbh_fewshot": (8 * K, 16 * K, 32 * K, 128 * K, M),
 }
-CACHES: tuple[dict[str, Any], ...] = (
-    {"policy": "lru"},
-    {"policy": "lru", "use_sessions": True},
-    {"policy": "arc"},
-    {"policy": "arc", "use_sessions": True},
-    {"policy": "slru"},
-    {"policy": "lfu"},
-    {"policy": "fifo"},
-    {"policy": "lru", "page_size": 16},
-    {"policy": "lru", "page_size": 256},
-    {"index": "hash", "page_size": 16},
-    {"index": "hash", "page_size": 256},
-)
 # The lines that a picture has room for.
 DRAWN = {("lru", 1), ("lru+sessions", 1), ("arc", 1), ("lfu", 1), ("hash", 16), ("hash", 256)}
 NUM_SCHEDULED = 1_000  # requests of each trace
-_LRU = ("lru", 1)  # label and page size
 
 
 def main() -> int:
@@ -71,27 +64,31 @@ def main() -> int:
             say(f"{name}: skipped, there is no {path}")
             continue
         start = time.perf_counter()
-        study = measure(name, path, args.limit)
-        orders = measure_orders(name, path, args.limit)
+        study, orders = measure(name, path, args.limit)
         seconds = time.perf_counter() - start
         say(f"{name}: {seconds:,.0f} s")
         save(study, orders, name, seconds, args.out)
     return 0
 
 
-def measure(name: str, path: Path, limit: int | None) -> Study:
+def measure(name: str, path: Path, limit: int | None) -> tuple[Study, Study]:
+    """All requests one after another; the first ones through the scheduler, with room for a part of
+    them and for all."""
     trace = read_trace(path, limit=limit)
     say(f"{name}: {len(trace):,} requests, {trace.prompt_tokens:,} prompt tokens")
-    specs = [CacheSpec(size, **cache) for cache in CACHES for size in SIZES[name]]
-    return study_trace(trace, specs, watch=watch)
-
-
-def measure_orders(name: str, path: Path, limit: int | None) -> Study:
-    """The first requests through the scheduler: room for a part of them, and for all."""
-    trace = read_trace(path, limit=min(NUM_SCHEDULED, limit or NUM_SCHEDULED))
-    small, large = SIZES[name][1], SIZES[name][-1]
-    specs = [CacheSpec(small), CacheSpec(large), CacheSpec(large, page_size=16, index="hash")]
-    return study_trace(trace, specs, [Serving(order="lpm"), Serving(order="fcfs")], watch=watch)
+    sizes = SIZES[name]
+    specs = [
+        *cross(sizes, ["lru", "arc"], [1], ["radix"], use_sessions=True),
+        *cross(sizes, ["slru", "lfu", "fifo"], [1], ["radix"], use_sessions=False),
+        *cross(sizes, ["lru"], [16, 256], ["radix"], use_sessions=False),
+        *cross(sizes, ["lru"], [16, 256], ["hash"], use_sessions=False),
+    ]
+    study = study_trace(trace, specs, watch=watch)
+    few = read_trace(path, limit=min(NUM_SCHEDULED, limit or NUM_SCHEDULED))
+    large = sizes[-1]
+    specs = [CacheSpec(sizes[1]), CacheSpec(large), CacheSpec(large, page_size=16, index="hash")]
+    servings = [Serving(order="lpm"), Serving(order="fcfs")]
+    return study, study_trace(few, specs, servings, watch=watch)
 
 
 def save(study: Study, orders: Study, name: str, seconds: float, out: Path) -> None:
@@ -104,117 +101,33 @@ def save(study: Study, orders: Study, name: str, seconds: float, out: Path) -> N
         "numpy": np.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
     }
-    document["traces"][name] = {
-        **study_document(study, DEFAULT_KV_BYTES),
-        "scheduled": study_document(orders, DEFAULT_KV_BYTES)["scheduled"],
-        "scheduled_requests": len(orders.trace),
-        "seconds": round(seconds, 1),
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    found = document["traces"] | {
+        name: {
+            **study_document(study, DEFAULT_KV_BYTES),
+            "scheduled": study_document(orders, DEFAULT_KV_BYTES)["scheduled"],
+            "scheduled_requests": len(orders.trace),
+            "seconds": round(seconds, 1),
+            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        }
     }
-    document["traces"] = {
-        one: document["traces"][one] for one in SIZES if one in document["traces"]
-    }
+    document["traces"] = {one: found[one] for one in SIZES if one in found}
     results.write_text(json.dumps(document, indent=1) + "\n")
     few = [run for run in study.direct if (run.spec.label, run.spec.page_size) in DRAWN]
     draw([replace(study, direct=few)], out / "img" / f"hit-rates-{name}.png")
     if page.exists():
-        text = replace_block(page.read_text(), f"hit-rates {name}", block(study))
-        page.write_text(replace_block(text, "hit-rates orders", orders_block(document["traces"])))
+        page.write_text(with_tables(page.read_text(), document["traces"], name))
 
 
-def block(study: Study) -> str:
-    """A table and its figures in words."""
-    lines = [*_best(study), *_gigabyte(study), *_page_losses(study)]
-    return "\n".join([_facts(study), "", _table(study), "", *lines])
-
-
-def orders_block(traces: dict[str, Any]) -> str:
-    """One table for all traces of hit-rates.json."""
-    columns = (
-        *("trace", "cache", "tokens", "order", "hit rate, %", "TTFT mean", "p99", "ratio"),
-        "overtaken",
-    )
-    rows = [
-        (
-            name,
-            _name(run["label"], run["page_size"]),
-            format_tokens(run["cache_tokens"]),
-            run["order"],
-            f"{100 * run['hit_rate']:.2f}",
-            f"{run['ttft_mean_s']:.2f} s",
-            f"{run['ttft_p99_s']:.2f} s",
-            f"{run['compute_once_ratio']:.3f}",
-            str(run["max_overtaken"]),
-        )
-        for name, found in traces.items()
-        for run in found["scheduled"]
-    ]
-    return Table(columns, rows).markdown()
-
-
-def _facts(study: Study) -> str:
-    trace, paths = study.trace, study.paths
-    sessions = f", {trace.num_sessions:,} sessions" if trace.num_sessions else ""
-    inferred = " (inferred)" if trace.sessions_inferred else ""
-    return (
-        f"{len(trace):,} requests{sessions}{inferred}, {trace.prompt_tokens / 1e6:,.1f} M prompt "
-        f"tokens, {paths.distinct_tokens / 1e6:,.2f} M distinct ones; "
-        f"**{100 * study.ideal_rate:.2f} %** are reusable at all."
-    )
-
-
-def _table(study: Study) -> str:
-    sizes = sorted(study.bounds)
-    rates: dict[tuple[str, int], dict[int, str]] = {}
-    for run in study.direct:
-        row = rates.setdefault((run.spec.label, run.spec.page_size), {})
-        row[run.spec.cache_tokens] = f"{100 * run.hit_rate:.2f}"
-    rows = [(_name(*kind), *(row.get(size, "") for size in sizes)) for kind, row in rates.items()]
-    bounds = (f"**{100 * study.bound_rate(size):.2f}**" for size in sizes)
-    rows.append(("**clairvoyant bound**", *bounds))
-    return Table(("hit rate, %", *map(format_tokens, sizes)), rows).markdown()
-
-
-def _name(label: str, page_size: int) -> str:
-    name = label.replace("+", " + ").replace("lru", "LRU").replace("arc", "ARC")
-    name = {"slru": "SLRU", "sLRU": "SLRU", "lfu": "LFU", "fifo": "FIFO"}.get(name, name)
-    if label == "hash":
-        return f"hash, blocks of {page_size}"
-    return name if page_size == 1 else f"{name}, pages of {page_size}"
-
-
-def _best(study: Study) -> list[str]:
-    fits = best_fits(study)
-    parts = [
-        f"{_name(fit.label, fit.page_size)} at {format_tokens(fit.cache_tokens)} "
-        f"({100 * fit.gap:.1f} points below the bound)"
-        for fit in fits
-    ]
-    return ["- Best: " + ", ".join(parts) + "."]
-
-
-def _gigabyte(study: Study) -> list[str]:
-    gains = [g for g in next_gigabyte(study, DEFAULT_KV_BYTES) if (g.label, g.page_size) == _LRU]
-    prompts = study.trace.prompt_tokens
-    parts = [
-        f"{100 * gain.tokens_per_gib / prompts:+.3f} points from"
-        f" {format_tokens(gain.from_tokens)} to {format_tokens(gain.to_tokens)}"
-        for gain in gains
-    ]
-    text = "- One more GiB (8,192 tokens of 128 KiB), LRU: " + ", ".join(parts) + "."
-    return [text] if parts else []
-
-
-def _page_losses(study: Study) -> list[str]:
-    """In the largest cache only a page or block size still makes a difference."""
-    size = max(study.bounds)
-    parts = [
-        f"{_name(loss.label, loss.page_size)} {100 * loss.rate:.2f} points"
-        for loss in page_losses(study)
-        if loss.cache_tokens == size
-    ]
-    text = f"- Lost to pages or blocks at {format_tokens(size)}: " + ", ".join(parts) + "."
-    return [text] if parts else []
+def with_tables(page: str, traces: dict[str, Any], name: str) -> str:
+    """The page with the tables of one trace, and those of the scheduler for all of them."""
+    direct = {**traces[name], "scheduled": []}
+    lines = "\n".join(f"- {line}" for line in facts(direct))
+    tables = [finding.markdown() for finding in findings(direct)]
+    page = replace_block(page, f"hit-rates {name}", "\n\n".join([lines, *tables]))
+    orders = [(one, scheduled_finding(found)) for one, found in traces.items()]
+    tables = [replace(found, title=one, lines=()).markdown() for one, found in orders]
+    legend = "\n".join(orders[-1][1].lines)
+    return replace_block(page, "hit-rates orders", "\n\n".join([*tables, legend]))
 
 
 @contextlib.contextmanager

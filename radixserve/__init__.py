@@ -23,9 +23,12 @@ if TYPE_CHECKING:
         ModelNotSupported,
         OutOfPages,
         RadixServeError,
+        RequestFailed,
     )
+    from radixserve.hint import Hint, HintAnswer
     from radixserve.output import Chunk, Completion, Metrics, Score, Usage
     from radixserve.request import BeamParams, SamplingParams
+    from radixserve.structured_output import StructuredOutput
 
 __all__ = [
     "BeamParams",
@@ -36,6 +39,8 @@ __all__ = [
     "Completion",
     "EngineConfig",
     "EngineDead",
+    "Hint",
+    "HintAnswer",
     "HistoryRewritten",
     "InvalidRequest",
     "Lookup",
@@ -44,9 +49,11 @@ __all__ = [
     "OutOfPages",
     "RadixCache",
     "RadixServeError",
+    "RequestFailed",
     "Runtime",
     "SamplingParams",
     "Score",
+    "StructuredOutput",
     "Usage",
     "__version__",
     "generate_all",
@@ -66,7 +73,10 @@ _HOMES = {
         "ModelNotSupported",
         "OutOfPages",
         "RadixServeError",
+        "RequestFailed",
     ),
+    "hint": ("Hint", "HintAnswer"),
+    "structured_output": ("StructuredOutput",),
     "output": ("Chunk", "Completion", "Metrics", "Score", "Usage"),
     "request": ("BeamParams", "SamplingParams"),
 }

@@ -7,20 +7,15 @@ import dataclasses
 import math
 import numbers
 import operator
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from radixserve.errors import InvalidRequest
 
 
 class StrictFields:
-    """Base of keyword-only frozen records; unknown names raise and say what is allowed.
-
-    `RENAMED` maps a former name to the present one, which the error then names.
-    """
+    """Base of keyword-only frozen records; unknown names raise and say what is allowed."""
 
     __slots__ = ()
-    RENAMED: ClassVar[Mapping[str, str]] = {}
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         allowed = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -30,14 +25,20 @@ class StrictFields:
             )
         unknown = sorted(set(fields) - set(allowed))
         if unknown:
-            renamed = [
-                f"{name} is now {cls.RENAMED[name]}" for name in unknown if name in cls.RENAMED
-            ]
             raise InvalidRequest(
                 f"unknown {cls.__name__} name {', '.join(map(repr, unknown))}; "
-                f"{''.join(f'{one}; ' for one in renamed)}allowed: {', '.join(allowed)}"
+                f"allowed: {', '.join(allowed)}"
             )
         return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        """The fields that are not at their default."""
+        pairs = (
+            (field.name, getattr(self, field.name), field.default)
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        )
+        given = (f"{name}={value!r}" for name, value, default in pairs if value != default)
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def _check_ints(self, **ranges: tuple[int, int | None]) -> None:
         """Make each field a plain int in [low, high]; None is left where it is the default."""
@@ -90,6 +91,16 @@ def check_str(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} must be a string, got {shown(value)}")
     return value
+
+
+def check_text(name: str, value: object) -> str:
+    """`value` if it is a string that can be encoded (no lone surrogates); else InvalidRequest."""
+    text = check_str(name, value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is not valid Unicode text: {error}") from None
+    return text
 
 
 def shown(value: object) -> str:

@@ -12,15 +12,18 @@ import sys
 from collections.abc import Sequence
 
 from radixserve._version import __version__
-from radixserve.commands import chat, demo, generate, info, replay
+from radixserve.commands import chat, demo, generate, info, replay, serve
+from radixserve.commands.flags import take_model
+from radixserve.commands.parser import CommandParser
 from radixserve.errors import RadixServeError
 
 _EXAMPLES = """\
 examples:
   radixserve demo
   radixserve chat Qwen/Qwen3-0.6B --system "You are brief."
-  radixserve generate --model Qwen/Qwen3-0.6B --chat --prompt "What is a radix tree?"
+  radixserve generate Qwen/Qwen3-0.6B --chat --prompt "What is a radix tree?"
   radixserve generate --jsonl prompts.jsonl --output answers.jsonl --max-tokens 64
+  radixserve serve demo
   radixserve replay requests.jsonl --policy lru,arc
   radixserve info
 """
@@ -28,11 +31,13 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0: done; 1: done with errors; 2: not done; 130: interrupted."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
+        take_model(args)
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -51,15 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="radixserve",
         description="Serve language models around a token-exact radix prefix cache.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"radixserve {__version__}")
+    version = f"radixserve {__version__}"
+    parser.add_argument("-V", "--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, chat, generate, replay, info):
+    for command in (demo, chat, generate, serve, replay, info):
         command_parser = command.add_parser(commands)
         command_parser.set_defaults(run=command.run)
         command_parser.add_argument(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TypedDict
 
 from radixserve.checks import (
     StrictFields,
@@ -18,10 +17,45 @@ from radixserve.checks import (
 from radixserve.errors import InvalidRequest
 
 ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "flashinfer")
+HASH_ALGORITHMS = ("sha256", "xxh3")
 EVICTION_POLICIES = ("lru", "arc", "lfu", "fifo", "slru", "priority")
 
 
-@dataclass(frozen=True, kw_only=True)
+class EngineSettings(TypedDict, total=False):
+    """The fields of `EngineConfig`, as keyword arguments of `Runtime` for type checkers."""
+
+    device: str
+    dtype: str
+    weight_dtype: str
+    model_impl: str
+    tensor_parallel_size: int
+    page_size: int
+    num_pages: int | None
+    kv_cache_memory: int | str | None
+    gpu_memory_utilization: float
+    chunked_prefill_size: int
+    max_running_requests: int
+    max_seq_len: int | None
+    num_states: int | None
+    checkpoint_interval: int
+    cache: str
+    hash_algorithm: str
+    eviction: str
+    schedule_policy: str
+    max_overtake: int
+    attention_backend: str
+    cuda_graphs: bool
+    overlap: bool
+    cascade_attention: bool
+    hint_seconds: float
+    max_hint_seconds: float
+    max_hint_share: float
+    trace: str | None
+    trace_hash_block: int | None
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EngineConfig(StrictFields):
     """Settings of an engine. Sizes are in tokens unless the name says otherwise.
 
@@ -29,19 +63,29 @@ class EngineConfig(StrictFields):
                         "cuda:1"
     dtype               "auto", "float32", "bfloat16", "float16" (on CUDA only); auto: the
                         checkpoint's own, and on a CPU float32 where that is float16
+    weight_dtype        "auto" (a GGUF file's matrices of 8 bits or less stay so on the CPU, and are
+                        widened to dtype on CUDA), or "int8" to pack any model's matrices in 8 bits
+                        at load, on the CPU only
+    model_impl          "auto" (the native decoder where it computes the model, else transformers'
+                        code), "native", or "transformers", which is slower and of use to compare
     tensor_parallel_size  ranks that compute each layer together: a CUDA device each, or on the CPU
                         as many processes
-    page_size           tokens a KV page; with cache "hash" a block, where 16 is usual
+    page_size           tokens a KV page; default: 1, with cache "hash" 16, the size of a block
     num_pages           pages in the pool, or
     kv_cache_memory     bytes for the pool, "512MB" works; neither: a share of free memory
-                        (on a CPU up to a gigabyte of it is resident soon after the start)
+                        (on a CPU it becomes resident as it is filled)
     gpu_memory_utilization  on CUDA the share of the card's memory that weights, activations and
                         pool take together, where the pool's size is not given
     chunked_prefill_size  prefill tokens a step, over all requests
     max_running_requests  requests that run at the same time
     max_seq_len         longest prompt + output; default: what the model and the pool allow
+    num_states          recurrent states of models that have such layers, for running requests and
+                        for checkpoints in the tree; default: a share of free memory
+    checkpoint_interval  tokens from one kept state of a sequence to the next
     cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
                         "off" to reuse nothing
+    hash_algorithm      of a block's key with cache "hash": "sha256", or "xxh3", which is faster
+                        and needs the package xxhash
     eviction            order in which unused pages are dropped: "lru", "arc", "lfu", "fifo",
                         "slru", "priority"; cache "hash" has "lru" only
     schedule_policy     "lpm" (longest cached prefix first), "fcfs", "dfs-weight"
@@ -52,28 +96,30 @@ class EngineConfig(StrictFields):
     cuda_graphs         on CUDA, run decode steps as graphs that were captured at load
     overlap             on CUDA, schedule the next step while the device computes the present one
     cascade_attention   read pages that running requests share once for all of them, where that pays
+    hint_seconds        seconds that a pin or retain lasts where the hint names none, up to
+    max_hint_seconds    which is the most that one lasts
+    max_hint_share      share of the pool that all of them together may hold
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
     seed                of the random streams of requests that bring none, and of random weights
     """
 
-    RENAMED: ClassVar[Mapping[str, str]] = {
-        "chunk_size": "chunked_prefill_size",
-        "max_running": "max_running_requests",
-        "tree_attention": "cascade_attention",
-    }
-
     device: str = "auto"
     dtype: str = "auto"
+    weight_dtype: str = "auto"
+    model_impl: str = "auto"
     tensor_parallel_size: int = 1
-    page_size: int = 1
+    page_size: int = None  # type: ignore[assignment]  # __post_init__ sets the cache's default
     num_pages: int | None = None
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     chunked_prefill_size: int = 512
     max_running_requests: int = 64
     max_seq_len: int | None = None
+    num_states: int | None = None
+    checkpoint_interval: int = 512
     cache: str = "radix"
+    hash_algorithm: str = "sha256"
     eviction: str = "lru"
     schedule_policy: str = "lpm"
     max_overtake: int = 64
@@ -81,11 +127,17 @@ class EngineConfig(StrictFields):
     cuda_graphs: bool = True
     overlap: bool = True
     cascade_attention: bool = True
+    hint_seconds: float = 300.0
+    max_hint_seconds: float = 3600.0
+    max_hint_share: float = 0.5
     trace: str | None = None
     trace_hash_block: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_choice("cache", self.cache, ("radix", "hash", "off"))
+        if self.page_size is None:
+            object.__setattr__(self, "page_size", 16 if self.cache == "hash" else 1)
         self._check_ints(
             tensor_parallel_size=(1, 64),
             page_size=(1, 4096),
@@ -93,6 +145,8 @@ class EngineConfig(StrictFields):
             chunked_prefill_size=(1, None),
             max_running_requests=(1, None),
             max_seq_len=(2, None),
+            num_states=(1, 2**31 - 1),
+            checkpoint_interval=(1, None),
             max_overtake=(0, None),
             trace_hash_block=(1, 4096),
             seed=(0, 2**63 - 1),
@@ -100,16 +154,27 @@ class EngineConfig(StrictFields):
         name = "gpu_memory_utilization"
         share = check_float(name, self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
         object.__setattr__(self, name, share)
+        most = 1e9
+        self._check_floats(
+            hint_seconds=(0.0, most), max_hint_seconds=(0.0, most), max_hint_share=(0.0, 1.0)
+        )
         self._check_bools("cuda_graphs", "overlap", "cascade_attention")
         _check_device(self.device)
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        check_choice("cache", self.cache, ("radix", "hash", "off"))
+        check_choice("hash_algorithm", self.hash_algorithm, HASH_ALGORITHMS)
+        check_choice("weight_dtype", self.weight_dtype, ("auto", "int8"))
+        check_choice("model_impl", self.model_impl, ("auto", "native", "transformers"))
         check_choice("eviction", self.eviction, EVICTION_POLICIES)
         check_choice("schedule_policy", self.schedule_policy, ("lpm", "fcfs", "dfs-weight"))
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.dtype == "float16" and self.device == "cpu":
             raise InvalidRequest(
                 'dtype="float16" needs a CUDA device; device="cpu" has float32 and bfloat16'
+            )
+        if self.weight_dtype != "auto" and self.device.startswith("cuda"):
+            raise InvalidRequest(
+                f'weight_dtype="{self.weight_dtype}" is computed on the CPU only; '
+                f'device="{self.device}" has "auto"'
             )
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise InvalidRequest(
@@ -125,6 +190,11 @@ class EngineConfig(StrictFields):
             raise InvalidRequest(
                 f'eviction must be "lru" with cache="hash", got {self.eviction!r}; '
                 f'cache="radix" has {", ".join(EVICTION_POLICIES)}'
+            )
+        if self.cache != "hash" and self.hash_algorithm != "sha256":
+            raise InvalidRequest(
+                f'hash_algorithm="{self.hash_algorithm}" needs cache="hash", got {self.cache!r}: '
+                "the others hash nothing"
             )
         if self.trace is not None and not check_str("trace", self.trace):
             raise InvalidRequest("trace must be None or the path of a file, got ''")

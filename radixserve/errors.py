@@ -1,5 +1,9 @@
 """Every error that radixserve raises on purpose: one tree under `RadixServeError`."""
 
+from __future__ import annotations
+
+import traceback
+
 
 class RadixServeError(Exception):
     """Base of all errors raised by radixserve."""
@@ -17,5 +21,29 @@ class OutOfPages(RadixServeError):
     """The page pool has no room left even after eviction; nothing was changed."""
 
 
+class RequestFailed(RadixServeError):
+    """This request could not be answered, for instance as its logits are no numbers or its step
+    failed; the engine goes on. `__cause__` carries the reason when there is one."""
+
+
 class EngineDead(RadixServeError):
-    """A step failed or the engine was closed; `__cause__` carries the reason when there is one."""
+    """The engine has ended: it was closed, it failed, or it runs in the process that this one was
+    forked from. `__cause__` carries the reason when there is one."""
+
+
+def fresh(error: EngineDead) -> EngineDead:
+    """A copy to raise: a raised exception collects the traceback of its thread."""
+    copy = EngineDead(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def request_failed(message: str, cause: BaseException | None = None) -> RequestFailed:
+    """RequestFailed with its cause, whose traceback becomes a note: as frames of the engine's
+    thread it would hold the errors of all requests of its step, and with them their callers."""
+    error = RequestFailed(message)
+    if cause is not None and cause.__traceback__ is not None:
+        cause.add_note("".join(traceback.format_tb(cause.__traceback__)))
+        cause.__traceback__ = None
+    error.__cause__ = cause
+    return error

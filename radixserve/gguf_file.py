@@ -2,7 +2,8 @@
 
 The layout is that of the format's specification (ggml's docs/gguf.md; versions 2 and 3, little
 endian). The gguf package reads the same with a numpy array per string, which takes 4 s for a
-vocabulary of 49,152 tokens and 0.1 s here; its tensor types and dequantisation are used.
+vocabulary of 49,152 tokens and 0.1 s here; its further tensor types and their
+dequantisation are used.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ _NUMBERS = {
     11: "q",
     12: "d",
 }
+_TYPES = {  # the usual ones, without the import of the gguf package: (name, block, its bytes)
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+}
+_FLOATS: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 _CORRUPT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, struct.error)
 _MAX_DIMENSIONS = 4
 _MAX_LENGTH = 1 << 31  # entries of an array, bytes of a string
@@ -73,37 +84,63 @@ class GgufFile:
         """The field of the model's architecture: "context_length" is llama.context_length."""
         return self.fields.get(f"{self.architecture}.{name}", default)
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """The numbers of a tensor, widened to float32, in its shape.
+    def kind(self, name: str) -> str:
+        """How the numbers of a tensor are stored, as gguf.GGMLQuantizationType names it.
 
-        Raises ModelNotSupported for a type that cannot be widened, InvalidRequest where the file
-        ends before the tensor does.
+        Raises ModelNotSupported for a type that the gguf package does not know.
         """
-        gguf = _gguf_package()
-        tensor = self.tensors[name]
-        try:
-            kind = gguf.GGMLQuantizationType(tensor.type_id)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        except (ValueError, KeyError):
-            raise ModelNotSupported(
-                f"{self.path}: tensor {name} has the unknown type {tensor.type_id}"
-            ) from None
-        count = math.prod(tensor.shape)
-        end = tensor.offset + count // block * block_bytes
+        return self._type(name)[0]
+
+    def raw(self, name: str, index: int | None = None) -> NDArray[np.uint8]:
+        """[..., bytes of a row]: a tensor, or `index` of its first axis, as stored, without a copy.
+
+        Raises what `kind` does, and InvalidRequest where the file ends before the tensor does.
+        """
+        tensor, (_, block, block_bytes) = self.tensors[name], self._type(name)
+        end = tensor.offset + math.prod(tensor.shape) // block * block_bytes
         if not tensor.shape or tensor.shape[-1] % block or end > len(self._data):
             raise InvalidRequest(f"{self.path} is truncated or corrupt at tensor {name}")
         raw = np.frombuffer(self._data, np.uint8, end - tensor.offset, tensor.offset)
         rows = raw.reshape(*tensor.shape[:-1], -1)
+        return rows if index is None else rows[index]
+
+    def read(self, name: str, index: int | None = None) -> NDArray[np.float32]:
+        """The numbers of a tensor, or of `index` of its first axis, widened to float32.
+
+        Raises what `raw` does, and ModelNotSupported for a type that cannot be widened.
+        """
+        shape = self.tensors[name].shape if index is None else self.tensors[name].shape[1:]
+        rows, kind = self.raw(name, index), self.kind(name)
+        if kind in _FLOATS:
+            return rows.view(_FLOATS[kind]).reshape(shape).astype(np.float32, copy=False)
+        gguf = _gguf_package()
         try:
-            if kind.name in ("F32", "F16"):
-                rows = rows.view(np.float32 if kind.name == "F32" else np.float16)
-            numbers = gguf.quants.dequantize(rows, kind)
+            numbers = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
         except NotImplementedError:
             raise ModelNotSupported(
-                f"{self.path}: tensor {name} is of type {kind.name}, which cannot be widened"
+                f"{self.path}: tensor {name} is of type {kind}, which cannot be widened"
             ) from None
-        widened: NDArray[np.float32] = numbers.reshape(tensor.shape).astype(np.float32, copy=False)
+        widened: NDArray[np.float32] = numbers.reshape(shape).astype(np.float32, copy=False)
         return widened
+
+    def _type(self, name: str) -> tuple[str, int, int]:
+        """(name, numbers of a block, bytes of a block) of a tensor's type."""
+        type_id = self.tensors[name].type_id
+        if type_id in _TYPES:
+            return _TYPES[type_id]
+        gguf = _gguf_package()
+        try:
+            kind = gguf.GGMLQuantizationType(type_id)
+            return str(kind.name), *gguf.GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise ModelNotSupported(
+                f"{self.path}: tensor {name} has the unknown type {type_id}"
+            ) from None
+
+    def drop_pages(self) -> None:
+        """Let the system take back the memory that what was read of the file is mapped to."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED)
 
     def _read_header(self) -> None:
         if self._data[:4] != _MAGIC:
@@ -144,8 +181,8 @@ class GgufFile:
         if kind == _STRING:
             return self._string(at)
         if kind in _NUMBERS:
-            form = "<" + _NUMBERS[kind]
-            return struct.unpack_from(form, self._data, at)[0], at + struct.calcsize(form)
+            layout = "<" + _NUMBERS[kind]
+            return struct.unpack_from(layout, self._data, at)[0], at + struct.calcsize(layout)
         if kind != _ARRAY:
             raise ValueError(f"a field has the unknown type {kind}")
         inner, length = struct.unpack_from("<IQ", self._data, at)
@@ -155,10 +192,24 @@ class GgufFile:
         if inner in _NUMBERS:
             values = np.frombuffer(self._data, np.dtype("<" + _NUMBERS[inner]), length, at)
             return values.tolist(), at + values.nbytes
+        if inner == _STRING:
+            return self._strings(length, at)
         found = []
         for _ in range(length):
             value, at = self._value(inner, at)
             found.append(value)
+        return found, at
+
+    def _strings(self, length: int, at: int) -> tuple[list[str], int]:
+        """An array of strings, in a loop without calls: vocabularies have 100,000 of them."""
+        data, size_at, end = self._data, struct.Struct("<Q").unpack_from, len(self._data)
+        found = []
+        for _ in range(length):
+            begin = at + 8
+            at = begin + size_at(data, at)[0]
+            if at > end:
+                raise ValueError("a string ends after the file")
+            found.append(data[begin:at].decode())
         return found, at
 
 

@@ -10,37 +10,40 @@ from radixserve.arrays import IntArray
 
 
 class IntBuffer:
-    """Views handed out stay valid memory after a growth, but then show the older state."""
+    """Views handed out stay valid memory after a growth, but then show the older state.
 
-    __slots__ = ("_data", "_size")
+    `size` is its length, without a call; not to be set.
+    """
+
+    __slots__ = ("_data", "size")
 
     def __init__(self, values: IntArray) -> None:
-        self._size = len(values)
-        self._data: IntArray = np.empty(max(16, self._size), np.int32)
-        self._data[: self._size] = values
+        self.size = len(values)
+        self._data: IntArray = np.empty(max(16, self.size), np.int32)
+        self._data[: self.size] = values
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def view(self, start: int = 0, stop: int | None = None) -> IntArray:
         """[start, stop) without a copy; `stop` defaults to the end."""
-        return self._data[start : self._size if stop is None else stop]
+        return self._data[start : self.size if stop is None else stop]
 
     def append(self, value: int) -> None:
-        size = self._size
+        size = self.size
         if size == len(self._data):
             self._grow(size + 1)
         self._data[size] = value
-        self._size = size + 1
+        self.size = size + 1
 
     def extend(self, values: Sequence[int]) -> None:
-        size, end = self._size, self._size + len(values)
+        size, end = self.size, self.size + len(values)
         if end > len(self._data):
             self._grow(end)
         self._data[size:end] = values
-        self._size = end
+        self.size = end
 
     def _grow(self, least: int) -> None:
-        grown = np.empty(max(least, self._size * 3 // 2), np.int32)
-        grown[: self._size] = self._data[: self._size]
+        grown = np.empty(max(least, self.size * 3 // 2), np.int32)
+        grown[: self.size] = self._data[: self.size]
         self._data = grown

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from radixserve.schedule import SampleOutput
 
@@ -17,6 +17,8 @@ class Lookup(NamedTuple):
       diverged    cached sequences continue with another token at `position`
       evicted     the next tokens were cached and have been evicted
       namespace   another namespace holds more of these tokens
+      no_checkpoint  the K/V of more is cached, up to `position`, but the deepest recurrent state
+                  kept on the way is after cached_len tokens; models with such layers only
       never_seen  no cached or remembered sequence continues from here
 
     cached_len is less than position, by a part of a page, where no page is free for the copy of
@@ -43,6 +45,14 @@ class Usage:
     cached_tokens: int
     computed_tokens: int
     completion_tokens: int
+
+    def with_answer(self, num_tokens: int) -> Usage:
+        """The same prompt, with an answer of that length."""
+        return Usage(self.prompt_tokens, self.cached_tokens, self.computed_tokens, num_tokens)
+
+    def of_other_answer(self, num_tokens: int) -> Usage:
+        """The usage of a further answer: all of the prompt counts as cached."""
+        return Usage(self.prompt_tokens, self.prompt_tokens, 0, num_tokens)
 
 
 def add_usages(usages: Sequence[Usage]) -> Usage:
@@ -105,11 +115,13 @@ class RequestOutput(NamedTuple):
     draws: tuple[SampleOutput, ...] = ()  # of a beam search: what was drawn after each of its beams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Completion:
     """The answer to one prompt.
 
     finish_reason   "stop" (end token or stop string), "length" or "abort"
+    stop_reason     the stop string, or the id in stop_token_ids, that ended it; else None: also for
+                    the model's own end tokens
     logprobs        of each generated token, when asked for: of the model's own distribution
     top_logprobs    {token id: logprob} of the best ones at each position, when asked for
     cumulative_logprob  their sum over the generated tokens, when asked for and where a prompt was
@@ -134,6 +146,18 @@ class Completion:
     score: float | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    stop_reason: str | int | None = None
+
+    def __repr__(self) -> str:
+        """In one line: long texts are cut, tokens and log-probabilities counted."""
+        text = self.text if len(self.text) <= 60 else self.text[:57] + "..."
+        usage = self.usage
+        end = self.finish_reason if self.stop_reason is None else f"stop at {self.stop_reason!r}"
+        return (
+            f"Completion({text!r}, {len(self.token_ids)} tokens, {end}, prompt "
+            f"{usage.prompt_tokens} = cached {usage.cached_tokens} + computed "
+            f"{usage.computed_tokens}{'' if self.score is None else f', score {self.score:.4g}'})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +172,37 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a streamed answer; the last one carries the whole `completion`."""
+    """A piece of a streamed answer; the last one carries the whole `completion`.
+
+    `logprobs` and `top_logprobs`: of `token_ids`, where the request asked for them.
+    """
 
     request_id: str
     text: str
     token_ids: list[int]
     completion: Completion | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+
+def join_chunks(first: Chunk, second: Chunk) -> Chunk:
+    """Two pieces of an answer that follow each other as one."""
+    logprobs = top_logprobs = None
+    if first.logprobs is not None and second.logprobs is not None:
+        logprobs = first.logprobs + second.logprobs
+    if first.top_logprobs is not None and second.top_logprobs is not None:
+        top_logprobs = first.top_logprobs + second.top_logprobs
+    text, token_ids = first.text + second.text, first.token_ids + second.token_ids
+    return Chunk(first.request_id, text, token_ids, second.completion, logprobs, top_logprobs)
+
+
+class EngineStatus(NamedTuple):
+    """What the engine's thread is doing, as it last said: read without waiting for it."""
+
+    is_alive: bool
+    is_idle: bool  # nothing to compute
+    stepped_at: float  # time.monotonic() after the last step, or when it became idle
+    running: int  # requests
+    waiting: int  # requests, those that the thread has not read yet included
+    waiting_tokens: int  # of these requests
+    stats: Mapping[str, Any]  # see `Runtime.cache_stats`; at most a quarter of a second older

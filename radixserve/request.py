@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
-from radixserve.checks import StrictFields, check_float, check_int, check_str, shown
+from radixserve.checks import StrictFields, check_float, check_int, check_text, shown
 from radixserve.errors import InvalidRequest
+from radixserve.structured_output import Grammar, StructuredOutput
 
 MAX_LOGPROBS = 100
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1_024
+MAX_LOGIT_BIAS = 100.0
 MAX_SAMPLES = 1_024  # of one prompt
 MAX_BEAM_WIDTH = 256
 MAX_LENGTH_PENALTY = 10.0
 LEAST_TEMPERATURE = 1e-5  # below it float32 cannot hold the scaled logits
 
+# (output ids, logits [V] float32) or (prompt ids, output ids, logits) -> logits
+LogitsProcessor = Callable[..., Any]
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams(StrictFields):
     """How a request's tokens are drawn and when it ends. Checked when made (InvalidRequest).
 
@@ -32,7 +42,23 @@ class SamplingParams(StrictFields):
                           prompt or output; 0.01 to 100, 1 is off
     presence_penalty      subtracted once from the logit of a token in the output
     frequency_penalty     subtracted for each occurrence in the output
+    logit_bias            {token id: number added to its logit, -100 to 100}
+    allowed_token_ids     the only tokens that may be drawn; None: all
+    bad_words             strings that are not generated: of each, as it is tokenised with and
+                          without a space before it, the last token is forbidden where the output
+                          ends with the others
+    structured            the constraint on the answer: a StructuredOutput or its fields, such
+                          as {"regex": "[0-9]+"}. What cannot continue it is forbidden after all
+                          other changes. The answer ends, with finish_reason "stop", when nothing
+                          can follow, also before min_tokens; where it may end, end tokens may be
+                          drawn
+    logits_processors     Python functions f(output ids, logits) -> logits, or f(prompt ids, output
+                          ids, logits), called in order before all other changes; logits are a
+                          float32 tensor [vocabulary]. Slow: each is called for every token while no
+                          other request advances, and on a device no step is prepared ahead. They
+                          must not call the Runtime; what one raises ends its request only
     stop                  string or strings that end the text; they are not part of it
+    include_stop_str_in_output  leave the stop string, or the end token's text, in the text
     stop_token_ids        token ids that end it, besides the model's own end tokens
     ignore_eos            continue after the model's end tokens
     seed                  makes the request reproducible whatever runs beside it
@@ -41,6 +67,10 @@ class SamplingParams(StrictFields):
     logprobs              None, or how many of the best tokens to report besides the one drawn
     prompt_logprobs       None, or how many of the best tokens to report besides each token of the
                           prompt; what is cached of it is computed again
+    skip_special_tokens   leave special tokens out of the text
+    keep_special_ids      those that stay in it nevertheless
+    truncate_prompt_tokens  None, or take only so many of the prompt's last tokens; -1: as many as
+                          leave room for max_tokens
     priority              requests with a higher one are admitted first
     namespace             requests of different namespaces share no cache
     """
@@ -54,7 +84,13 @@ class SamplingParams(StrictFields):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Iterable[int] | None = None
+    bad_words: Iterable[str] = ()
+    structured: StructuredOutput | Mapping[str, Any] | None = None
+    logits_processors: Iterable[LogitsProcessor] = field(default=(), hash=False)
     stop: str | Iterable[str] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
@@ -62,6 +98,9 @@ class SamplingParams(StrictFields):
     best_of: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    keep_special_ids: Iterable[int] = ()
+    truncate_prompt_tokens: int | None = None
     priority: int = 0
     namespace: str = ""
 
@@ -74,6 +113,7 @@ class SamplingParams(StrictFields):
             n=(1, MAX_SAMPLES),
             logprobs=(0, MAX_LOGPROBS),
             prompt_logprobs=(0, MAX_LOGPROBS),
+            truncate_prompt_tokens=(-1, None),
             priority=(-(2**31), 2**31 - 1),
         )
         self._check_ints(min_tokens=(0, self.max_tokens), best_of=(self.n, MAX_SAMPLES))
@@ -90,10 +130,23 @@ class SamplingParams(StrictFields):
                 f"temperature must be 0 (greedy) or >= {LEAST_TEMPERATURE:g}, "
                 f"got {self.temperature}"
             )
-        put("stop", _stop_strings(self.stop))
-        put("stop_token_ids", _stop_ids(self.stop_token_ids))
-        self._check_bools("ignore_eos")
-        check_str("namespace", self.namespace)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be None, -1 or >= 1, got 0")
+        put("logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not ids:
+                raise InvalidRequest("allowed_token_ids must name a token at least; None: all")
+            put("allowed_token_ids", tuple(dict.fromkeys(ids)))
+        put("bad_words", _strings("bad_words", self.bad_words, MAX_BAD_WORDS))
+        put("structured", _structured(self.structured))
+        put("logits_processors", _processors(self.logits_processors))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        put("stop", _strings("stop", stop, MAX_STOP_STRINGS))
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        put("keep_special_ids", _token_ids("keep_special_ids", self.keep_special_ids))
+        self._check_bools("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+        check_text("namespace", self.namespace)
 
     @property
     def num_samples(self) -> int:
@@ -107,7 +160,31 @@ class SamplingParams(StrictFields):
     @cached_property
     def is_greedy_only(self) -> bool:
         """Whether logits alone decide and nothing else is asked for: no history counts."""
-        return self.is_greedy and self.logprobs is None and not self.has_penalty
+        return self.takes_best and self.structured is None
+
+    @cached_property
+    def takes_best(self) -> bool:
+        """Whether the best logit decides of those that the structured output allows."""
+        return self.is_greedy and self.logprobs is None and not self._changes_more
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """`structured` as the record that it is after the check."""
+        assert not isinstance(self.structured, Mapping)
+        return self.structured
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.structured is not None or self._changes_more
+
+    @property
+    def _changes_more(self) -> bool:
+        """Logits, by more than the structured output."""
+        return (
+            self.has_penalty
+            or self.allowed_token_ids is not None
+            or bool(self.logit_bias or self.bad_words or self.logits_processors)
+        )
 
     @property
     def has_penalty(self) -> bool:
@@ -117,33 +194,75 @@ class SamplingParams(StrictFields):
             or self.frequency_penalty != 0.0
         )
 
+    @cached_property
+    def bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """[k] token ids and [k] what is added to their logits."""
+        bias = self.logit_bias or {}
+        return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
 
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        strings: tuple[object, ...] = (stop,)
-    elif stop is None:
-        strings = ()
-    elif isinstance(stop, Iterable) and not isinstance(stop, bytes | Mapping):
-        strings = tuple(stop)
-    else:
-        raise InvalidRequest(f"stop must be a non-empty string or several, got {shown(stop)}")
-    found = tuple(one for one in strings if isinstance(one, str) and one)
-    if len(found) < len(strings):
-        raise InvalidRequest(f"stop must be a non-empty string or several, got {shown(stop)}")
-    if len(found) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(found)}")
+    @cached_property
+    def allowed_array(self) -> NDArray[np.int64]:
+        """[k] the tokens that may be drawn; empty: all."""
+        return np.array(self.allowed_token_ids or (), np.int64)
+
+
+def _several(name: str, value: object, what: str) -> tuple[Any, ...]:
+    """The items of any iterable but a string or a mapping; None has none."""
+    if value is None:
+        return ()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        return tuple(value)
+    raise InvalidRequest(f"{name} must be {what}, got {shown(value)}")
+
+
+def _strings(name: str, value: object, most: int) -> tuple[str, ...]:
+    what = "a non-empty string or several" if name == "stop" else "a list of non-empty strings"
+    found = _several(name, value, what)
+    for one in found:
+        if not isinstance(one, str) or not one:
+            raise InvalidRequest(f"{name} must be {what}, got {shown(value)}")
+        check_text(name, one)
+    if len(found) > most:
+        raise InvalidRequest(f"{name} takes at most {most} strings, got {len(found)}")
+    return tuple(map(str, found))
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    ids = _several(name, value, "a list of token ids")
+    return tuple(check_int(name, token_id, 0, 2**31 - 1) for token_id in ids)
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"logit_bias must be {{token id: number}}, got {shown(value)}")
+    most = MAX_LOGIT_BIAS
+    return {
+        check_int("a token id of logit_bias", token_id, 0, 2**31 - 1): check_float(
+            f"logit_bias of token {shown(token_id)}", bias, -most, most
+        )
+        for token_id, bias in value.items()
+    }
+
+
+def _processors(value: object) -> tuple[LogitsProcessor, ...]:
+    found = _several("logits_processors", value, "a list of functions")
+    for one in found:
+        if not callable(one):
+            raise InvalidRequest(f"logits_processors must be functions, got {shown(one)}")
     return found
 
 
-def _stop_ids(ids: object) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping):
-        raise InvalidRequest(f"stop_token_ids must be a list of token ids, got {shown(ids)}")
-    return tuple(check_int("stop_token_ids", token_id, 0, 2**31 - 1) for token_id in ids)
+def _structured(value: object) -> StructuredOutput | None:
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return StructuredOutput(**value)
+    raise InvalidRequest(f"structured must be a StructuredOutput, got {shown(value)}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BeamParams(StrictFields):
     """How a beam search goes; the meanings are transformers'. Checked when made (InvalidRequest).
 
@@ -186,6 +305,15 @@ class Request:
     also_generate: bool = False
     # `logprob_targets` are scored after each of the k tokens before the last, then tokens are drawn
     beams: BeamParams | None = None  # it is a beam search, without targets
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    is_prefetch: bool = False  # computed for later requests; no caller's prompt
+    grammar: Grammar | None = None  # of params.structured
+    num_generated: int = 0  # last tokens of `token_ids` that are part of the answer, to go on from
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of `token_ids` that are no part of the answer."""
+        return len(self.token_ids) - self.num_generated
 
     @property
     def num_candidates(self) -> int:

@@ -11,6 +11,7 @@ computed in order, each one's copies before its rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
+from radixserve.structured_output import Matcher
 
 UNKNOWN = -1  # placeholder of a token id that only the device has
 
@@ -34,11 +36,22 @@ class SampleSpec(NamedTuple):
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
     num_candidates: int = 0  # of a beam: the best tokens wanted; none is drawn then
     num_unknown: int = 0  # tokens that `token_ids` lacks: the step before this one draws them
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token ids of each of params.bad_words
+    matcher: Matcher | None = None  # of params.structured; the sampler alone moves it
 
     @property
     def num_drawn(self) -> int:
         """Tokens drawn before this one; not to be asked of a plain row, see `token_ids`."""
         return len(self.token_ids) + self.num_unknown - self.num_prompt
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its output is made on the host, which must know all tokens before it."""
+        structured = self.params.structured_output
+        jumps = (
+            structured is not None and structured.jump_forward
+        )  # more tokens than one may come of a draw
+        return self.num_candidates > 0 or jumps or bool(self.params.logits_processors)
 
 
 class ScheduledRequest(NamedTuple):
@@ -62,6 +75,11 @@ class ScheduledRequest(NamedTuple):
     req_pool_idx: int = 0  # slot in the page table, 0 <= req_pool_idx < max_running_requests;
     # distinct within a step
 
+    state_id: int = -1  # of a model with recurrent layers: the state before the first token, zeros
+    # at start 0, and after the last one
+    checkpoints: tuple[tuple[int, int], ...] = ()  # (length, state id): keep the state after so
+    # many tokens of the sequence, start < length <= end, in that one, too
+
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
@@ -78,6 +96,7 @@ class SchedulerOutput:
     )
     num_prefill_tokens: int
     num_decode_tokens: int
+    state_copies: Sequence[tuple[int, int]] = ()  # (source, destination), one after the other
 
 
 class Candidates(NamedTuple):
@@ -99,6 +118,11 @@ class SampleOutput(NamedTuple):
     # nothing else was asked for
     top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # the best tokens in their places
     candidates: Candidates | None = None  # of a beam; then token_id is -1
+    cause: BaseException | None = None  # of the error, where a caller's function raised it
+    is_complete: bool = False  # nothing can follow the token: the answer's grammar is at its end
+    forced_ids: tuple[
+        int, ...
+    ] = ()  # tokens that have to follow it; with params.structured_output.jump_forward
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ SIZES = {
     "eos_token_id": EOS_ID,
     "pad_token_id": None,
 }
+WINDOWS = {  # one layer sees 21 positions, one all
+    "head_dim": 16,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 MOE = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,16 +58,66 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"logit_scale": 0.5, "use_qk_norm": True}),
     "gemma": ("GemmaConfig", {"head_dim": 32, "tie_word_embeddings": True}),
     "glm": ("GlmConfig", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "glm4": ("Glm4Config", {"head_dim": 16, "partial_rotary_factor": 0.5}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": None, "use_bias": True}),
+    "starcoder2_window": ("Starcoder2Config", {"sliding_window": 21}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "gpt2": ("GPT2Config", {"num_key_value_heads": None, "tie_word_embeddings": True}),
     "mixtral": ("MixtralConfig", {"sliding_window": None, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 32, **MOE}),
+    "qwen2_moe": ("Qwen2MoeConfig", {"shared_expert_intermediate_size": 80, **MOE}),
     "nemotron": ("NemotronConfig", {"head_dim": 16}),
     "helium": ("HeliumConfig", {"head_dim": 16}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "mistral_window": ("MistralConfig", {"sliding_window": 21}),
+    "qwen2_window": (
+        "Qwen2Config",
+        {"sliding_window": 21, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "phi3_window": ("Phi3Config", {"sliding_window": 13}),
+    "gemma2": ("Gemma2Config", {**WINDOWS, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3TextConfig", WINDOWS),
+    "gpt_oss": ("GptOssConfig", {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo3": ("Olmo3Config", WINDOWS),
+    "cohere2": ("Cohere2Config", WINDOWS),
+    "exaone4": ("Exaone4Config", WINDOWS),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "head_dim": 16,
+            "attention_chunk_size": 16,
+            "attn_temperature_tuning": False,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 96,
+            "no_rope_layers": [1, 0],
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "head_dim": None,
+        },
+    ),
 }
 NATIVE = ("llama", "mistral", "qwen2", "qwen3")
+EXPERTS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")  # of four experts a token has two
+NATIVE_PARTS = (  # other native families: each has parts that these do not have
+    *("cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite"),
+    *EXPERTS,
+    *("olmo2", "olmo3", "phi3", "smollm3", "mistral_window", "qwen2_window", "phi3_window"),
+)
 
 
 def make_config(family: str, **overrides: Any) -> Any:

@@ -7,6 +7,7 @@ import pytest
 # The models here are so small that a second thread costs more than it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; commands print as into a pipe
 
 
 @pytest.fixture

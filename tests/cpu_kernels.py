@@ -12,7 +12,7 @@ from radixserve_kernels import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 
 _LOADERS = {  # each remembers its level's library, for all tests
-    level: functools.cache(cpu_library._load.__wrapped__) for level in cpu_library.LEVELS
+    level: functools.cache(cpu_library.load.__wrapped__) for level in cpu_library.LEVELS
 }
 
 
@@ -26,7 +26,8 @@ def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"this processor has no {level}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RADIXSERVE_CPU_LEVEL", level)
-        patch.setattr(cpu_library, "_load", _LOADERS[level])
+        patch.setattr(cpu_library, "load", _LOADERS[level])
+        patch.setattr(cpu_library, "loaded", {})
         if level == "amx" and cpu_library.cpu_library().radixserve_bf16() != 2:
             pytest.skip("this system lets no process use AMX")
         yield level

@@ -132,7 +132,7 @@ def test_every_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ):
         assert words in text, words
     assert len(usage) == 3
-    assert json.loads(path.read_text())["turns"][0]["message"]["content"] == "Hello!"
+    assert json.loads(path.read_text())["turns"][0]["messages"][0]["content"] == "Hello!"
 
 
 def test_going_on_with_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

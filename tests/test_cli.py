@@ -24,6 +24,7 @@ from radixserve.output import Completion, Metrics, Usage
 from radixserve.request import SamplingParams
 from radixserve_kernels import cpu_ops
 from radixserve_kernels.cpu_ops import unsupported_reason
+from tests.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).parents[1]
 GREEDY = ["--temperature", "0", "--max-tokens", "5", "--num-pages", "4096"]
@@ -60,7 +61,7 @@ def test_every_setting_has_a_flag_with_help() -> None:
     names = [
         field.name
         for field in dataclasses.fields(SamplingParams)
-        if field.name not in ("n", "best_of")
+        if field.name not in ("n", "best_of", "logits_processors", "keep_special_ids")
     ]
     names += [field.name for field in dataclasses.fields(EngineConfig) if field.name != "seed"]
     for name in [*names, "engine_seed"]:
@@ -318,7 +319,8 @@ def test_generate_json_lines(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes("\n".join(LINES).encode() + b'\n{"prompt": "\xff"}\n')
     code, out, err = run("generate", "--jsonl", str(source), "--output", str(target), *GREEDY)
-    assert (code, out, err) == (1, "", "")
+    assert (code, out) == (1, "")
+    assert err.startswith("radixserve: 10 of 14 lines failed")
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     assert len(answers) == len(LINES)  # one was empty, one was added
     good = [answer for answer in answers if "error" not in answer]
@@ -480,6 +482,17 @@ def test_info_for_people() -> None:
     assert "LlamaForCausalLM" not in out
 
 
+def test_info_tells_what_layers_need(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma2")
+    code, out, _ = run("info", str(tmp_path), "--num-pages", "100")
+    assert code == 0
+    assert "Gemma2ForCausalLM (native decoder" in out
+    assert "with logits soft cap, sliding window in some layers or all" in out
+    code, out, _ = run("info", str(tmp_path), "--num-pages", "100", "--json")
+    features = json.loads(out)["model"]["attention_features"]
+    assert features == ["logits_soft_cap", "sliding_window"]
+
+
 def test_info_says_why_there_are_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "there is no C++ compiler: c++ not found"
     monkeypatch.setattr(cpu_ops, "unsupported_reason", lambda _: reason)
@@ -497,3 +510,95 @@ def test_info_says_why_there_are_no_cpu_kernels(monkeypatch: pytest.MonkeyPatch)
         "why": reason,
     }
     assert backends["torch"]["used"] is True
+
+
+# -- names, files, errors and resumed batches -----------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["demo", "chat", "generate", "serve", "info"])
+def test_one_way_to_name_the_model(command: str) -> None:
+    """MODEL everywhere; --model is the same."""
+    if command == "serve":
+        pytest.importorskip("uvicorn", reason="the server needs the extra [serve]")
+    more = {"generate": ["--prompt", "x"]}.get(command, [])
+    for named in (["/no/such/model"], ["--model", "/no/such/model"]):
+        code, _, err = run(command, *named, *more)
+        assert code == 2
+        assert "/no/such/model" in err
+    code, _, err = run(command, "one", "--model", "two", *more)
+    assert (code, err) == (2, "radixserve: error: two models are named, one and two: give one\n")
+
+
+def test_errors_are_short_and_name_the_option() -> None:
+    code, out, err = run("generate", "--promt", "x")
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        "radixserve generate: error: unknown option --promt; did you mean --prompt?",
+        "radixserve generate --help lists what is possible",
+    ]
+    for argv in (
+        ["generate"],
+        ["replay"],
+        ["nothing"],
+        ["generate", "--prompt", "x", "--top-k", "y"],
+    ):
+        code, _, err = run(*argv)
+        assert code == 2
+        assert len(err.splitlines()) == 2
+    assert "unknown option --max-token; did you mean" in run("info", "--max-token=3")[2] or (
+        "unknown option --max-token\n" in run("info", "--max-token=3")[2]
+    )
+
+
+def test_a_batch_says_what_failed_and_goes_on(tmp_path: Path) -> None:
+    lines = [{"prompt": f"line {at}", "id": at} for at in range(4)]
+    lines[1]["prompt"] = ""
+    batch, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    batch.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["generate", "--jsonl", str(batch), "--output", str(output), *GREEDY]
+    code, _, err = run(*flags)
+    assert code == 1
+    assert 'radixserve: 1 of 4 lines failed: each has an "error" in the output' in err
+    whole = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(whole[:2]) + whole[2][:9])  # as if it had been killed there
+    code, _, err = run(*flags, "--resume")
+    assert (code, err) == (0, "")
+    texts = [[json.loads(line).get(name) for name in ("id", "text", "error")] for line in whole]
+    again = output.read_text().splitlines()
+    assert [[json.loads(x).get(n) for n in ("id", "text", "error")] for x in again] == texts
+    assert run(*flags, "--resume")[0] == 0  # nothing is left
+    batch.write_text(json.dumps(lines[0]) + "\n")
+    assert "4 answers and the batch 1 lines" in run(*flags, "--resume")[2]
+    assert "--resume needs --jsonl and" in run("generate", "--prompt", "x", "--resume")[2]
+
+
+def test_an_empty_answer_of_a_chat_model_has_a_hint() -> None:
+    flags = ["generate", "--prompt", "Hello", "--logit-bias", "{}:100", "--max-tokens", "3"]
+    with radixserve.Runtime("demo", num_pages=64) as rt:
+        (end,) = rt.model.eos_ids[:1]
+    flags[4] = f"{end}:100"
+    code, out, err = run(*flags, "--num-pages", "4096")
+    assert (code, out.strip()) == (0, "")
+    assert "the model is made for chats: try --chat" in err
+    assert "--chat" not in run(*flags, "--chat", "--num-pages", "4096")[2]
+
+
+def test_standard_input_is_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"time": 0, "tokens": [1, 2, 3, 4], "output_tokens": [5]}
+    feed(monkeypatch, json.dumps(line).encode() + b"\n")
+    code, out, err = run("replay", "-", "--json", "--cache-tokens", "1k")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["traces"]
+    feed(monkeypatch, b"{{ messages[0].content }}")
+    assert run("chat", "--template", "-", "--num-pages", "4096")[0] == 0
+
+
+def test_info_and_runtime_agree_about_triton_on_a_cpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    facts = json.loads(run("info", "--no-model", "--json")[1])["attention_backends"]["triton"]
+    assert facts["usable"]
+    assert "only where it is asked for" in facts["why"]
+    with radixserve.Runtime("demo", attention_backend="triton", num_pages=64) as rt:
+        assert rt.attention_backend == "triton"
+        assert rt.generate([1, 2], SamplingParams(max_tokens=2, ignore_eos=True)).token_ids

@@ -15,21 +15,24 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["radixserve._version", "radixserve.errors", "radixserve.arrays", "radixserve.int_buffer"],
     ["radixserve.checks", "radixserve.gguf_file"],
-    ["radixserve.config"],
-    ["radixserve.request"],
+    ["radixserve.config", "radixserve.structured_output"],
+    ["radixserve.request", "radixserve.hint"],
     ["radixserve.schedule"],
     ["radixserve.output"],
     ["radixserve.cache", "radixserve_kernels"],
     ["radixserve.attention"],
-    ["radixserve.scheduler", "radixserve.models"],
+    ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
     ["radixserve.runner", "radixserve.text"],
     ["radixserve.engine"],
+    ["radixserve.routing"],
     ["radixserve.replay"],
     ["radixserve.api"],
     ["radixserve"],  # the face, which names everything below it
+    ["radixserve.cluster"],
+    ["radixserve.server"],
     ["radixserve.commands", "radixserve.cli", "radixserve.__main__"],
 ]
-CONTROL_PLANE = ("radixserve.cache", "radixserve.scheduler")
+CONTROL_PLANE = ("radixserve.cache", "radixserve.scheduler", "radixserve.routing")
 WORKERS = ("radixserve.runner", "radixserve.models", "radixserve.attention", "radixserve_kernels")
 LIGHT = {"numpy", "sortedcontainers"}  # what the control plane may import from elsewhere
 LAZY = {"xxhash"}  # what it may import inside a function, where somebody asks for it
@@ -139,6 +142,25 @@ assert radixserve.__version__
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_the_cache_runs_where_numpy_and_sortedcontainers_are_all_that_is_installed() -> None:
+    """The README's example of the cache alone."""
+    section = (ROOT / "README.md").read_text().split("\n## The cache alone\n")[1].split("\n## ")[0]
+    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    code = f"""
+import sys
+allowed = sys.stdlib_module_names | {{"radixserve", "numpy", "sortedcontainers"}}
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] not in allowed:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+{example}
+cache.check()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_replay_needs_no_torch() -> None:
     for name in MODULES:
         if belongs(name, "radixserve.replay"):
@@ -148,7 +170,7 @@ def test_replay_needs_no_torch() -> None:
 import sys
 for blocked in ("torch", "transformers", "safetensors", "tqdm", "matplotlib", "tokenizers"):
     sys.modules[blocked] = None
-import radixserve.replay, radixserve.engine.trace_recorder, radixserve.replay.pictures
+import radixserve.replay, radixserve.engine.trace_recorder, radixserve.replay.plots
 from radixserve.cli import main
 try:
     main(["replay", "--help"])

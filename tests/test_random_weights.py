@@ -94,7 +94,7 @@ def test_generate_draws_prompts() -> None:
         (["--config", "llama-3-8b", "--prompt-ids", "1"], "has shapes only: add --random-weights"),
         (["--random-weights", "--prompt-ids", "1"], "--random-weights needs --config"),
         (["--config", "huge", "--random-weights", "--prompt-ids", "1"], "invalid choice"),
-        (["--config", "tiny-llama", "--model", "demo", "--prompt-ids", "1"], "not allowed with"),
+        (["--config", "tiny-llama", "--model", "demo", "--prompt-ids", "1"], "not both"),
         ([*RANDOM, "--prompt", "text"], "give --prompt-ids, --random-prompt"),
         ([*RANDOM, "--prompt-ids", "1,x"], "token ids such as 5,17,3, got '1,x'"),
         ([*RANDOM, "--prompt-ids", "1,288"], "token id 288 is out of range"),

@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/branching.md runs as it stands there, and the README's quick
+"""The Python of the README and of two pages of docs runs as it stands there, and the README's quick
 start has two commands."""
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def examples(text: str) -> dict[str, str]:
 
 PYTHON = examples(README)
 BRANCHING = examples((ROOT / "docs" / "branching.md").read_text())
+PREFIXES = examples((ROOT / "docs" / "prefixes.md").read_text())
 PRINTED = {
     "In Python": r"Lookup\(cached_len=.*\nUsage\(.*computed_tokens=",
     "Chat": r"Usage\(.*computed_tokens=",
@@ -42,6 +43,7 @@ def test_quick_start_is_two_commands() -> None:
     assert tests.startswith("pip install") and tests.endswith("pytest")  # noqa: PT018
 
 
+PRINTED_PREFIXES = {"Put the static part first": r"^rules 537 195 73%\ntime 27 705 4%$"}
 PRINTED_BRANCHING = {
     "A branch is a position": r"^Usage\(.* cached_tokens=0.*\nUsage\(.*\n reads -.*\n eats -",
     "Search": r"thoughts: .*\n└── .*",
@@ -51,8 +53,9 @@ PRINTED_BRANCHING = {
 @pytest.mark.parametrize(
     ("code", "printed"),
     [*((PYTHON[name], PRINTED[name]) for name in PYTHON),
-     *((BRANCHING[name], PRINTED_BRANCHING[name]) for name in BRANCHING)],
-    ids=[*PYTHON, *(f"docs: {name}" for name in BRANCHING)],
+     *((BRANCHING[name], PRINTED_BRANCHING[name]) for name in BRANCHING),
+     *((PREFIXES[name], PRINTED_PREFIXES[name]) for name in PREFIXES)],
+    ids=[*PYTHON, *(f"docs: {name}" for name in (*BRANCHING, *PREFIXES))],
 )  # fmt: skip
 def test_examples_run(
     code: str,

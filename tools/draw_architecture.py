@@ -22,11 +22,22 @@ OUTPUT = ROOT / "docs" / "img" / "architecture.svg"
 RECORDS = "records"  # the modules directly under radixserve/, which all packages share
 KERNELS = "radixserve_kernels"
 ORDER = (  # from left to right within a layer
-    *("commands", "replay", "api", "engine", "scheduler", "cache", "text"),
-    *("runner", "models", "attention", RECORDS, KERNELS),
+    *(
+        "commands",
+        "server",
+        "cluster",
+        "replay",
+        "api",
+        "routing",
+        "engine",
+        "scheduler",
+        "cache",
+        "text",
+    ),
+    *("runner", "models", "grammar", "attention", RECORDS, KERNELS),
 )
 COLOURS = {
-    **dict.fromkeys(("scheduler", "cache"), "#dcebd8"),
+    **dict.fromkeys(("routing", "scheduler", "cache"), "#dcebd8"),
     **dict.fromkeys(("runner", "models", "attention", KERNELS), "#d9e5f6"),
 }
 BOX_WIDTH, BOX_HEIGHT, GAP, LAYER = 270, 64, 36, 112  # pixels

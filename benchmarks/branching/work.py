@@ -2,121 +2,56 @@
 
 from __future__ import annotations
 
-import asyncio
-import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from operator import methodcaller
 
 import numpy as np
-from engine.base import Answer
-from engine.runtime_engine import RuntimeEngine
+from engine.base import Answer, Work
 
-from radixserve import ChatSession
-
+Prompt = tuple[int, ...]
 LOWEST_ID = 8  # ids below are special tokens
 _WARM_UP_TOKENS = 48  # of a prompt
 _TEMPLATE_TOKENS = 64  # of a turn, at most
 
 
-@dataclass(frozen=True)
-class Samples:
+def samples(prompt: Prompt, count: int, num_new: int) -> Work:
     """`count` random continuations of one prompt."""
-
-    prompt: tuple[int, ...]
-    count: int
-    num_new: int
-
-    @property
-    def num_requests(self) -> int:
-        return self.count
-
-    @property
-    def num_tokens(self) -> int:
-        return self.count * (len(self.prompt) + self.num_new)
-
-    def warm_up(self) -> Samples:
-        return Samples(self.prompt[-_WARM_UP_TOKENS:], 2, 2)
-
-    def run(self, engine: Any) -> list[Answer]:
-        answers: list[Answer] = engine.sample(list(self.prompt), self.count, self.num_new)
-        return answers
+    run = methodcaller("sample", prompt, count, num_new)
+    warm_up = methodcaller("sample", prompt[-_WARM_UP_TOKENS:], 2, 2)
+    return Work(run, warm_up, count, count * (len(prompt) + num_new))
 
 
-@dataclass(frozen=True)
-class Beams:
+def beams(prompt: Prompt, width: int, num_new: int) -> Work:
     """The best `width` continuations of one prompt by beam search."""
-
-    prompt: tuple[int, ...]
-    width: int
-    num_new: int
-
-    @property
-    def num_requests(self) -> int:
-        return self.width
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + 2 * self.width * self.num_new
-
-    def warm_up(self) -> Beams:
-        return replace(self, prompt=self.prompt[-_WARM_UP_TOKENS:], num_new=2)
-
-    def run(self, engine: Any) -> list[Answer]:
-        answers: list[Answer] = engine.beam_search(list(self.prompt), self.width, self.num_new)
-        return answers
+    run = methodcaller("beam_search", prompt, width, num_new)
+    warm_up = methodcaller("beam_search", prompt[-_WARM_UP_TOKENS:], width, 2)
+    return Work(run, warm_up, width, len(prompt) + 2 * width * num_new)
 
 
-@dataclass(frozen=True)
-class Chats:
+def chats(said: Sequence[Sequence[str]], num_new: int) -> Work:
     """`said[turn][session]`; all sessions send their turn at the same moment."""
-
-    said: tuple[tuple[str, ...], ...]
-    num_new: int
-
-    @property
-    def num_requests(self) -> int:
-        return sum(map(len, self.said))
-
-    @property
-    def num_tokens(self) -> int:
-        most = sum(len(text) for turn in self.said for text in turn)  # a token has a letter
-        return most + self.num_requests * (self.num_new + _TEMPLATE_TOKENS)
-
-    def warm_up(self) -> Chats:
-        return Chats(self.said[:1], 2)
-
-    def run(self, engine: RuntimeEngine) -> list[Answer]:
-        warnings.simplefilter("error")  # a history that is rewritten would spoil the counts
-        chats = [engine.chat(self.num_new) for _ in self.said[0]]
-        answers = []
-        for turn in self.said:
-            outs = asyncio.run(_send(chats, turn))
-            answers += engine.count_turns(chats, outs)
-        for chat in chats:
-            chat.close()
-        return answers
-
-    def new_tokens(self, answers: list[Answer]) -> int:
-        """Tokens of the turns whose K and V no turn before has left: what was said, the template
-        around it, and the last token of each answer. What the first turns share counts once."""
-        width = len(self.said[0])
-        prompts = [one.prompt for one in answers]
-        turns = [prompts[at : at + width] for at in range(0, len(prompts), width)]
-        known = {prompt[:end] for prompt in turns[0] for end in range(1, len(prompt))}
-        first = len(known) + width  # the last token of a prompt is always computed
-        return first + sum(
-            len(now) - (len(before) + self.num_new - 1)
-            for last, turn in pairwise(turns)
-            for before, now in zip(last, turn, strict=True)
-        )
+    count = sum(map(len, said))
+    most = sum(len(text) for turn in said for text in turn)  # a token has a letter
+    room = most + count * (num_new + _TEMPLATE_TOKENS)
+    return Work(methodcaller("chat", said, num_new), methodcaller("chat", said[:1], 2), count, room)
 
 
-async def _send(chats: list[ChatSession], said: tuple[str, ...]) -> list[Any]:
-    return await asyncio.gather(*(c.asend(text) for c, text in zip(chats, said, strict=True)))
+def new_tokens(answers: Sequence[Answer], num_sessions: int, num_new: int) -> int:
+    """Tokens of a chat's turns whose K and V no turn before has left: what was said, the template
+    around it, and the last token of each answer. What the first turns share counts once."""
+    prompts = [one.prompt for one in answers]
+    turns = [prompts[at : at + num_sessions] for at in range(0, len(prompts), num_sessions)]
+    known = {prompt[:end] for prompt in turns[0] for end in range(1, len(prompt))}
+    first = len(known) + num_sessions  # the last token of a prompt is always computed
+    return first + sum(
+        len(now) - (len(before) + num_new - 1)
+        for last, turn in pairwise(turns)
+        for before, now in zip(last, turn, strict=True)
+    )
 
 
-def random_prompt(length: int, vocab: int, seed: int) -> tuple[int, ...]:
+def random_prompt(length: int, vocab: int, seed: int) -> Prompt:
     rng = np.random.default_rng(seed)
     return tuple(rng.integers(LOWEST_ID, vocab, length).tolist())
 

@@ -6,14 +6,14 @@ does inside one operation is timed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from cache.contenders import Contender, Tree, radix
-from cache.timing import Figure, interleaved, micros
+from cache.timing import Figure, Samples, figures, interleaved, micros
 
 from radixserve.arrays import IntArray
 
@@ -24,42 +24,25 @@ SHARED, OWN = 512, 60  # tokens of a request of the churn
 LEAF = 16  # tokens of a small leaf
 PAGE_SIZES = (1, 16, 64, 256)
 _LARGEST_PAGE = PAGE_SIZES[-1]  # a cache of whole blocks may fall short by so many tokens
+_PARTS = 16  # nodes under a long prompt
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much of each case is run."""
 
-    repeats: int
-    prompts: int  # cached ones in A and B
-    sessions: int  # chats, and their turns
-    turns: int
-    requests: int  # of the churn
-    leaves: tuple[int, ...]
-    long_prompt: int
-    waiting: tuple[int, ...]
+    repeats: int = 9
+    prompts: int = 2_000  # cached ones in A and B
+    sessions: int = 200  # chats, and their turns
+    turns: int = 30
+    requests: int = 20_000  # of the churn
+    leaves: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    long_prompt: int = 131_072
+    waiting: tuple[int, ...] = (128, 2_000)
 
 
-FULL = Sizes(
-    repeats=9,
-    prompts=2_000,
-    sessions=200,
-    turns=30,
-    requests=20_000,
-    leaves=(1_000, 10_000, 100_000, 1_000_000),
-    long_prompt=131_072,
-    waiting=(128, 2_000),
-)
-QUICK = Sizes(
-    repeats=3,
-    prompts=200,
-    sessions=20,
-    turns=10,
-    requests=2_000,
-    leaves=(1_000, 2_000),
-    long_prompt=131_072,
-    waiting=(128, 500),
-)
+FULL = Sizes()
+QUICK = Sizes(3, 200, 20, 10, 2_000, (1_000, 2_000), waiting=(128, 500))
 
 
 @dataclass(frozen=True)
@@ -73,10 +56,32 @@ class Bench:
     def tokens(self, *shape: int, low: int = 0, vocab: int = VOCAB) -> IntArray:
         return self.rng.integers(low, low + vocab, shape, np.int32)
 
+    def trees(self, *lengths: int) -> dict[str, Tree]:
+        """An empty one of each contender, with room for branches of those lengths."""
+        return {contender.name: contender.tree(*lengths) for contender in self.contenders}
+
 
 def serve(tree: Tree, rows: Iterable[IntArray]) -> None:
     for row in rows:
         tree.request(tree.prompt(row))
+
+
+def _request_all(tree: Tree, prompts: list[Any]) -> None:
+    for prompt in prompts:
+        tree.request(prompt)
+
+
+def _look_and_take(
+    case: str, what: str, trees: Mapping[str, Tree], row: IntArray, repeats: int
+) -> Iterator[Figure]:
+    """Two lines: a look-up of a prompt, and its prefix locked and let go. `what` has a place for
+    the operation."""
+    prompts = {who: tree.prompt(row) for who, tree in trees.items()}
+    for verb, name in (("lookup", "look-up"), ("take", "acquire, release")):
+        operations = {
+            who: partial(getattr(tree, verb), prompts[who]) for who, tree in trees.items()
+        }
+        yield from interleaved(f"{case}.{verb}", what.format(name), operations, repeats)
 
 
 def miss_and_hit(bench: Bench) -> Iterator[Figure]:
@@ -84,28 +89,23 @@ def miss_and_hit(bench: Bench) -> Iterator[Figure]:
     rows = bench.tokens(bench.sizes.prompts, 512)
     unknown = bench.tokens(PROMPT, low=VOCAB)
     known = bench.tokens(PROMPT + 1, low=2 * VOCAB)  # the last token is always computed
-    trees = {}
-    for contender in bench.contenders:
-        tree = trees[contender.name] = contender.tree(*[512] * len(rows), 2 * PROMPT)
+    trees = bench.trees(*[512] * len(rows), 2 * PROMPT)
+    for tree in trees.values():
         serve(tree, [*rows, known])
-    for case, name, row in (("A", "miss", unknown), ("B", "hit in one edge", known)):
-        prompts = {who: tree.prompt(row) for who, tree in trees.items()}
-        for verb, what in (("lookup", "look-up"), ("take", "acquire, release")):
-            operations = {who: partial(getattr(t, verb), prompts[who]) for who, t in trees.items()}
-            title = f"{name}: {what}"
-            yield from interleaved(f"{case}.{verb}", title, operations, bench.sizes.repeats)
+    yield from _look_and_take("A", "miss: {}", trees, unknown, bench.sizes.repeats)
+    yield from _look_and_take("B", "hit in one edge: {}", trees, known, bench.sizes.repeats)
 
 
 def chat(bench: Bench) -> Iterator[Figure]:
     """Sessions in turn, each request longer than the last by a turn."""
     sizes = bench.sizes
     said = bench.tokens(sizes.sessions, sizes.turns * TURN)
-    samples: dict[str, list[float]] = {contender.name: [] for contender in bench.contenders}
+    samples: Samples = {contender.name: [] for contender in bench.contenders}
     for _ in range(sizes.repeats):
         for contender in bench.contenders:
             samples[contender.name].append(_talk(contender.tree(*map(len, said)), said))
     what = f"request, {sizes.sessions} sessions x {sizes.turns} turns of {TURN}"
-    yield from (Figure.of("C.request", what, who, values) for who, values in samples.items())
+    yield from figures("C.request", what, samples)
 
 
 def _talk(tree: Tree, said: IntArray) -> float:
@@ -125,48 +125,42 @@ def churn(bench: Bench) -> Iterator[Figure]:
     Whole blocks longer than a tail never hold one: hash-256 keeps the head only and evicts nothing.
     """
     sizes = bench.sizes
-    room = sizes.requests // 10
+    room, rounds = sizes.requests // 10, max(10, sizes.repeats)
     shared, own = bench.tokens(SHARED), bench.tokens(room + sizes.requests, OWN)
     rows = [np.concatenate((shared, row)) for row in own]
-    trees = {c.name: c.tree(SHARED, *[OWN] * room) for c in bench.contenders}
+    trees = bench.trees(SHARED, *[OWN] * room)
     for tree in trees.values():
         serve(tree, rows[:room])  # now it is full
-    samples: dict[str, list[float]] = {who: [] for who in trees}
-    rounds = max(10, sizes.repeats)
+    samples: Samples = {who: [] for who in trees}
     for part in range(rounds):
         for who, tree in trees.items():
             prompts = [tree.prompt(row) for row in rows[room + part :: rounds]]
             spent = micros(partial(_request_all, tree, prompts))
             samples[who].append(spent / len(prompts))
             assert tree.lookup(prompts[-1]) > SHARED - _LARGEST_PAGE
-    what = f"request, {SHARED} shared + {OWN} own, always evicting"
-    yield from (Figure.of("D.request", what, who, values) for who, values in samples.items())
-
-
-def _request_all(tree: Tree, prompts: list[Any]) -> None:
-    for prompt in prompts:
-        tree.request(prompt)
+    yield from figures(
+        "D.request", f"request, {SHARED} shared + {OWN} own, always evicting", samples
+    )
 
 
 def eviction(bench: Bench) -> Iterator[Figure]:
     """Out of trees of small leaves; what was evicted grows again before the next sample."""
     for leaves in bench.sizes.leaves:
         able = tuple(c for c in bench.contenders if leaves <= c.max_leaves)
-        part = Bench(able, bench.sizes, bench.rng)
-        yield from evict_from(part, leaves, LEAF, (("page", 1), ("1000", 1_000)))
+        amounts = {"page": 1, "1000": 1_000}
+        yield from _evict_from(replace(bench, contenders=able), leaves, LEAF, amounts)
 
 
-def evict_from(
-    bench: Bench, leaves: int, length: int, amounts: tuple[tuple[str, int], ...]
+def _evict_from(
+    bench: Bench, leaves: int, length: int, amounts: Mapping[str, int]
 ) -> Iterator[Figure]:
-    """`amounts`: (name, tokens) to evict from `leaves` leaves of `length` tokens."""
+    """`amounts`: tokens to evict from `leaves` leaves of `length` tokens, by name."""
     rows = bench.tokens(leaves, length, vocab=2**31 - 1)
-    trees = {}
-    for contender in bench.contenders:
-        tree = trees[contender.name] = contender.tree(*[length] * leaves)
+    trees = bench.trees(*[length] * leaves)
+    for tree in trees.values():
         serve(tree, rows)
-    for name, amount in amounts:
-        samples: dict[str, list[float]] = {who: [] for who in trees}
+    for name, amount in amounts.items():
+        samples: Samples = {who: [] for who in trees}
         calls = 50 if amount < length else 5
         for _ in range(bench.sizes.repeats):  # some take whole leaves: enough grows for those
             fresh = bench.tokens(calls * (amount // length + 1), length, vocab=2**31 - 1)
@@ -174,27 +168,21 @@ def evict_from(
                 serve(tree, fresh)
                 samples[who].append(micros(partial(tree.evict, amount), calls))
         what = f"{'a page' if name == 'page' else f'{amount:,} tokens'} of {leaves:,} leaves"
-        key = f"E.{name}.{leaves}"
-        yield from (Figure.of(key, what, who, values) for who, values in samples.items())
+        yield from figures(f"E.{name}.{leaves}", what, samples)
 
 
 def long_lookup(bench: Bench) -> Iterator[Figure]:
     """A long prompt over a path of 16 nodes: others leave it at every sixteenth."""
-    length, parts = bench.sizes.long_prompt, 16
-    known, other = bench.tokens(length + 1), bench.tokens(parts, LEAF, low=VOCAB)
-    cuts = [length * part // parts for part in range(1, parts)]
+    length = bench.sizes.long_prompt
+    known, other = bench.tokens(length + 1), bench.tokens(_PARTS, LEAF, low=VOCAB)
+    cuts = [length * part // _PARTS for part in range(1, _PARTS)]
     rows = [known, *(np.concatenate((known[:cut], other[at])) for at, cut in enumerate(cuts))]
-    trees, prompts = {}, {}
-    for contender in bench.contenders:
-        who = contender.name
-        trees[who] = contender.tree(length + 1, *[length // parts + 512] * parts)
-        serve(trees[who], rows)
-        prompts[who] = trees[who].prompt(known)
-        assert trees[who].lookup(prompts[who]) == length
-    for verb, what in (("lookup", "look-up"), ("take", "acquire, release")):
-        operations = {who: partial(getattr(t, verb), prompts[who]) for who, t in trees.items()}
-        title = f"{what} of {length:,} tokens over {parts} nodes"
-        yield from interleaved(f"H.{verb}", title, operations, bench.sizes.repeats)
+    trees = bench.trees(length + 1, *[length // _PARTS + 512] * _PARTS)
+    for tree in trees.values():
+        serve(tree, rows)
+        assert tree.lookup(tree.prompt(known)) == length
+    what = f"{{}} of {length:,} tokens over {_PARTS} nodes"
+    yield from _look_and_take("H", what, trees, known, bench.sizes.repeats)
 
 
 def page_sizes(bench: Bench) -> Iterator[Figure]:
@@ -202,20 +190,13 @@ def page_sizes(bench: Bench) -> Iterator[Figure]:
 
     The leaves of E are as long as the largest page, so that all evict the same tokens.
     """
-    columns = {size: f"page {size}" for size in PAGE_SIZES}
-    part = replace(bench, contenders=tuple(radix(size, name) for size, name in columns.items()))
+    part = replace(bench, contenders=tuple(radix(size, f"page {size}") for size in PAGE_SIZES))
     leaf, leaves = PAGE_SIZES[-1], min(10_000, bench.sizes.leaves[-1])
-    figures = [*miss_and_hit(part), *chat(part), *churn(part)]
-    figures += evict_from(part, leaves, leaf, ((str(leaf), leaf), ("1024", 1_024)))
-    bases = {figure.key: figure.value for figure in figures if figure.contender == columns[1]}
-    for figure in figures:
-        base = bases[figure.key]
-        yield replace(
-            figure,
-            key=f"G.{figure.key}",
-            what=f"{figure.key[0]} {figure.what}",
-            value=figure.value / base,
-            low=figure.low / base,
-            high=figure.high / base,
-            unit="x",
-        )
+    found = [*miss_and_hit(part), *chat(part), *churn(part)]
+    found += _evict_from(part, leaves, leaf, {str(leaf): leaf, "1024": 1_024})
+    bases = {figure.key: figure.value for figure in found if figure.contender == "page 1"}
+    for one in found:
+        base = bases[one.key]
+        ratios = {name: getattr(one, name) / base for name in ("value", "low", "high")}
+        key, what = f"G.{one.key}", f"{one.key[0]} {one.what}"
+        yield replace(one, key=key, what=what, unit="x", **ratios)

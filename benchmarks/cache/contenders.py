@@ -90,35 +90,30 @@ def radix(page_size: int, name: str = "radix") -> Contender:
     return Contender(name, lambda pages: PagedTree(RadixCache(pages, page_size)), page_size)
 
 
-def hash_blocks(block_size: int) -> Contender:
-    max_leaves = 100_000 if block_size <= 16 else 0  # a small leaf is a block, or it is not kept
-    return Contender(
-        f"hash-{block_size}",
-        lambda pages: PagedTree(HashBlockCache(pages, block_size)),
-        block_size,
-        max_leaves,
-    )
+def hash_blocks(size: int) -> Contender:
+    max_leaves = 100_000 if size <= 16 else 0  # a small leaf is a block, or it is not kept
+
+    def make(pages: int) -> Tree:
+        return PagedTree(HashBlockCache(pages, size))
+
+    return Contender(f"hash-{size}", make, size, max_leaves)
 
 
 def peers() -> tuple[list[Contender], list[str]]:
     """The other caches that can be imported here, and a line for each that cannot."""
-    found, absent = [hash_blocks(16), hash_blocks(256)], []
-    try:
-        found += _sglang_trees()
-    except Exception as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "sglang"
-        why = f"import failed: {type(error).__name__}: {error}".split("\n")[0]
-        absent.append(f"sglang: skipped, {'not installed' if is_missing else why}")
-    return found, absent
-
-
-def _sglang_trees() -> list[Contender]:
+    found = [hash_blocks(16), hash_blocks(256)]
     if importlib.util.find_spec("sglang") is None:
-        raise ModuleNotFoundError("No module named 'sglang'", name="sglang")
-    engine = importlib.import_module("cache.sglang").SGLang()
-    for build in (engine.rust_tree, engine.python_tree):
-        build(1)  # raises now what it would raise in the middle of a run
-    return [
+        return found, ["sglang: skipped, not installed"]
+    try:
+        engine = importlib.import_module("cache.sglang").SGLang()
+        for build in (engine.rust_tree, engine.core_tree, engine.python_tree):
+            build(1)  # raises now what it would raise in the middle of a run
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".split("\n")[0]
+        return found, [f"sglang: skipped, import failed: {why}"]
+    found += [
         Contender("sglang-rust", engine.rust_tree, max_leaves=100_000, is_native=True),
+        Contender("sglang-core", engine.core_tree, max_leaves=100_000, is_native=True),
         Contender("sglang-python", engine.python_tree, max_leaves=10_000),
     ]
+    return found, []

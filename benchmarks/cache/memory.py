@@ -11,16 +11,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from cache.cases import LEAF, TURN, Bench, serve
 from cache.contenders import Contender, Tree
-from cache.timing import Figure
+from cache.timing import Figure, figures
 
 from radixserve.arrays import IntArray
-
-Fill = Callable[[Tree], None]
 
 
 def footprint(bench: Bench) -> Iterator[Figure]:
@@ -28,50 +26,42 @@ def footprint(bench: Bench) -> Iterator[Figure]:
     said = bench.tokens(sizes.sessions, sizes.turns * TURN)
     leaves = min(10_000, sizes.leaves[-1])
     rows = bench.tokens(leaves, LEAF, vocab=2**31 - 1)
-
-    def plant(tree: Tree) -> None:
-        serve(tree, rows)
-
-    def talk(tree: Tree) -> None:
-        for length in range(TURN, said.shape[1] + 1, TURN):
-            serve(tree, (row[:length] for row in said))
-
+    turns = [row[:length] for length in range(TURN, said.shape[1] + 1, TURN) for row in said]
     for contender in bench.contenders:
-        yield from _kept(contender, "chat", f"{sizes.sessions} chats of C", said, talk)
+        yield from _kept(contender, "chat", f"{sizes.sessions} chats of C", said, turns)
         if leaves <= contender.max_leaves:
-            yield from _kept(contender, "leaves", f"{leaves:,} leaves of E", rows, plant)
+            yield from _kept(contender, "leaves", f"{leaves:,} leaves of E", rows, rows)
 
 
 def _kept(
-    contender: Contender, name: str, what: str, branches: IntArray, fill: Fill
+    contender: Contender, name: str, what: str, branches: IntArray, prompts: Iterable[IntArray]
 ) -> Iterator[Figure]:
-    """`fill` puts `branches` into the cache."""
-    lengths = [branches.shape[1]] * len(branches)
+    """Serving the `prompts` puts the `branches` into the cache."""
     measure = _native_bytes if contender.is_native else _python_bytes
-    tree, size = measure(lambda: contender.tree(*lengths), fill)
+    tree, size = measure(lambda: contender.tree(*map(len, branches)), prompts)
     held = sum(tree.lookup(tree.prompt(np.append(row, row[:1]))) for row in branches)
     for unit, count in (("token", held), ("node", tree.num_nodes())):
         if count:
-            title = f"a {unit}, {what}"
-            yield Figure.of(f"F.{name}.{unit}", title, contender.name, [size / count], "bytes")
+            each = {contender.name: [size / count]}
+            yield from figures(f"F.{name}.{unit}", f"a {unit}, {what}", each, "bytes")
 
 
-def _python_bytes(make: Callable[[], Tree], fill: Fill) -> tuple[Tree, int]:
+def _python_bytes(make: Callable[[], Tree], prompts: Iterable[IntArray]) -> tuple[Tree, int]:
     gc.collect()
     tracemalloc.start()
     tree = make()
-    fill(tree)
+    serve(tree, prompts)
     gc.collect()
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return tree, size + tree.hidden_bytes()
 
 
-def _native_bytes(make: Callable[[], Tree], fill: Fill) -> tuple[Tree, int]:
+def _native_bytes(make: Callable[[], Tree], prompts: Iterable[IntArray]) -> tuple[Tree, int]:
     tree = make()
     gc.collect()
     before = _malloced()
-    fill(tree)
+    serve(tree, prompts)
     gc.collect()
     return tree, _malloced() - before
 
@@ -79,13 +69,8 @@ def _native_bytes(make: Callable[[], Tree], fill: Fill) -> tuple[Tree, int]:
 class _MallInfo(ctypes.Structure):
     """`struct mallinfo2` of the GNU C library, 2.33 and later."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks"),
-            *("uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES.split()]
 
 
 def _malloced() -> int:

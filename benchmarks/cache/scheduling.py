@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from cache.cases import Bench
 from cache.contenders import Contender, PagedTree
-from cache.timing import Figure, micros
+from cache.timing import Figure, Samples, figures, micros
 
 from radixserve.arrays import IntArray
 from radixserve.request import Request, SamplingParams
@@ -23,9 +23,16 @@ HEAD = 1_024  # tokens that all prompts begin with
 CHUNK = 256  # tokens of a commit
 ROOM = PROMPT // 2  # tokens that are free or evictable: no waiting request fits
 
+LINES = {  # by name: what is timed
+    "add": "their arrival, all together",
+    "first": "the first pass",
+    "same": "nothing changed",
+    "commit": "a chunk of one committed",
+    "evict": "a page of one evicted",
+    "arrival": "one more",
+    "admit": "the running one has ended",
+}
 _DRAWN = SampleOutput(5, None, ())
-
-Samples = dict[str, list[float]]
 
 
 def scheduling_pass(bench: Bench) -> Iterator[Figure]:
@@ -36,23 +43,13 @@ def scheduling_pass(bench: Bench) -> Iterator[Figure]:
         for contender in able:
             samples = _samples(bench, contender, prompts, waiting)
             for name, values in samples.items():
-                what = f"{waiting:,} waiting, {_WHAT[name]}"
-                yield Figure.of(f"I.{name}.{waiting}", what, contender.name, values)
-
-
-_WHAT = {
-    "add": "their arrival, all together",
-    "first": "the first pass",
-    "same": "nothing changed",
-    "commit": "a chunk of one committed",
-    "evict": "a page of one evicted",
-    "arrival": "one more",
-    "admit": "the running one has ended",
-}
+                what = f"{waiting:,} waiting, {LINES[name]}"
+                yield from figures(f"I.{name}.{waiting}", what, {contender.name: values})
 
 
 def _samples(bench: Bench, contender: Contender, prompts: IntArray, waiting: int) -> Samples:
-    samples: Samples = {name: [] for name in _WHAT}
+    """By line."""
+    samples: Samples = {name: [] for name in LINES}
     for _ in range(bench.sizes.repeats):
         queue = _Queue(contender, prompts, waiting)
         samples["add"].append(queue.arrive(waiting))

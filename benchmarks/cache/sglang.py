@@ -14,6 +14,10 @@ a request that is prefilled in one chunk and ends: `match_prefix`, `lock`, `pref
 a row, `alloc_token_slots` (which evicts when short), the row written, then what `release_kv_cache`
 does: `checkpoint`, `free_kv_row`, `unlock`, the row back. One publication a request, where its
 scheduler makes two (after the prefill and at the end), and none of the batch's tensors.
+
+`SGLangCore` is the same Rust tree and allocator without that scheduler path: only what a tree
+must do for a request, by the binding's own calls, so that nothing of the comparison is the price of
+the Python around it.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from radixserve.arrays import IntArray
 
 _UNUSED = (  # asked for by its import, never called by its tree
     *("aiohttp", "compressed_tensors", "gguf", "IPython", "openai", "orjson"),
-    *("partial_json_parser", "psutil", "pybase64", "requests", "sentencepiece", "starlette"),
-    *("torchvision", "tvm_ffi", "zmq"),
+    *("partial_json_parser", "psutil", "pybase64", "requests", "sentencepiece", "sniffio"),
+    *("starlette", "torchvision", "tvm_ffi", "zmq"),
 )
 _LONGEST = 160_000  # tokens of a request
 
@@ -42,9 +46,9 @@ class SGLang:
             warnings.simplefilter("ignore")
             import torch
             from sglang.srt.managers.schedule_batch import ReqKvInfo
-            from sglang.srt.mem_cache import base_prefix_cache
             from sglang.srt.mem_cache.allocation import alloc_token_slots
             from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+            from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
             from sglang.srt.mem_cache.cache_init_params import CacheInitParams
             from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
             from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -52,38 +56,34 @@ class SGLang:
             from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
             from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
         torch.set_num_threads(1)
-        self.torch = torch
-        self.record = ReqKvInfo
-        self.key = RadixKey
-        self.match_params = base_prefix_cache.MatchPrefixParams
-        self.evict_params = base_prefix_cache.EvictParams
-        self.alloc = alloc_token_slots
-        self.rust_core = RustUnifiedTreeCore
-        self._allocator = TokenToKVPoolAllocator
-        self._rows = ReqToTokenPool
-        self._params = CacheInitParams
-        self._components = (ComponentType.FULL,)
-        self._cache = UnifiedRadixCache
+        self.torch, self.record, self.key = torch, ReqKvInfo, RadixKey
+        self.match_params, self.evict_params = MatchPrefixParams, EvictParams
+        self.alloc, self.rust_core = alloc_token_slots, RustUnifiedTreeCore
+
+        def build(core: str, num_pages: int) -> Any:
+            slots = TokenToKVPoolAllocator(num_pages, torch.float16, "cpu", None, need_sort=False)
+            params = CacheInitParams(
+                disable=False,
+                req_to_token_pool=ReqToTokenPool(2, _LONGEST, "cpu", enable_memory_saver=False),
+                token_to_kv_pool_allocator=slots,
+                page_size=1,
+                tree_components=(ComponentType.FULL,),
+                tree_core_backend=core,
+            )
+            return UnifiedRadixCache(params)
+
+        self._build = build
 
     def rust_tree(self, num_pages: int) -> SGLangTree:
         tree = SGLangTree(self, self._build("rust", num_pages))
         assert isinstance(tree.cache.tree_core, self.rust_core), "SGLang fell back to Python"
         return tree
 
+    def core_tree(self, num_pages: int) -> SGLangCore:
+        return SGLangCore(self, self._build("rust", num_pages))
+
     def python_tree(self, num_pages: int) -> SGLangTree:
         return SGLangTree(self, self._build("python", num_pages))
-
-    def _build(self, core: str, num_pages: int) -> Any:
-        slots = self._allocator(num_pages, self.torch.float16, "cpu", None, need_sort=False)
-        params = self._params(
-            disable=False,
-            req_to_token_pool=self._rows(2, _LONGEST, "cpu", enable_memory_saver=False),
-            token_to_kv_pool_allocator=slots,
-            page_size=1,
-            tree_components=self._components,
-            tree_core_backend=core,
-        )
-        return self._cache(params)
 
 
 class _Request:
@@ -142,10 +142,8 @@ class SGLangTree:
         return int(self.cache.evict(params).num_tokens_evicted)
 
     def num_nodes(self) -> int:
-        core = self.cache.tree_core
-        if isinstance(core, self._engine.rust_core):
-            return 0  # not told
-        return len(self._nodes())
+        is_rust = isinstance(self.cache.tree_core, self._engine.rust_core)
+        return 0 if is_rust else len(self._nodes())  # the Rust core does not tell
 
     def hidden_bytes(self) -> int:
         """The storages of the page ids of each node: torch allocates past tracemalloc."""
@@ -172,3 +170,76 @@ class SGLangTree:
             found += children
             stack += children
         return found
+
+
+class SGLangCore(SGLangTree):
+    """The Rust tree by its binding: match, lock, room, insert, unlock."""
+
+    def __init__(self, engine: SGLang, cache: Any) -> None:
+        super().__init__(engine, cache)
+        self._core = cache.tree_core
+        self._tree = self._core._binding
+        self._make = self._core._bindings
+        self._slots = cache.token_to_kv_pool_allocator
+        self._root = self._core.root_node_handle()
+
+    def lookup(self, prompt: array[int]) -> int:
+        return int(self._match(prompt).device_prefix_len)
+
+    def take(self, prompt: array[int]) -> None:
+        node = self._match(prompt).last_device_node_id
+        self._tree.inc_lock_ref(node, [])
+        self._tree.collect_full_device_indices(node, self._root)
+        self._unlock(node)
+
+    def request(self, prompt: array[int]) -> None:
+        tree, match = self._tree, self._match(prompt)
+        node, found = match.last_device_node_id, match.device_prefix_len
+        tree.inc_lock_ref(node, [])
+        prefix = tree.collect_full_device_indices(node, self._root)
+        wanted = len(prompt) - found
+        slots = self._slots.alloc(wanted)
+        if slots is None:
+            self.evict(wanted - self._slots.available_size())
+            slots = self._slots.alloc(wanted)
+        pages = self._engine.torch.cat((prefix, slots))
+        step = tree.begin_insert(
+            self._make.InsertParamsBinding(
+                key=prompt,
+                value=pages,
+                extra_key=None,
+                cache_salt=None,
+                session_id=None,
+                mamba_value=None,
+                prev_prefix_len=found,
+                swa_evicted_seqlen=0,
+                swa_branching_seqlen=None,
+                inserted_len=0,
+                priority=0,
+                track_adopted_ranges=False,
+                rotation_base=None,
+            )
+        )
+        while step.result is None:
+            self._apply(step.actions)
+            step = tree.resume_insert()
+        self._apply(step.actions)
+        self._apply(tree.end_insert())
+        self._unlock(node)
+
+    def _match(self, prompt: array[int]) -> Any:
+        key = self._make.MatchParamsBinding(key=prompt[:-1], extra_key=None, cache_salt=None)
+        return self._tree.match_prefix(key)
+
+    def _apply(self, actions: Any) -> None:
+        if actions:
+            self.cache._apply_cache_actions(self._core._cache_actions_from_tagged(actions))
+
+    def _unlock(self, node: Any) -> None:
+        params = self._make.DecLockRefParamsBinding(
+            node_id=node,
+            skipped_lock_components=[],
+            component_lock_uuids={},
+            component_host_lock_uuids={},
+        )
+        self._tree.dec_lock_ref(node, params, False)

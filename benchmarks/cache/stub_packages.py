@@ -21,20 +21,16 @@ class _Anything(type):
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_: Any) -> Any:
         return super().__new__(cls, name, bases, body)
 
-    def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **_: Any) -> None:
-        super().__init__(name, bases, body)
+    def __init__(cls, *_: Any, **__: Any) -> None:
+        pass
 
     def __getattr__(cls, name: str) -> Any:
         return _attribute(name)
 
-    def __getitem__(cls, _: Any) -> Any:
+    def _itself(cls, _: Any) -> Any:
         return cls
 
-    def __or__(cls, _: Any) -> Any:
-        return cls
-
-    def __ror__(cls, _: Any) -> Any:
-        return cls
+    __getitem__ = __or__ = __ror__ = _itself
 
 
 class Nothing(metaclass=_Anything):
@@ -74,9 +70,8 @@ class _Finder(MetaPathFinder, Loader):
         self._names = names
 
     def find_spec(self, name: str, _path: Any, _target: Any = None) -> ModuleSpec | None:
-        if name.split(".")[0] not in self._names:
-            return None
-        return ModuleSpec(name, self, is_package=True)
+        is_known = name.split(".")[0] in self._names
+        return ModuleSpec(name, self, is_package=True) if is_known else None
 
     def exec_module(self, module: ModuleType) -> None:
         module.__version__ = "0"  # type: ignore[attr-defined]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 Operation = Callable[[], object]
+Samples = dict[str, list[float]]  # by contender
 
 _SAMPLE_US = 2_000.0  # a sample repeats short operations for about so long
 _MAX_CALLS = 200
@@ -30,10 +31,12 @@ class Figure:
     low: float
     high: float
 
-    @staticmethod
-    def of(key: str, what: str, contender: str, samples: list[float], unit: str = "us") -> Figure:
-        middle = statistics.median(samples)
-        return Figure(key, what, contender, middle, unit, min(samples), max(samples))
+
+def figures(key: str, what: str, samples: Samples, unit: str = "us") -> Iterator[Figure]:
+    """One for each contender."""
+    for name, values in samples.items():
+        middle = statistics.median(values)
+        yield Figure(key, what, name, middle, unit, min(values), max(values))
 
 
 def micros(operation: Operation, calls: int = 1) -> float:
@@ -46,17 +49,15 @@ def micros(operation: Operation, calls: int = 1) -> float:
 
 def interleaved(
     key: str, what: str, operations: Mapping[str, Operation], repeats: int
-) -> list[Figure]:
+) -> Iterator[Figure]:
     """Each contender's operation, all of them once a round, so that noise of the machine reaches
-    all of them alike. Each is called once before."""
-    calls = {name: _num_calls(operation) for name, operation in operations.items()}
-    samples: dict[str, list[float]] = {name: [] for name in operations}
+    all of them alike. Each is called twice before."""
+    calls = {}
+    for name, operation in operations.items():
+        operation()
+        calls[name] = int(min(_MAX_CALLS, max(1.0, _SAMPLE_US / max(micros(operation), 0.1))))
+    samples: Samples = {name: [] for name in operations}
     for _ in range(repeats):
         for name, operation in operations.items():
             samples[name].append(micros(operation, calls[name]))
-    return [Figure.of(key, what, name, values) for name, values in samples.items()]
-
-
-def _num_calls(operation: Operation) -> int:
-    operation()
-    return int(min(_MAX_CALLS, max(1.0, _SAMPLE_US / max(micros(operation), 0.1))))
+    yield from figures(key, what, samples)

@@ -1,18 +1,27 @@
 """The engines behind one small interface, and how each is opened.
 
 radix, hash, off   radixserve's `Runtime` with that cache (hash: blocks of 16 tokens)
+wrapped            radix, on transformers' modelling code instead of the native decoder
 transformers       `generate` on a batch padded on the left; sequential: on one prompt
 copied             `generate` on copies of a cache that holds the shared prefix; in chats, on
                    the session's own cache: what an application does by hand
 continuous         transformers' continuous batching with its prefix cache
+llama.cpp          its server, started by `Setup.command`; only for bench_model.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from harness.workloads import Workload
+
+Prompts = list[list[int]]
+_CACHES = ("radix", "hash", "off")
+NAMES = (*_CACHES, "transformers", "copied", "continuous", "wrapped")
+DEFAULT = NAMES[:-1]
 
 
 @dataclass(frozen=True)
@@ -26,16 +35,16 @@ class Answer:
 
 
 class Engine(Protocol):
-    """One engine with a model loaded.
+    """One engine with a model loaded. Some also have `sample`, `beam_search` and `chat`.
 
-    `num_computed`: prompt tokens computed since `reset`, padding included.
+    `num_computed`: prompt tokens computed since `reset`, padding included. `pid`: of the process
+    that computes.
     """
 
     num_computed: int
+    pid: int
 
-    def serve(
-        self, prompts: list[list[int]], sessions: Sequence[int], num_new: int
-    ) -> list[Answer]:
+    def serve(self, prompts: Prompts, sessions: Sequence[int], num_new: int) -> list[Answer]:
         """Answer prompts that are sent at the same moment, each of one session."""
 
     def reset(self) -> None:
@@ -48,24 +57,15 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class Work(Protocol):
-    """What an engine is asked; the properties are the room that it needs for that."""
+@dataclass(frozen=True)
+class Work:
+    """What an engine is asked, and the room that it needs for that."""
 
-    @property
-    def num_requests(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def run(self, engine: Any) -> list[Answer]:
-        """Ask it; the engine has what this work calls, beside `Engine`."""
-
-    def warm_up(self) -> Work:
-        """Other work of this kind."""
-
-
-class Unavailable(Exception):
-    """This engine cannot run here; the message says why."""
+    run: Callable[[Any], list[Answer]]  # asks an engine
+    warm_up: Callable[[Any], list[Answer]]  # other work of this kind
+    num_requests: int
+    num_tokens: int
+    workload: Workload | None = None  # what `copied` knows of the prompts
 
 
 @dataclass(frozen=True)
@@ -74,21 +74,29 @@ class Setup:
 
     folder: Path  # the checkpoint
     dtype: str
-    work: Any  # a Work
+    work: Work  # what it warms up on and has room for
+    command: tuple[str, ...] = ()  # starts an engine that is a program of its own
+
+
+class Unavailable(Exception):
+    """This engine cannot run here; the message says why."""
 
 
 def open_engine(name: str, setup: Setup) -> Engine:
     """Load the model. Raises Unavailable. Imports only what this engine needs."""
+    if name == "llama.cpp":
+        from engine.llama import LlamaServer
+
+        return LlamaServer(setup)
     if name in _CACHES:
         from engine.runtime_engine import RuntimeEngine
 
         return RuntimeEngine.open(setup, name)
+    if name == "wrapped":
+        from engine.runtime_engine import RuntimeEngine
+
+        return RuntimeEngine.open(setup, "radix", model_impl="transformers")
     from engine import transformers_engines as peers
 
-    if name == "continuous":
-        return peers.Continuous(setup)
-    return peers.Copied(setup) if name == "copied" else peers.Generate(setup)
-
-
-_CACHES = ("radix", "hash", "off")
-NAMES = (*_CACHES, "transformers", "copied", "continuous")
+    kinds = {"transformers": peers.Generate, "copied": peers.Copied, "continuous": peers.Continuous}
+    return kinds[name](setup)

@@ -7,11 +7,12 @@ so that other processes on the machine disturb them little; the best of many sam
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+import timeit
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from harness.shapes import Shape
-from harness.workloads import IdealRound, Workload, ideal_rounds
+from harness.workloads import Workload, ideal_rounds
 
 PREFILL_ROWS = 512  # tokens in the products whose rate is measured
 _SAMPLE_S = 0.02
@@ -24,13 +25,12 @@ class Limits:
     flops: dict[str, float]  # FLOP a CPU second, by routine
     bandwidth: dict[str, float]  # bytes read and written a CPU second, by working set
 
-    @property
-    def best_flops(self) -> float:
-        return max(self.flops.values())
-
-    @property
-    def best_bandwidth(self) -> float:
-        return max(self.bandwidth.values())
+    def __str__(self) -> str:
+        flops, copied = (
+            ", ".join(f"{name} {value / 1e9:,.0f}" for name, value in each.items())
+            for each in (self.flops, self.bandwidth)
+        )
+        return f"limits: products {flops} GFLOP/s; copies {copied} GB/s, read and written"
 
 
 @dataclass(frozen=True)
@@ -61,64 +61,49 @@ def measure_limits(shape: Shape, dtype: str, num_samples: int) -> Limits:
                 reads whole; `memory`: 512 MiB, beyond any cache.
     """
     import torch
-
-    torch_dtype = getattr(torch, dtype)
-    shapes = (*shape.projections.values(), (shape.vocab, shape.hidden))
-    work = sum(2 * PREFILL_ROWS * n * k for n, k in shapes)
-    with torch.inference_mode():
-        flops = {}
-        for name, prepare in _routines().items():
-            seconds = 0.0
-            for n, k in shapes:
-                x = torch.randn(PREFILL_ROWS, k).to(torch_dtype)
-                seconds += best_time(prepare(x, torch.randn(n, k).to(torch_dtype)), num_samples)
-            flops[name] = work / seconds
-        weights = (shape.layer_weights + shape.head_weights) * torch_dtype.itemsize
-        sizes = {"weights": weights, "memory": 512 << 20}
-        bandwidth = {
-            name: size / best_time(_copy(size), num_samples) for name, size in sizes.items()
-        }
-    return Limits(flops, bandwidth)
-
-
-def _routines() -> dict[str, Callable[..., Callable[[], object]]]:
-    import torch
     import torch.nn.functional as F
+
+    def linear(x: torch.Tensor, w: torch.Tensor) -> Callable[[], object]:
+        return lambda: F.linear(x, w)
 
     def packed(x: torch.Tensor, w: torch.Tensor) -> Callable[[], object]:
         weight = torch.ops.mkldnn._reorder_linear_weight(w, PREFILL_ROWS)
         return lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
-    routines: dict[str, Callable[..., Callable[[], object]]] = {
-        "linear": lambda x, w: lambda: F.linear(x, w)
-    }
+    def copy(num_bytes: int) -> Callable[[], object]:
+        source, target = torch.zeros(2, num_bytes // 2, dtype=torch.uint8).add_(1).unbind()
+        return lambda: target.copy_(source)
+
+    routines = {"linear": linear}
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         routines["packed"] = packed
-    return routines
-
-
-def _copy(num_bytes: int) -> Callable[[], object]:
-    """Half of `num_bytes` is read, half is written."""
-    import torch
-
-    source, target = torch.zeros(2, num_bytes // 2, dtype=torch.uint8).add_(1).unbind()
-    return lambda: target.copy_(source)
+    torch_dtype = getattr(torch, dtype)
+    shapes = (*shape.projections.values(), (shape.vocab, shape.hidden))
+    work = sum(2 * PREFILL_ROWS * n * k for n, k in shapes)
+    weights = (shape.layer_weights + shape.head_weights) * torch_dtype.itemsize
+    with torch.inference_mode():
+        flops = {}
+        for name, prepare in routines.items():
+            seconds = 0.0
+            for n, k in shapes:
+                x = torch.randn(PREFILL_ROWS, k).to(torch_dtype)
+                seconds += best_time(prepare(x, torch.randn(n, k).to(torch_dtype)), num_samples)
+            flops[name] = work / seconds
+        sizes = {"weights": weights, "memory": 512 << 20}
+        bandwidth = {
+            name: size / best_time(copy(size), num_samples) for name, size in sizes.items()
+        }
+    return Limits(flops, bandwidth)
 
 
 def best_time(operation: Callable[[], object], num_samples: int) -> float:
     """Least CPU seconds of one call, over samples long enough for the clock."""
-    operation()
+    timer = timeit.Timer(operation, timer=time.process_time)
+    timer.timeit(1)
     calls = 1
-    while (spent := _spent(operation, calls)) < _SAMPLE_S:
+    while (spent := timer.timeit(calls)) < _SAMPLE_S:
         calls *= 2
-    return min(spent, *(_spent(operation, calls) for _ in range(num_samples))) / calls
-
-
-def _spent(operation: Callable[[], object], calls: int) -> float:
-    start = time.process_time()
-    for _ in range(calls):
-        operation()
-    return time.process_time() - start
+    return min(spent, *timer.repeat(num_samples, calls)) / calls
 
 
 def find_floor(
@@ -140,30 +125,25 @@ def find_floor(
     """
     number_bytes = 2 if dtype == "bfloat16" else 4
     weights = shape.layer_weights + shape.head_weights
+    flops, bandwidth = max(limits.flops.values()), max(limits.bandwidth.values())
 
     def prefill_s(start: int, end: int) -> float:
         keys = (end * (end + 1) - start * (start + 1)) // 2
         work = 2 * shape.layer_weights * (end - start) + shape.score_flops * keys
-        return (work + 2 * shape.head_weights) / limits.best_flops
+        return (work + 2 * shape.head_weights) / flops
 
-    def step_s(lengths: Iterable[int], num_distinct: int) -> float:
+    def step_s(lengths: list[int], num_distinct: int) -> float:
         work = sum(2 * weights + shape.score_flops * length for length in lengths)
         read = number_bytes * (weights + num_distinct * shape.kv_elements)
-        return max(work / limits.best_flops, read / limits.best_bandwidth)
+        return max(work / flops, read / bandwidth)
 
-    def decode_s(ideal: IdealRound) -> float:
-        prompts = [one.prompt for one in ideal.requests]
+    num_prefilled, prefill, decode = 0, 0.0, 0.0
+    for ideal in ideal_rounds(workload):
+        prompts = [prompt for _, prompt in ideal.requests]
+        num_prefilled += sum(prompt - cached for cached, prompt in ideal.requests)
+        prefill += sum(prefill_s(*one) for one in ideal.requests)
         groups = [(prompts, ideal.num_distinct)] if burst else [([n], n) for n in prompts]
-        return sum(
-            step_s([n + step for n in lengths], distinct + step * len(lengths))
-            for lengths, distinct in groups
-            for step in range(1, workload.num_new)
-        )
-
-    rounds = ideal_rounds(workload)
-    requests = [one for ideal in rounds for one in ideal.requests]
-    return Floor(
-        num_prefilled=sum(one.computed for one in requests),
-        prefill_s=sum(prefill_s(one.cached, one.prompt) for one in requests),
-        decode_s=sum(map(decode_s, rounds)),
-    )
+        for lengths, distinct in groups:
+            for step in range(1, workload.num_new):
+                decode += step_s([n + step for n in lengths], distinct + step * len(lengths))
+    return Floor(num_prefilled, prefill, decode)

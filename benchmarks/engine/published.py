@@ -7,8 +7,6 @@ what runs here is measured in the same run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 _PUBLISHED: dict[tuple[str, str], dict[str, dict[str, tuple[float, ...]]]] = {
     ("tiny", "float32"): {
         "burst": {
@@ -42,15 +40,9 @@ _PUBLISHED: dict[tuple[str, str], dict[str, dict[str, tuple[float, ...]]]] = {
 _ORDER = ("W1", "W2", "W3", "W4", "W5")
 
 
-@dataclass(frozen=True)
-class Published:
-    engine: str
-    cpu_s: float
-
-
-def published(model: str, dtype: str, workload: str, arrival: str) -> list[Published]:
-    """The figures of a case, best first; none where it was not measured."""
+def published(model: str, dtype: str, workload: str, arrival: str) -> dict[str, float]:
+    """CPU seconds by engine, best first; none where the case was not measured."""
     at = _ORDER.index(workload)
     rows = _PUBLISHED.get((model, dtype), {}).get(arrival, {})
-    found = [Published(engine, row[at]) for engine, row in rows.items() if at < len(row)]
-    return sorted(found, key=lambda one: one.cpu_s)
+    found = {engine: row[at] for engine, row in rows.items() if at < len(row)}
+    return dict(sorted(found.items(), key=lambda one: one[1]))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from engine.base import Answer, Setup, Unavailable
+from engine.base import Answer, Prompts, Setup, Unavailable
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -37,19 +38,15 @@ class TransformersEngine:
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         dtype = getattr(torch, setup.dtype)
-        self._work = setup.work
         self._model = AutoModelForCausalLM.from_pretrained(setup.folder, dtype=dtype).eval()
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = PAD
         self._model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self.num_computed = 0
+        self._work, self._workload = setup.work, setup.work.workload
+        self.num_computed, self.pid = 0, os.getpid()
 
     def _count(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_computed += (args[0] if args else kwargs["input_ids"]).numel()
-
-    def _leave_out(self, num_requests: int, num_new: int) -> None:
-        """Tokens decoded are no prompt tokens."""
-        self.num_computed -= num_requests * (num_new - 1)
 
     def reset(self) -> None:
         self.num_computed = 0
@@ -66,7 +63,7 @@ class _FirstToken(StoppingCriteria):
 
     at: float | None = None
 
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:  # noqa: ARG002
+    def __call__(self, input_ids: Any, _scores: Any, **_: Any) -> Any:
         if self.at is None:
             self.at = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
@@ -75,51 +72,41 @@ class _FirstToken(StoppingCriteria):
 class Generate(TransformersEngine):
     """`generate` as it is: every prompt is computed whole."""
 
-    def serve(
-        self, prompts: list[list[int]], sessions: Sequence[int], num_new: int
-    ) -> list[Answer]:
+    def serve(self, prompts: Prompts, sessions: Sequence[int], num_new: int) -> list[Answer]:
         start, first = time.perf_counter(), _FirstToken()
-        ids, mask = pad_left(prompts)
-        out = self._generate(
-            ids,
-            num_new,
-            attention_mask=mask,
-            past_key_values=self._take_cache(prompts, sessions),
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([first]),
-        )
+        cache = self._take_cache(prompts, sessions)
+        how = {"do_sample": False, "stopping_criteria": StoppingCriteriaList([first])}
+        rows, out = self._generate(prompts, num_new, len(prompts), past_key_values=cache, **how)
         self._keep_cache(out.past_key_values, sessions)
-        self._leave_out(len(prompts), num_new)
         assert first.at is not None
-        rows = out.sequences[:, ids.shape[1] :].tolist()
         return [Answer(row, first.at - start) for row in rows]
 
-    def sample(self, prompt: list[int], count: int, num_new: int) -> list[Answer]:
+    def sample(self, prompt: Sequence[int], count: int, num_new: int) -> list[Answer]:
+        torch.manual_seed(0)
         how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        rows, _ = self._many(prompt, count, num_new, **how)
+        rows, _ = self._generate([prompt], num_new, count, num_return_sequences=count, **how)
         return [Answer(row) for row in rows]
 
-    def beam_search(self, prompt: list[int], width: int, num_new: int) -> list[Answer]:
-        rows, scores = self._many(prompt, width, num_new, do_sample=False, num_beams=width)
-        return [Answer(row, score=score) for row, score in zip(rows, scores.tolist(), strict=True)]
+    def beam_search(self, prompt: Sequence[int], width: int, num_new: int) -> list[Answer]:
+        how = {"do_sample": False, "num_beams": width, "num_return_sequences": width}
+        rows, out = self._generate([prompt], num_new, width, output_scores=True, **how)
+        pairs = zip(rows, out.sequences_scores.tolist(), strict=True)
+        return [Answer(row, score=score) for row, score in pairs]
 
-    def _many(self, prompt: list[int], count: int, num_new: int, **how: Any) -> tuple[Any, Any]:
-        """`count` answers to one prompt, and the scores of beams."""
-        torch.manual_seed(0)
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        how = {"attention_mask": mask, "num_return_sequences": count, "output_scores": True, **how}
-        out = self._generate(ids, num_new, **how)
-        self._leave_out(count, num_new)
-        return out.sequences[:, len(prompt) :].tolist(), getattr(out, "sequences_scores", None)
-
-    def _generate(self, ids: torch.Tensor, num_new: int, **how: Any) -> Any:
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], num_new: int, num_rows: int, **how: Any
+    ) -> tuple[list[list[int]], Any]:
+        """The new tokens of each of `num_rows` rows, and all that `generate` returns."""
+        longest = max(map(len, prompts))  # padding first
+        ids = torch.tensor([[PAD] * (longest - len(row)) + list(row) for row in prompts])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
+        how = {"attention_mask": mask, "return_dict_in_generate": True, **how}
         with torch.inference_mode():
-            return self._model.generate(
-                ids, max_new_tokens=num_new, return_dict_in_generate=True, **how
-            )
+            out = self._model.generate(ids, max_new_tokens=num_new, **how)
+        self.num_computed -= num_rows * (num_new - 1)  # tokens decoded are no prompt tokens
+        return out.sequences[:, longest:].tolist(), out
 
-    def _take_cache(self, prompts: list[list[int]], sessions: Sequence[int]) -> Any:  # noqa: ARG002
+    def _take_cache(self, prompts: Prompts, sessions: Sequence[int]) -> Any:  # noqa: ARG002
         """The part of these prompts that is computed already."""
         return None
 
@@ -127,38 +114,25 @@ class Generate(TransformersEngine):
         """Called with the cache after `generate`."""
 
 
-def pad_left(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, n] with padding first, and their attention mask."""
-    longest = max(map(len, prompts))
-    ids = [[PAD] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids), torch.tensor(mask)
-
-
 class Copied(Generate):
     """`generate` with caches that the application keeps: it knows what its prompts share."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._workload = setup.work.workload
         self._prefix: DynamicCache | None = None
         self._caches: dict[tuple[int, ...], DynamicCache] = {}  # of sessions that go on, batched
 
-    def _take_cache(self, prompts: list[list[int]], sessions: Sequence[int]) -> Any:
+    def _take_cache(self, prompts: Prompts, sessions: Sequence[int]) -> Any:
         if not self._workload.num_shared:
             return self._caches.pop(tuple(sessions), None)
         if self._prefix is None:
-            self._prefix = self._prefill(prompts[0][: self._workload.num_shared])
+            shared = torch.tensor([prompts[0][: self._workload.num_shared]])
+            self._prefix = DynamicCache(config=self._model.config)
+            with torch.inference_mode():
+                self._model(shared, past_key_values=self._prefix, logits_to_keep=1)
         cache = copy.deepcopy(self._prefix)
         if len(prompts) > 1:
             cache.batch_repeat_interleave(len(prompts))
-        return cache
-
-    def _prefill(self, prompt: list[int]) -> DynamicCache:
-        """The keys and values of `prompt`."""
-        cache = DynamicCache(config=self._model.config)
-        with torch.inference_mode():
-            self._model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)
         return cache
 
     def _keep_cache(self, cache: DynamicCache, sessions: Sequence[int]) -> None:
@@ -177,30 +151,23 @@ class Continuous(TransformersEngine):
     def __init__(self, setup: Setup) -> None:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         super().__init__(setup)
+        num_new = self._workload.num_new
         num_blocks = self._work.num_tokens // _BLOCK + 2 * self._work.num_requests
         self._settings = ContinuousBatchingConfig(
             page_size=_BLOCK, num_blocks=num_blocks, max_batch_tokens=_BATCH_TOKENS
         )
         self._config = GenerationConfig(
-            max_new_tokens=self._work.workload.num_new,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=PAD,
+            max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=PAD
         )
         self._stack = contextlib.ExitStack()
         try:
             self.reset()
-            self.serve([[1, 2, 3]], [0], self._work.workload.num_new)
+            self.serve([[1, 2, 3]], [0], num_new)
         except Exception as error:
             self.close()
             raise Unavailable(f"continuous batching cannot run: {error!r}") from error
 
-    def serve(
-        self,
-        prompts: list[list[int]],
-        sessions: Sequence[int],  # noqa: ARG002
-        num_new: int,
-    ) -> list[Answer]:
+    def serve(self, prompts: Prompts, _sessions: Sequence[int], num_new: int) -> list[Answer]:
         start = time.perf_counter()
         names = self._manager.add_requests(prompts, max_new_tokens=num_new, record_timestamps=True)
         done: dict[str, Any] = {}
@@ -212,7 +179,7 @@ class Continuous(TransformersEngine):
                 if result.error is not None:
                     raise RuntimeError(result.error)
                 done[result.request_id] = result
-        self._leave_out(len(names), num_new)
+        self.num_computed -= len(names) * (num_new - 1)
         outs = [done[name] for name in names]
         return [Answer(out.generated_tokens, out.timestamps[0] - start) for out in outs]
 

@@ -1,4 +1,4 @@
-"""Runs engines on the same work, each in a process of its own, in turns.
+"""Runs engines on the same work, each in a process of its own.
 
 The processes of a case are open together and take turns, one run at a time, so that noise of the
 machine reaches all of them alike. Every run begins with nothing cached.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from statistics import median
-from typing import Any
+from functools import partial
+from statistics import fmean, median
 
-from engine.base import Answer, Engine, Setup, Unavailable, open_engine
-from harness.machine import read_status, reset_peak
-from harness.processes import Child, Processes
+from engine.base import Answer, Engine, Setup, Unavailable, Work, open_engine
+from harness.machine import cpu_s, read_status, reset_peak
+from harness.processes import Processes, take_turns
 
 
 @dataclass(frozen=True)
@@ -40,78 +41,96 @@ class Record:
 
     @property
     def outputs(self) -> list[list[int]]:
+        """Of the first run."""
         return [answer.token_ids for answer in self.samples[0].answers]
 
     @property
+    def num_computed(self) -> int:
+        return int(self.median(lambda sample: sample.num_computed))
+
+    @property
     def cpu_s(self) -> float:
-        return median(sample.cpu_s for sample in self.samples)
+        return self.median(lambda sample: sample.cpu_s)
 
     @property
     def wall_s(self) -> float:
-        return median(sample.wall_s for sample in self.samples)
+        return self.median(lambda sample: sample.wall_s)
 
     @property
-    def num_computed(self) -> int:
-        return int(median(sample.num_computed for sample in self.samples))
+    def first_s(self) -> float:
+        """Mean time to the first token."""
+        return self.median(lambda sample: fmean(answer.first_s for answer in sample.answers))
 
     @property
     def peak_bytes(self) -> int | None:
         peaks = [sample.peak_bytes for sample in self.samples if sample.peak_bytes is not None]
         return max(peaks, default=None)
 
+    @property
+    def peak_mib(self) -> int | None:
+        return None if self.peak_bytes is None else round(self.peak_bytes / 2**20)
 
-def take_turns(
-    processes: Processes, engines: Mapping[str, str], setup: Setup, repeats: int
+    def median(self, figure: Callable[[Sample], float]) -> float:
+        return median(map(figure, self.samples))
+
+
+def run_engines(
+    processes: Processes, engines: Mapping[str, str], setup: Setup, works: Sequence[Work]
 ) -> tuple[dict[str, Record], dict[str, str]]:
-    """Open all, warm up, run. `engines`: the name in `open_engine` of each label.
+    """Open all, warm up, run each of `works`. `engines`: the name in `open_engine` of each label.
 
     Returns the records and, of engines that cannot run here, the reasons, by label.
     """
-    children: dict[str, Child] = {}
-    records: dict[str, Record] = {}
+    workers: dict[str, ProcessPoolExecutor] = {}
+    base_bytes: dict[str, int | None] = {}
     absent: dict[str, str] = {}
-    for label, name in engines.items():
-        child = processes.start(label, _serve_turns, name, setup)
-        opened = child.receive()
-        if isinstance(opened, str):
-            absent[label] = opened
-        else:
-            children[label], records[label] = child, Record([], opened[0])
-    for turn in range(repeats):
-        for label in children if turn % 2 == 0 else reversed(children):
-            children[label].send(True)
-            records[label].samples.append(children[label].receive())
-    for child in children.values():
-        child.send(False)
-        child.join()
-    return records, absent
+    with ExitStack() as stack:
+        for label, name in engines.items():
+            worker = stack.enter_context(processes.start())
+            try:
+                base_bytes[label] = worker.submit(_open, name, setup).result()
+                workers[label] = worker
+            except Unavailable as error:
+                absent[label] = str(error)
+        turns = {label: partial(_turn, worker, works) for label, worker in workers.items()}
+        samples = take_turns(turns, len(works))
+        for worker in workers.values():
+            worker.submit(_close).result()
+    return {label: Record(samples[label], base) for label, base in base_bytes.items()}, absent
 
 
-def _serve_turns(pipe: Connection, name: str, setup: Setup) -> None:
-    """Of an engine's process: tells the resident bytes or why it cannot run, then each sample."""
+def _turn(worker: ProcessPoolExecutor, works: Sequence[Work], number: int) -> Sample:
+    return worker.submit(_measure, works[number]).result()
+
+
+_opened: list[Engine] = []  # in an engine's process: that engine
+
+
+def _open(name: str, setup: Setup) -> int | None:
+    """Returns the bytes that are resident before the model is loaded. Raises Unavailable."""
     base_bytes = read_status("VmRSS")
-    try:
-        engine = open_engine(name, setup)
-    except Unavailable as error:
-        pipe.send(str(error))
-        return
+    engine = open_engine(name, setup)
+    _opened.append(engine)
     engine.reset()
-    setup.work.warm_up().run(engine)
+    setup.work.warm_up(engine)
     gc.freeze()  # no collection walks the libraries' objects while a case runs
-    pipe.send((base_bytes,))
-    while pipe.recv():
-        pipe.send(measure(engine, setup.work))
-    engine.close()
+    return base_bytes
 
 
-def measure(engine: Engine, work: Any) -> Sample:
+def _measure(work: Work) -> Sample:
     """One run with nothing cached."""
+    (engine,) = _opened
     engine.reset()
     gc.collect()
-    reset_peak()
+    reset_peak(engine.pid)
     before = engine.stats()
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu, wall = cpu_s(engine.pid), time.perf_counter()
     answers = work.run(engine)
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    cpu, wall = cpu_s(engine.pid) - cpu, time.perf_counter() - wall
     steps = {name: value - before[name] for name, value in engine.stats().items()}
-    return Sample(cpu, wall, answers, engine.num_computed, read_status("VmHWM"), steps)
+    peak = read_status("VmHWM", engine.pid)
+    return Sample(cpu, wall, answers, engine.num_computed, peak, steps)
+
+
+def _close() -> None:
+    _opened.pop().close()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from gpu.clock import Clock
-from gpu.jobs import Skip
+from gpu.jobs import Settings, Skip, describe_error
 from gpu.limits import Ceilings, kv_bytes, weight_bytes
 from gpu.report import Check, Row
-from gpu.settings import Settings
 from harness.machine import describe_gpu, describe_machine
 from harness.shapes import Shape
 
@@ -20,20 +21,9 @@ from radixserve.models.sizes import SIZES
 from radixserve.runner.cuda_runner import CudaModelRunner
 
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
-TINY = {  # as many heads for a K/V head as the large models, and heads as large
-    **SIZES["tiny-llama"],
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 2_048,
-}
-SIZES.setdefault("bench-tiny", TINY)
-SMALLER = {LLAMA: "tiny-llama", QWEN: "tiny-qwen3", "bench-tiny": "tiny-llama"}  # in a dry run
+SMALLER = {LLAMA: "tiny-llama", QWEN: "tiny-qwen3"}  # in a dry run
 DTYPE = torch.bfloat16
-SPARE_BYTES = 6 << 30  # of an engine, besides matrices and pool
+SPARE_BYTES = 4 << 30  # of an engine, besides matrices and pool
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
 
 
@@ -151,9 +141,18 @@ class Bench:
         """A line of the part's table."""
         self.tell("row", Row(name, dict(cells or {}), checks, section, failed, "", details or {}))
 
-    def skip(self, name: str, why: str) -> None:
-        """A line of the table that cannot be had here."""
-        self.tell("row", Row(name, skipped=why))
+    @contextmanager
+    def case(self, name: str, section: str = "") -> Iterator[None]:
+        """What makes a line of the table: where it cannot be had, or fails, its line says so, and
+        the part goes on, unless the device is out of order."""
+        try:
+            yield
+        except Skip as reason:
+            self.tell("row", Row(name, section=section, skipped=str(reason)))
+        except Exception as error:
+            traceback.print_exc()
+            self.row(name, section=section, failed=describe_error(error))
+            self.clock.wait()
 
     def note(self, text: str) -> None:
         """A line after the table."""

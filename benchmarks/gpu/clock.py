@@ -12,7 +12,8 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from radixserve.runner.cuda_graph import GraphCapturer
 
 CYCLES_PER_S = 2e9  # of a card's clock, about
 Event = Any  # a torch.cuda.Event, or seconds
@@ -90,26 +91,6 @@ class Clock:
         return [self.seconds(first, second) for first, second in events]
 
 
-def captured(run: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
-    """A function that repeats `run` over the same memory as a CUDA graph, and its result's tensor.
-
-    On the CPU it is `run` itself.
-    """
-    if device.type != "cuda":
-        out = run().clone()
-
-        def repeat() -> None:
-            out.copy_(run())
-
-        return repeat, out
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(2):  # compiles and allocates what must not happen during the capture
-            run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    replay: Callable[[], None] = graph.replay
-    return replay, out
+def captured(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """A function that repeats `run` over the same memory, as a CUDA graph where there is one."""
+    return run if device.type != "cuda" else GraphCapturer(device).capture(run)

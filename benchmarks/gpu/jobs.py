@@ -2,15 +2,17 @@
 
 A job is a group of a part: `run(bench, group)` of the part's module. It tells rows while it runs;
 they are kept however it ends: by an exception, a crash, or a time limit, at which its process and
-all that it started are killed.
+all that it started are killed. So are they when the process that started it is.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,10 +20,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from gpu.limits import Ceilings
 
 Tell = Callable[[str, Any], None]
 
+# Kills a job's process group, $0, once nothing holds the other end of its input.
+WATCH = ("/bin/sh", "-c", 'read _; kill -9 "-$0" "$0"')
 METHODS = ("forkserver", "spawn")  # the first one saves each job the imports
 PRELOAD = (  # heavy imports of the jobs, loaded once before these are forked; none touches a device
     "transformers.models.llama.modeling_llama",
@@ -34,12 +40,22 @@ class Skip(Exception):
     """A part, or the rest of it, cannot run here; the message says why."""
 
 
-class Opens(Protocol):
-    """The settings of a run."""
+@dataclass(frozen=True)
+class Settings:
+    """The same for all parts. This module is light: what starts the jobs imports no torch."""
+
+    is_dry: bool = False
+    is_quick: bool = False
+    backend: str = "auto"
+    page_size: int = 1
+    seed: int = 0
+    ceilings: Ceilings | None = None  # None: not measured yet
 
     def open(self, tell: Tell) -> Any:
-        """The first argument of a part's `run`."""
-        ...
+        """The first argument of a part's `run`, in its process. Raises Skip without a GPU."""
+        from gpu.bench import Bench
+
+        return Bench(self, tell)
 
 
 @dataclass(frozen=True)
@@ -61,16 +77,17 @@ class Ended:
 
 def run_jobs(
     jobs: Sequence[Job],
-    settings: Opens,
+    settings: Settings,
     log: Path,
     tell: Callable[[str, str, Any], None],
     *,
     width: int = 1,
     method: str = METHODS[0],
     preload: Sequence[str] = PRELOAD,
+    until: float = math.inf,
 ) -> dict[str, Ended]:
     """Run all, `width` at a time; `tell(group, kind, value)` gets what they tell. How each
-    group ended."""
+    group ended. until: when the last one ends at the latest, of `time.monotonic`."""
     context = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(list(preload))
@@ -79,7 +96,13 @@ def run_jobs(
     try:
         while waiting or running:
             while waiting and len(running) < width:
-                running.append(_Running(context, waiting.pop(0), settings, log))
+                job = waiting.pop(0)
+                if time.monotonic() < until:
+                    running.append(_Running(context, job, settings, log, until))
+                else:
+                    ended[job.group] = _trouble(job, "not begun before the deadline")
+            if not running:
+                break
             soonest = min(one.deadline for one in running)
             wait([one.reader for one in running], max(0.0, soonest - time.monotonic()))
             for one in list(running):
@@ -94,12 +117,21 @@ def run_jobs(
 
 
 class _Running:
-    def __init__(self, context: Any, job: Job, settings: Opens, log: Path) -> None:
+    def __init__(self, context: Any, job: Job, settings: Settings, log: Path, until: float) -> None:
         self.job, self.deadline = job, time.monotonic() + job.limit_s
+        self._limit = f"after {job.limit_s:.0f} s"
+        if until < self.deadline:
+            self.deadline, self._limit = until, "before the deadline"
         self.reader, writer = context.Pipe(duplex=False)
         self._process = context.Process(target=_work, args=(job, settings, writer, log))
         self._process.start()
         writer.close()
+        self._watch = subprocess.Popen(
+            [*WATCH, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def read(self, tell: Callable[[str, str, Any], None]) -> Ended | None:
         """Pass on what was told; how it ended, if it has."""
@@ -113,11 +145,13 @@ class _Running:
                 return Ended(**value)
             tell(self.job.group, kind, value)
         if time.monotonic() > self.deadline:
-            return _trouble(self.job, f"no end after {self.job.limit_s:.0f} s")
+            return _trouble(self.job, f"no end {self._limit}")
         return None
 
     def kill(self) -> None:
         """The process and what it started: it leads a group of its own."""
+        self._watch.kill()
+        self._watch.communicate()
         pid = self._process.pid
         if pid is not None:
             try:
@@ -139,7 +173,7 @@ def _trouble(job: Job, text: str) -> Ended:
     return Ended(f"{job.group}: {text}" if job.group else text)
 
 
-def _work(job: Job, settings: Opens, writer: Connection, log: Path) -> None:
+def _work(job: Job, settings: Settings, writer: Connection, log: Path) -> None:
     """In the job's process."""
     os.setsid()
     with log.open("ab", buffering=0) as file:
@@ -155,7 +189,7 @@ def _work(job: Job, settings: Opens, writer: Connection, log: Path) -> None:
     writer.close()
 
 
-def attempt(job: Job, settings: Opens, tell: Tell) -> Ended:
+def attempt(job: Job, settings: Settings, tell: Tell) -> Ended:
     """Run the job in this process, however it ends."""
     try:
         import_module(job.module).run(settings.open(tell), job.group)
@@ -163,6 +197,9 @@ def attempt(job: Job, settings: Opens, tell: Tell) -> Ended:
         return Ended(skipped=str(reason))
     except Exception as error:
         traceback.print_exc()
-        text = " ".join(str(error).split())[:240]
-        return _trouble(job, f"{type(error).__name__}: {text}")
+        return _trouble(job, describe_error(error))
     return Ended()
+
+
+def describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"

@@ -40,14 +40,16 @@ def run(bench: Bench, group: str) -> None:
             f"{stage.resolved_config}; chunks of {stage.config.chunked_prefill_size:,} tokens"
         )
         stage.first_token(stage.tokens(new))
+        backend = stage.resolved_config.attention_backend
         for length in cold:
-            _measure_cold(bench, stage, length)
+            with bench.case(name := f"{backend}, {length:,} cold"):
+                _measure_cold(bench, stage, name, length)
         for length in cached:
-            _measure_cached(bench, stage, length, new)
+            with bench.case(name := f"{backend}, {new:,} after {length:,} cached"):
+                _measure_cached(bench, stage, name, length, new)
 
 
-def _measure_cold(bench: Bench, stage: Stage, length: int) -> None:
-    name = f"{stage.resolved_config.attention_backend}, {length:,} cold"
+def _measure_cold(bench: Bench, stage: Stage, name: str, length: int) -> None:
     times = _cold(bench, stage, length)
     limit = prefill_s(bench.shape(LLAMA), bench.ceilings, length)
     check = bench.at_least("of the limit", limit / times.median, TARGET)
@@ -63,8 +65,7 @@ def _cold(bench: Bench, stage: Stage, length: int) -> Times:
     return Times.of([seconds for seconds, _ in found])
 
 
-def _measure_cached(bench: Bench, stage: Stage, length: int, new: int) -> None:
-    name = f"{stage.resolved_config.attention_backend}, {new:,} after {length:,} cached"
+def _measure_cached(bench: Bench, stage: Stage, name: str, length: int, new: int) -> None:
     stage.check_room(2 * (length + new), "a prompt and its answers")
     prefix = stage.tokens(length)
     stage.first_token(prefix)

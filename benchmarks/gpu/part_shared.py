@@ -24,6 +24,7 @@ from gpu.limits import cascade_s, decode_s, flat_s, kv_bytes, matrices_s
 from gpu.stage import DecodeFigures, Stage
 from harness.shared_prefix import SharedPrefix
 
+from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import make_backend
 from radixserve.attention.cuda import cascade
 
@@ -54,14 +55,21 @@ def time_attention(bench: Bench, case: SharedPrefix, repeats: int) -> tuple[Time
     for together in (False, True):
         num_heads = case.q.shape[1]
         backend = make_backend(bench.backend_name(), case.kv, num_heads, shares=together)
-        backend.prepare()
-        graph = backend.capture_backend(case.num_rows, case.num_row_pages, int(together))
         if together and not backend.shared_levels(case.batch):
             raise RuntimeError("the backend finds nothing to read together")
-        graph.plan(case.batch)
-        replay, _ = captured(partial(_attend, graph, case), bench.device)
-        found.append(Times.of(bench.clock.samples(replay, repeats)))
+        found.append(time_graph(bench, backend, case, repeats, num_levels=int(together)))
     return found[0], found[1]
+
+
+def time_graph(
+    bench: Bench, backend: AttentionBackend, case: SharedPrefix, repeats: int, num_levels: int = 0
+) -> Times:
+    """Attention of all layers as a graph."""
+    backend.prepare()
+    graph = backend.make_graph_backend(case.num_rows, case.num_row_pages, num_levels)
+    graph.plan(case.batch)
+    replay = captured(partial(_attend, graph, case), bench.device)
+    return Times.of(bench.clock.samples(replay, repeats))
 
 
 def _attend(graph: Any, case: SharedPrefix) -> torch.Tensor:
@@ -79,24 +87,22 @@ def measure_attention(bench: Bench) -> None:
     always_share()
     shape = bench.shape(LLAMA)
     shared, own = bench.pick(8_192, 8_192, 64), bench.pick(OWN, OWN, 8)
+    section = "attention alone, all layers"
     for num_rows in bench.pick((64, 256), (64,), (8,)):
-        case = make_case(bench, shape.num_layers, num_rows, shared, own)
-        flat, cascade = time_attention(bench, case, bench.pick(20, 10, 2))
-        limits = (
-            flat_s(shape, bench.ceilings, num_rows, shared + own),
-            cascade_s(shape, bench.ceilings, num_rows, shared, own),
-        )
-        gain = flat.median / cascade.median
-        cells = {
-            "flat ms": flat.ms,
-            "limit ms": limits[0] * 1e3,
-            "cascade ms": cascade.ms,
-            "its limit": limits[1] * 1e3,
-            "gain": f"{gain:.1f} x",
-        }
-        check = bench.at_least("gain", gain, ATTENTION_GAIN)
         what = f"{bench.backend_name()}, {num_rows} rows, {shared:,} + {own}"
-        bench.row(what, cells, checks=(check,), section="attention alone, all layers")
+        with bench.case(what, section):
+            case = make_case(bench, shape.num_layers, num_rows, shared, own)
+            flat, cascade = time_attention(bench, case, bench.pick(20, 10, 2))
+            gain = flat.median / cascade.median
+            cells = {
+                "flat ms": flat.ms,
+                "limit ms": flat_s(shape, bench.ceilings, num_rows, shared + own) * 1e3,
+                "cascade ms": cascade.ms,
+                "its limit": cascade_s(shape, bench.ceilings, num_rows, shared, own) * 1e3,
+                "gain": f"{gain:.1f} x",
+            }
+            check = bench.at_least("gain", gain, ATTENTION_GAIN)
+            bench.row(what, cells, checks=(check,), section=section)
 
 
 def find_crossover(bench: Bench) -> None:
@@ -105,20 +111,21 @@ def find_crossover(bench: Bench) -> None:
     num_layers = bench.pick(8, 8, 2)
     prefixes = bench.pick((128, 256, 512, 1_024, 2_048, 4_096, 8_192), (256, 1_024, 4_096), (8, 32))
     found: list[float] = []
+    section = "flat / cascade by prefix"
     for num_rows in bench.pick((2, 4, 8, 16, 32, 64, 128, 256), (4, 16, 64), (2, 4)):
-        gains = []
-        for shared in prefixes:
-            case = make_case(bench, num_layers, num_rows, shared, bench.pick(OWN, OWN, 4))
-            flat, cascade = time_attention(bench, case, bench.pick(10, 5, 2))
-            gains.append(flat.median / cascade.median)
-        cells: dict[str, Any] = {
-            str(p): f"{gain:.2f}" for p, gain in zip(prefixes, gains, strict=True)
-        }
-        at = crossing(prefixes, gains)
-        cells["(rows - 1) x prefix"] = None if at is None else round((num_rows - 1) * at)
-        if at is not None:
-            found.append((num_rows - 1) * at)
-        bench.row(f"{num_rows} rows", cells, section="flat / cascade by prefix")
+        with bench.case(f"{num_rows} rows", section):
+            gains = []
+            for shared in prefixes:
+                case = make_case(bench, num_layers, num_rows, shared, bench.pick(OWN, OWN, 4))
+                flat, cascade = time_attention(bench, case, bench.pick(10, 5, 2))
+                gains.append(flat.median / cascade.median)
+            told = zip(prefixes, gains, strict=True)
+            cells: dict[str, Any] = {str(p): f"{gain:.2f}" for p, gain in told}
+            at = crossing(prefixes, gains)
+            cells["(rows - 1) x prefix"] = None if at is None else round((num_rows - 1) * at)
+            if at is not None:
+                found.append((num_rows - 1) * at)
+            bench.row(f"{num_rows} rows", cells, section=section)
     token_bytes = kv_bytes(shape) // shape.num_layers
     if found:
         tokens = median(found)
@@ -155,6 +162,8 @@ def measure_steps(bench: Bench) -> None:
             found[size, is_on] = figures
     shape = bench.shape(LLAMA)
     for size in sizes:
+        if not {(size, False), (size, True)} <= set(found):
+            continue
         flat, cascade = found[size, False], found[size, True]
         gain = flat.step.median / cascade.step.median
         matrices = matrices_s(shape, bench.ceilings, size, size)
@@ -189,7 +198,8 @@ def _steps(
         stage.first_token(prefix)
         found = {}
         for size in sizes:
-            prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
-            found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
+            with bench.case(f"{size} rows, {'cascade' if is_on else 'flat'}", "whole step"):
+                prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
+                found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
         bench.note(f"cascade_attention={is_on}: {stage.resolved_config}")
     return found

@@ -10,36 +10,34 @@ the rest   workloads that share much, little or nothing; runs with the cache on 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from engine.runtime_engine import RuntimeEngine
-from engine.serving import Serving
+from engine.serving import serving
 from gpu.bench import QWEN, Bench
 from gpu.clock import Times
 from gpu.limits import serving_s
+from harness.shapes import Shape
 from harness.workloads import Size, Workload, ideal_computed, make_workload
 
-from radixserve import SamplingParams
+from radixserve import Runtime, SamplingParams
 
 MOST_LOSS = 0.01  # of time, where nothing is shared
 NEAR_IDEAL = 1e-3  # of what an ideal cache leaves to compute, either way
-POOL = 327_680  # tokens
+POOL = 294_912  # tokens; two of them and the weights fit 80 GB
 UNSHARED = "W4"
+CACHE_SECTION = "cache on and off"
 FULL = {
     "W1": Size(1_024, 128, 256, 64),
     "W2": Size(0, 256, 64, 64, rounds=4),
     "W3": Size(2_048, 64, 128, 16),
     "W4": Size(0, 1_024, 256, 64),
 }
-QUICK = {
-    "W1": Size(1_024, 128, 128, 32),
-    "W2": Size(0, 256, 32, 32, rounds=3),
-    "W3": Size(2_048, 64, 64, 8),
-    "W4": Size(0, 512, 128, 32),
-}
+QUICK = {k: replace(one, count=one.count // 2, new=one.new // 2) for k, one in FULL.items()}
 DRY = {
     "W1": Size(16, 4, 4, 3),
     "W2": Size(0, 6, 2, 3, rounds=2),
@@ -49,7 +47,16 @@ DRY = {
 
 
 def run(bench: Bench, group: str) -> None:
-    {"lengths": measure_lengths, "workloads": measure_workloads}[group](bench)
+    if group == "workloads":
+        measure_workloads(bench)
+        return
+    count, least, most = bench.pick((256, 100, 1_024), (64, 100, 512), (4, 3, 8))
+    rng = np.random.default_rng(bench.settings.seed)
+    lengths = [(int(a), int(b)) for a, b in rng.integers(least, most + 1, (count, 2))]
+    with bench.open_runtime(QWEN, **_settings(bench)) as rt:
+        what = f"{count} x {least}-{most:,} in, {least}-{most:,} out"
+        turns = bench.pick(3, 1, 1)
+        measure_lengths(bench, rt, bench.shape(QWEN), lengths, what, turns=turns)
 
 
 def _settings(bench: Bench) -> dict[str, Any]:
@@ -61,44 +68,52 @@ def _settings(bench: Bench) -> dict[str, Any]:
     }
 
 
-def measure_lengths(bench: Bench) -> None:
-    count, least, most = bench.pick((256, 100, 1_024), (64, 100, 512), (4, 3, 8))
+def measure_lengths(
+    bench: Bench,
+    rt: Runtime,
+    shape: Shape,
+    lengths: Sequence[tuple[int, int]],
+    what: str,
+    *,
+    turns: int,
+    temperature: float = 0.6,
+    target: float | None = None,
+) -> None:
+    """Requests of (prompt, new) random tokens, all at once; `turns` times after a first one that
+    warms up. target: output tokens a second."""
     rng = np.random.default_rng(bench.settings.seed)
-    lengths = [(int(a), int(b)) for a, b in rng.integers(least, most + 1, (count, 2))]
     params = [
-        SamplingParams(max_tokens=new, temperature=0.6, ignore_eos=True, seed=at)
+        SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True, seed=at)
         for at, (_, new) in enumerate(lengths)
     ]
-    with bench.open_runtime(QWEN, **_settings(bench)) as rt:
-        samples = []
-        for turn in range(bench.pick(4, 2, 1)):
-            rt.flush_cache()
-            prompts = [
-                rng.integers(0, min(10_000, rt.model.vocab_size), prompt).tolist()
-                for prompt, _ in lengths
-            ]
-            began = time.perf_counter()
-            outs = rt.generate(prompts, params, progress=False)
-            spent = time.perf_counter() - began
-            assert [len(out.token_ids) for out in outs] == [new for _, new in lengths]
-            if turn or bench.is_dry:  # the first one warms up
-                samples.append(spent)
-        stats, choices = rt.cache_stats(), rt.resolved_config
-    times = Times.of(samples)
-    limit = serving_s(bench.shape(QWEN), bench.ceilings, lengths)
-    num_out = sum(new for _, new in lengths)
+    samples = []
+    for turn in range(0 if bench.is_dry else -1, turns):
+        rt.flush_cache()
+        vocab = min(10_000, rt.model.vocab_size)
+        prompts = [rng.integers(0, vocab, prompt).tolist() for prompt, _ in lengths]
+        began = time.perf_counter()
+        outs = rt.generate(prompts, params, progress=False)
+        spent = time.perf_counter() - began
+        assert [len(out.token_ids) for out in outs] == [new for _, new in lengths]
+        samples += [spent] if turn >= 0 else []
+    times, limit = Times.of(samples), serving_s(shape, bench.ceilings, lengths)
+    num_in, num_out = (sum(side) for side in zip(*lengths, strict=True))
     cells = {
         "s": times.median,
         "+-": f"{times.spread:.1%}",
         "limit s": limit,
         "of limit": f"{limit / times.median:.0%}",
         "tok/s out": num_out / times.median,
-        "tok/s all": (num_out + sum(prompt for prompt, _ in lengths)) / times.median,
+        "tok/s all": (num_out + num_in) / times.median,
     }
-    details = {"preemptions": stats.get("preemptions"), "limit_tok_s": num_out / limit}
-    what = f"{count} x {least}-{most:,} in, {least}-{most:,} out"
-    bench.row(what, cells, section="random lengths", details=details)
-    bench.note(f"random lengths: {choices}")
+    rate = num_out / times.median
+    checks = () if target is None else (bench.at_least("tok/s out", rate, target),)
+    details = {
+        "preemptions": rt.cache_stats().get("preemptions"),
+        "limit_tok_s": num_out / limit,
+    }
+    bench.row(what, cells, checks=checks, section="random lengths", details=details)
+    bench.note(f"random lengths: {rt.resolved_config}")
 
 
 def measure_workloads(bench: Bench) -> None:
@@ -109,17 +124,25 @@ def measure_workloads(bench: Bench) -> None:
     ):
         vocab = on.model.vocab_size
         engines = RuntimeEngine(on), RuntimeEngine(off)
-        for name in sizes:
-            pairs = bench.pick(9 if name == UNSHARED else 3, 3 if name == UNSHARED else 2, 1)
-            first = 0 if bench.is_dry else -1  # one pair to warm up
-            found, excess = [], []
-            for pair in range(first, pairs):
-                workload = make_workload(name, sizes[name], vocab, seed=1_000 + pair)
-                order = engines[::-1] if pair % 2 else engines
-                runs = [_play(engine, workload) for engine in order]
-                found.append(tuple(runs[::-1] if pair % 2 else runs))
-                excess.append(found[-1][0].num_computed / ideal_computed(workload))
-            _report(bench, workload, found[-pairs:], excess[-pairs:])
+        for name, size in sizes.items():
+            with bench.case(name, CACHE_SECTION):
+                _compare(bench, name, size, engines, vocab)
+
+
+def _compare(
+    bench: Bench, name: str, size: Size, engines: tuple[RuntimeEngine, ...], vocab: int
+) -> None:
+    """A workload with the cache and without it, in turns."""
+    pairs = bench.pick(9 if name == UNSHARED else 3, 3 if name == UNSHARED else 2, 1)
+    first = 0 if bench.is_dry else -1  # one pair to warm up
+    found, excess = [], []
+    for pair in range(first, pairs):
+        workload = make_workload(name, size, vocab, seed=1_000 + pair)
+        order = engines[::-1] if pair % 2 else engines
+        runs = [_play(engine, workload) for engine in order]
+        found.append(tuple(runs[::-1] if pair % 2 else runs))
+        excess.append(found[-1][0].num_computed / ideal_computed(workload))
+    _report(bench, workload, found[-pairs:], excess[-pairs:])
 
 
 @dataclass(frozen=True)
@@ -133,7 +156,7 @@ class Played:
 
 def _play(engine: RuntimeEngine, workload: Workload) -> Played:
     before, began = engine.num_computed, time.perf_counter()
-    answers = Serving(workload, workload, is_burst=True).run(engine)
+    answers = serving(workload, workload, is_burst=True).run(engine)
     spent = time.perf_counter() - began
     first_s = fmean(answer.first_s for answer in answers)
     return Played(spent, engine.num_computed - before, first_s)
@@ -170,7 +193,7 @@ def _report(
         workload.what,
         cells,
         checks=tuple(checks),
-        section="cache on and off",
+        section=CACHE_SECTION,
         failed=judge(excess, bench),
         details=details,
     )

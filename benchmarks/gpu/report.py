@@ -71,7 +71,6 @@ class Part:
     troubles: list[str] = field(default_factory=list)  # why it broke
     seconds: float = 0.0
     is_done: bool = False
-    is_brief: bool = False  # in a terminal
 
     @property
     def judged(self) -> list[tuple[Row, Check]]:
@@ -109,12 +108,7 @@ class Part:
     def table(self) -> str:
         """For a terminal."""
         lines = [self.heading()]
-        for section, found in self._sections().items():
-            rows = [row for row in found if row.verdict] if self.is_brief else found
-            if len(rows) < len(found):
-                lines.append(f"  {section}: {len(found) - len(rows)} rows as they should be")
-            if rows:
-                lines.append(_table(section, rows).text("  "))
+        lines += [_table(*one).text("  ") for one in self._sections().items()]
         return "\n".join([*lines, *(f"  {_clipped(line, 300)}" for line in self.remarks()), ""])
 
     def markdown(self) -> str:

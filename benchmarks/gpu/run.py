@@ -1,22 +1,17 @@
 """Everything that only a GPU can tell, in one command: first correctness, then speed.
 
-    python benchmarks/gpu/run.py --out DIR [--parts limits,kernels,...] [--quick] [--dry-run]
-        [--backend flashinfer|triton] [--page-size N]
+    python benchmarks/gpu/run.py --out DIR [--parts limits,tests,...] [--deadline S]
+        [--patience F] [--kernel-cache DIR] [--quick] [--dry-run] [--backend flashinfer|triton]
+        [--page-size N]
 
 Installs and downloads nothing. Each part runs in processes of its own, under a time limit: one that
 crashes, hangs or runs out of memory does not hide the others. Results lie in DIR as soon as they
 are there: results.json, results.md, and log.txt with what the parts printed. Parts that an earlier
-run on the same machine left in DIR are kept, so that a run can be made in several pieces:
-
-    limits      copy bandwidth and bf16 product: what all figures are held against
-    kernels     every kernel and every backend against float64
-    parity      tokens of the engine: backends, page sizes, graphs, overlap, cascade, cold and warm
-    tests       the repository's tests that use a CUDA device
-    decode      a step at many batch sizes and contexts
-    prefill     time to first token, cold and cached
-    shared      one long prefix under many rows: cascade against flat, and from where on it pays
-    throughput  many requests through Runtime, with the cache and without
-    beam        beam search
+run on the same machine left in DIR are kept, so that a run can be made in several pieces; each ends
+before its --deadline, and no process outlives this one. --patience multiplies the time limits of
+the parts, for a slow host. Kernels that were compiled lie in the folder --kernel-cache, which can
+be carried to a machine with the same software. docs/gpu.md lists the parts and says how to prepare
+a run.
 
 Ends with 0 when all parts ran (a missed target is marked and no error), 1 when one failed, 2 when
 there is no GPU. --dry-run walks through all parts on the CPU, with the kernels' torch references

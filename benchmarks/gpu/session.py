@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,22 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu.jobs import METHODS, Job, run_jobs
+from gpu.jobs import METHODS, Job, Settings, run_jobs
 from gpu.limits import H200, Ceilings
 from gpu.report import NOTES, Part, Report, Row, load_parts
-from gpu.settings import Settings
 from harness.report import parse_names
 
-LOG_BYTES = 4 << 20  # most that is kept of the log
+END_S = 8.0  # kept before the deadline, to end the jobs and to write the report
+ROOT = Path(__file__).resolve().parents[2]
+KERNEL_CHOICE = ROOT / "kernels/radixserve_kernels/gpu/kernel_choice.json"
 FACTS = Job("gpu.bench", "machine", 180.0)
-KERNEL_GROUPS = (
-    "rows",
-    "draws",
-    *(f"attention {kind}" for kind in ("bf16 1", "bf16 16", "bf16 64", "fp16 16", "fp32 16")),
-    "odd bf16 16",  # other numbers of heads
-    *(f"triton {kind}" for kind in ("bf16", "fp16", "fp32")),
-    *(f"flashinfer {kind}" for kind in ("bf16", "fp16")),
-)
 BACKENDS = ("", "triton")  # the run's own, and Triton's beside FlashInfer's
 
 
@@ -38,48 +34,54 @@ class Spec:
     limit_s: float  # of each group
     groups: tuple[str, ...] = ("",)
     width: int = 1  # groups at a time; what is timed has the card for itself
-    is_brief: bool = False  # rows without a verdict are not printed one by one
 
 
 PARTS = (
     Spec("limits", "copy bandwidth and bf16 product of this card", 60),
+    Spec("choose", "which attention kernels are fastest on this card", 240, ("decode", "extend")),
     Spec(
-        "kernels",
-        "kernels against float64, outputs and unread cells poisoned",
-        300,
-        KERNEL_GROUPS,
-        width=8,  # each compiles its kernels first
-        is_brief=True,
+        "tests",
+        "the tests that run on a CUDA device",
+        400,
+        ("kernels", "attention", "engine", "flashinfer", "triton", "torch"),
+        width=6,
     ),
     Spec(
-        "parity",
-        "tokens of the engine against the CPU's, tiny random model",
-        240,
-        ("triton", "flashinfer", "torch"),
-        width=3,
+        "host",
+        "CPU time of the host in a decode step, bf16, random weights",
+        180,
+        ("qwen3-0.6b", "llama-3.1-8b"),
     ),
-    Spec("tests", "the tests that run on a CUDA device", 180),
     Spec("decode", "decode step, Llama-3-8B shapes, bf16, random weights", 180, BACKENDS),
     Spec("prefill", "time to first token, Llama-3-8B shapes, bf16, one request", 120, BACKENDS),
     Spec(
         "shared",
         "shared prefix: cascade against flat, Llama-3-8B shapes, bf16",
-        120,
+        240,
         ("attention", "step", "crossover"),
     ),
     Spec(
         "throughput",
         "throughput, Qwen3-0.6B shapes, bf16, cache on and off",
-        180,
+        240,
         ("lengths", "workloads"),
     ),
-    Spec("beam", "beam search, width 4, Llama-3-8B shapes, bf16", 180),
+    Spec("sharegpt", "1,000 requests as long as ShareGPT's, Llama-3-8B shapes, bf16", 240),
+    Spec("beam", "beam search, width 4, Llama-3-8B shapes, bf16", 300),
 )
 
 
-def run_part(spec: Spec, settings: Settings, report: Report, method: str) -> Part:
-    """One part; its rows are in the report as soon as they are told."""
-    part = Part(spec.name, spec.title, is_brief=spec.is_brief)
+def run_part(
+    spec: Spec,
+    settings: Settings,
+    report: Report,
+    method: str,
+    until: float = math.inf,
+    patience: float = 1.0,
+) -> Part:
+    """One part; its rows are in the report as soon as they are told. patience: how many times its
+    time limits it may take."""
+    part = Part(spec.name, spec.title)
     report.parts[spec.name] = part
     report.sort([spec.name for spec in PARTS])
     rows: dict[str, list[Row]] = {group: [] for group in spec.groups}
@@ -97,10 +99,11 @@ def run_part(spec: Spec, settings: Settings, report: Report, method: str) -> Par
             part.notes.append(value)
         save()
 
-    jobs = [Job(f"gpu.part_{spec.name}", group, spec.limit_s) for group in spec.groups]
+    limit_s = spec.limit_s * patience
+    jobs = [Job(f"gpu.part_{spec.name}", group, limit_s) for group in spec.groups]
     width = 1 if settings.is_dry else spec.width
     log = report.folder / "log.txt"
-    ended = run_jobs(jobs, settings, log, tell, width=width, method=method)
+    ended = run_jobs(jobs, settings, log, tell, width=width, method=method, until=until)
     for group in spec.groups:
         end = ended[group]
         if end.trouble:
@@ -129,6 +132,10 @@ def find_machine(settings: Settings, log: Path) -> tuple[dict[str, Any], str, st
 
 def run_all(args: argparse.Namespace) -> int:
     """The exit code."""
+    if args.kernel_cache is not None:  # of the jobs, which inherit it
+        os.environ["TRITON_CACHE_DIR"] = str(args.kernel_cache.resolve() / "triton")
+        os.environ["FLASHINFER_WORKSPACE_BASE"] = str(args.kernel_cache.resolve())
+    until = time.monotonic() + (args.deadline or math.inf) - END_S
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "log.txt"
     log.write_bytes(b"")
@@ -149,14 +156,25 @@ def run_all(args: argparse.Namespace) -> int:
         if spec.name != "limits" and settings.ceilings is None:
             found = find_ceilings(report)
             settings, is_assumed = replace(settings, ceilings=found or H200), found is None
-        part = run_part(spec, settings, report, method)
+        part = run_part(spec, settings, report, method, until, args.patience)
         if is_assumed:
             part.notes.append("no ceilings were measured: those of an H200 are assumed")
         print(part.table(), flush=True)
+    write_choice(report)
     print(report.summary(), flush=True)
     report.save()
-    _shorten(log)
     return int(any(part.failures for part in report.parts.values()))
+
+
+def write_choice(report: Report) -> None:
+    """The table of kernels with what the part `choose` found for this card."""
+    found: dict[str, Any] = {}
+    for row in report.parts["choose"].rows if "choose" in report.parts else ():
+        found |= row.details.get("choice", {})
+    if found and "gpu" in report.settings:
+        table = json.loads(KERNEL_CHOICE.read_text()) | {report.settings["gpu"]: found}
+        text = json.dumps(table, indent=1) + "\n"
+        (report.folder / KERNEL_CHOICE.name).write_text(text)
 
 
 def find_ceilings(report: Report) -> Ceilings | None:
@@ -173,20 +191,21 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     names = [spec.name for spec in PARTS]
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
     parser.add_argument("--parts", default=",".join(names), metavar="A,B", help="default: all")
+    parser.add_argument("--deadline", type=float, metavar="S", help="end after so many seconds")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, metavar="F", help="times the parts' time limits"
+    )
+    parser.add_argument("--kernel-cache", type=Path, metavar="DIR", help="of compiled kernels")
     parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
     parser.add_argument("--dry-run", action="store_true", help="walk through on the CPU")
     parser.add_argument("--backend", choices=("auto", "flashinfer", "triton"), default="auto")
     parser.add_argument("--page-size", type=int, default=1, help="of the engines (default: 1)")
     args = parser.parse_args(given)
     args.parts = parse_names(parser, "part", args.parts, names)
+    if args.deadline is not None and args.deadline <= END_S:
+        parser.error(f"--deadline must be more than {END_S:g} seconds")
+    if not args.patience > 0:
+        parser.error("--patience must be more than 0")
     if not 1 <= args.page_size <= 64:
         parser.error("--page-size must be from 1 to 64")
     return args
-
-
-def _shorten(log: Path) -> None:
-    """Keep the beginning and the end of a long log."""
-    text = log.read_bytes()
-    if len(text) > LOG_BYTES:
-        half = LOG_BYTES // 2
-        log.write_bytes(text[:half] + b"\n-- cut here --\n" + text[-half:])

@@ -48,6 +48,7 @@ class TimedRunner:
     def __init__(self, runner: CudaModelRunner, clock: Clock) -> None:
         self._runner, self._clock = runner, clock
         self.num_pages, self.overlap_depth = runner.num_pages, runner.overlap_depth
+        self.num_states = runner.num_states
         self.steps: list[Step] = []
         self.hold_s = 0.0  # the device waits so long before each step
 
@@ -186,8 +187,10 @@ class Stage(StepLoop):
         # Longer than any launch takes, so that all of a step is queued when the wait ends.
         self.timed.hold_s = 4 * median(step.host_s for step in timed) + LEAST_HOLD_S
         held_from = len(steps)
-        self.step_until(lambda: len(steps) >= held_from + num_held)
-        self.timed.hold_s = 0.0
+        try:
+            self.step_until(lambda: len(steps) >= held_from + num_held)
+        finally:
+            self.timed.hold_s = 0.0
         held = steps[held_from:]
         self._clock.wait()
         figures = DecodeFigures.of(self._clock, timed, held, len(prompts))

@@ -1,37 +1,35 @@
-"""Hardware and versions, as every report states them; resident memory of a process."""
+"""Hardware and versions, as every report states them; CPU time and memory of a process."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from radixserve import __version__
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_PROCESSES = Path("/proc")
 _CPU_INFO, _DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
 
 
 def describe_machine(packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
     """CPU, memory and versions; of `packages` those that are installed."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    facts: dict[str, Any] = {
+    installed = [name for name in ("numpy", *packages) if find_spec(name) is not None]
+    return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "python": platform.python_version(),
         "radixserve": __version__,
+        **{name: version(name) for name in installed},
     }
-    for package in ("numpy", *packages):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return facts
 
 
 def describe_gpu(index: int = 0) -> dict[str, Any]:
@@ -49,28 +47,34 @@ def describe_gpu(index: int = 0) -> dict[str, Any]:
     }
 
 
-def read_status(field: str) -> int | None:
-    """Bytes of a field of this process's status, such as VmRSS or VmHWM; None except on Linux."""
-    if not _STATUS.exists():
-        return None
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    return None
+def cpu_s(pid: int) -> float:
+    """User and system seconds of a process's threads so far."""
+    if pid == os.getpid():
+        return time.process_time()
+    fields = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def reset_peak() -> None:
+def read_status(field: str, pid: int | str = "self") -> int | None:
+    """Bytes of a field of a process's status, such as VmRSS or VmHWM; None except on Linux."""
+    status = _PROCESSES / str(pid) / "status"
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next(
+        (int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), None
+    )
+
+
+def reset_peak(pid: int | str = "self") -> None:
     """Reset VmHWM, the peak, to the memory that is resident now."""
-    if _CLEAR.exists():
-        _CLEAR.write_text("5")
+    clear = _PROCESSES / str(pid) / "clear_refs"
+    if clear.exists():
+        clear.write_text("5")
 
 
 def _cpu_name() -> str:
-    if _CPU_INFO.exists():
-        for line in _CPU_INFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def _driver() -> str:

@@ -1,41 +1,25 @@
 """Processes of their own for what is measured: memory and libraries' state are not shared.
 
-All are forked from one clean process that has imported the heavy libraries and computed nothing.
+`Processes` are forked from one clean process that has imported the heavy libraries and computed
+nothing; a `ServerProcess` is a program that answers over HTTP. `take_turns` runs what is compared.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
-from typing import Any
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+K, T = TypeVar("K"), TypeVar("T")
+_START_S = 120  # a server must answer by then
 _PRELOADED = ("torch", "transformers.models.llama.modeling_llama")
-
-
-class Child:
-    """A process and the pipe to it."""
-
-    def __init__(self, name: str, process: Any, pipe: Connection) -> None:
-        self._name, self._process, self._pipe = name, process, pipe
-
-    def send(self, message: object) -> None:
-        self._pipe.send(message)
-
-    def receive(self) -> Any:
-        """Its next message. Raises RuntimeError when it has ended instead."""
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(
-                f"the process of {self._name} has ended; its error is above"
-            ) from None
-
-    def join(self) -> None:
-        self._process.join()
 
 
 class Processes:
@@ -43,39 +27,74 @@ class Processes:
 
     def __init__(self, num_threads: int, preload: Sequence[str] = ()) -> None:
         self._num_threads = num_threads
-        for name in _THREAD_VARIABLES:
-            os.environ[name] = str(num_threads)
-        os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-        self._context: ForkServerContext = multiprocessing.get_context("forkserver")
+        os.environ.update(
+            OMP_NUM_THREADS=str(num_threads),
+            MKL_NUM_THREADS=str(num_threads),
+            HF_HUB_OFFLINE="1",
+            TOKENIZERS_PARALLELISM="false",
+        )
+        self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_PRELOADED, *preload])
 
-    def start(self, name: str, function: Callable[..., None], *arguments: Any) -> Child:
-        """Run `function(pipe, *arguments)` in a new process."""
-        parent_end, child_end = self._context.Pipe()
-        process = self._context.Process(
-            target=_run, args=(self._num_threads, function, child_end, arguments), daemon=True
-        )
-        process.start()
-        child_end.close()
-        return Child(name, process, parent_end)
+    def start(self) -> ProcessPoolExecutor:
+        """One new process; it runs what is submitted, one after another."""
+        return ProcessPoolExecutor(1, self._context, _set_threads, (self._num_threads,))
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The result of a function in a new process."""
-        child = self.start(function.__name__, _call, function, arguments)
-        result = child.receive()
-        child.join()
-        return result
+        with self.start() as process:
+            return process.submit(function, *arguments, **named).result()
 
 
-def _run(
-    num_threads: int, function: Callable[..., None], pipe: Connection, arguments: tuple[Any, ...]
-) -> None:
+class ServerProcess:
+    """The program `command`, started with --port and a free one; raises RuntimeError with what it
+    printed if it ends before it answers at the path `health`."""
+
+    def __init__(self, command: Sequence[str], health: str, log: Path, **environment: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.address = f"http://127.0.0.1:{self.port}"
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, "--port", str(self.port)],
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=output,
+            )
+        self.pid = self._process.pid
+        end = time.monotonic() + _START_S
+        while self._process.poll() is None and time.monotonic() < end:
+            try:
+                urllib.request.urlopen(self.address + health, timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        self.close()
+        raise RuntimeError(f"{command[0]} does not answer:\n{log.read_text()}")
+
+    def close(self) -> int:
+        """Its exit status."""
+        self._process.terminate()
+        return self._process.wait(60)
+
+
+def take_turns(
+    operations: Mapping[K, Callable[[int], T]], rounds: int, warm_up: int = 0
+) -> dict[K, list[T]]:
+    """The results of every operation, called with the number of the round; all are called once a
+    round, in reversed order in every other one. Those of the first `warm_up` rounds are dropped."""
+    found: dict[K, list[T]] = {name: [] for name in operations}
+    for number in range(warm_up + rounds):
+        for name in operations if number % 2 == 0 else [*operations][::-1]:
+            result = operations[name](number)
+            if number >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def _set_threads(num_threads: int) -> None:
     import torch
 
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
-    function(pipe, *arguments)
-
-
-def _call(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    pipe.send(function(*arguments))

@@ -64,19 +64,17 @@ class Section:
     """A titled table with lines of text after it; `summary` stands between title and table."""
 
     title: str
-    table: Table | None = None
+    table: Table
     lines: Sequence[str] = ()
     summary: str = ""
 
     def text(self) -> str:
-        parts = [self.title, *([f"   {self.summary}"] if self.summary else [])]
-        parts += [self.table.text()] if self.table is not None else []
-        return "\n".join([*parts, *(f"   {line}" for line in self.lines)])
+        head = [self.title, *([f"   {self.summary}"] if self.summary else [])]
+        return "\n".join([*head, self.table.text(), *(f"   {line}" for line in self.lines)])
 
     def markdown(self) -> str:
-        parts = [f"## {self.title}", *([self.summary] if self.summary else [])]
-        parts += [self.table.markdown()] if self.table is not None else []
-        return "\n\n".join([*parts, *(f"- {line}" for line in self.lines)])
+        head = [f"## {self.title}", *([self.summary] if self.summary else [])]
+        return "\n\n".join([*head, self.table.markdown(), *(f"- {line}" for line in self.lines)])
 
 
 @dataclass
@@ -104,8 +102,7 @@ class Report:
         """Print `tail`; with --json the document, with --save write NAME.md and NAME.json."""
         for line in tail:
             self.show(line)
-        document = {"settings": self.settings, "notes": self.notes, **data}
-        text = json.dumps(document, indent=1)
+        text = json.dumps({"settings": self.settings, "notes": self.notes, **data}, indent=1)
         if self.args.json:
             print(text)
         if self.args.save is not None:
@@ -121,6 +118,22 @@ class Report:
 
 def format_settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of benchmarks that open engines."""
+    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
+    parser.add_argument("--repeats", type=int, help="default: 3, quick: 1")
+    parser.add_argument("--quick", action="store_true", help="shrunk")
+    add_report_arguments(parser)
+
+
+def parse_run(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    args.repeats = (1 if args.quick else 3) if args.repeats is None else args.repeats
+    if min(args.threads, args.repeats) < 1:
+        parser.error("--threads and --repeats must be at least 1")
+    return args
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:

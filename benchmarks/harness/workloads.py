@@ -7,6 +7,7 @@ does the same work whatever its tokens are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,45 +96,17 @@ def make_workload(name: str, size: Size, vocab: int, seed: int) -> Workload:
     return Workload(name, what, tuple(rounds), size.new, size.shared)
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """The tokens so far of each session, and the prompts of the next round."""
-
-    histories: list[list[int]]
-
-    @staticmethod
-    def start(workload: Workload) -> Conversation:
-        return Conversation([[] for _ in workload.rounds[0]])
-
-    def ask(self, additions: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The prompts of a round."""
-        for history, added in zip(self.histories, additions, strict=True):
-            history.extend(added)
-        return [list(history) for history in self.histories]
-
-    def answer(self, outputs: Sequence[Sequence[int]]) -> None:
-        for history, output in zip(self.histories, outputs, strict=True):
-            history.extend(output)
-
-
-@dataclass(frozen=True)
-class IdealRequest:
-    """A request with an ideal cache: tokens [cached, prompt) are computed."""
-
-    cached: int
-    prompt: int
-
-    @property
-    def computed(self) -> int:
-        return self.prompt - self.cached
+def random_prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(LOWEST_ID, vocab, length).tolist() for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class IdealRound:
-    """The requests of a round; `num_distinct`: tokens of their prompts, shared ones once."""
+    """The requests of a round with an ideal cache."""
 
-    requests: tuple[IdealRequest, ...]
-    num_distinct: int
+    requests: list[tuple[int, int]]  # tokens cached, tokens of the prompt
+    num_distinct: int  # tokens of their prompts, shared ones once
 
 
 def ideal_rounds(workload: Workload) -> list[IdealRound]:
@@ -143,27 +116,27 @@ def ideal_rounds(workload: Workload) -> list[IdealRound]:
     token is always computed, and the last token generated has no keys and values yet.
     """
     known: set[int] = set()
-    talk = Conversation.start(workload)
-    unique = 1 << 40  # stands for generated tokens, which no other request contains
+    histories: list[Prompt] = [()] * len(workload.rounds[0])
+    unique = itertools.count(1 << 40)  # generated tokens, which no other request contains
     rounds = []
     for additions in workload.rounds:
-        requests, outputs, distinct = [], [], set()
-        for prompt in talk.ask(additions):
+        requests, distinct = [], set()
+        for session, added in enumerate(additions):
+            prompt = (*histories[session], *added)
             prefixes = _prefix_hashes(prompt)
             cached = next((i for i, one in enumerate(prefixes) if one not in known), len(prompt))
-            requests.append(IdealRequest(min(cached, len(prompt) - 1), len(prompt)))
-            outputs.append(list(range(unique, unique + workload.num_new)))
-            unique += workload.num_new
-            known.update(_prefix_hashes(prompt + outputs[-1][:-1]))
+            requests.append((min(cached, len(prompt) - 1), len(prompt)))
+            histories[session] = (*prompt, *itertools.islice(unique, workload.num_new))
+            known.update(_prefix_hashes(histories[session][:-1]))
             distinct.update(prefixes)
-        talk.answer(outputs)
-        rounds.append(IdealRound(tuple(requests), len(distinct)))
+        rounds.append(IdealRound(requests, len(distinct)))
     return rounds
 
 
 def ideal_computed(workload: Workload) -> int:
     """Prompt tokens that an ideal cache leaves to compute."""
-    return sum(one.computed for ideal in ideal_rounds(workload) for one in ideal.requests)
+    rounds = ideal_rounds(workload)
+    return sum(prompt - cached for ideal in rounds for cached, prompt in ideal.requests)
 
 
 def _prefix_hashes(tokens: Sequence[int]) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve_kernels.cpu_library import cpu_library, finalize, is_bf16
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
+from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
 from radixserve_kernels.host_index import HostIndex, IndexArray
 
 CAUSAL, BEGINS, ENDS = 1, 2, 4  # flags of a job
@@ -42,8 +43,21 @@ class _Jobs(ctypes.Structure):
         ("first_page", ctypes.c_void_p),
         ("num_keys", ctypes.c_void_p),
         ("flags", ctypes.c_void_p),
+        ("first_key", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
         ("page_ids", ctypes.c_void_p),
         ("page_size", ctypes.c_int64),
+    )
+
+
+class FeaturesRecord(ctypes.Structure):
+    """AttentionFeatures as C takes them."""
+
+    _fields_ = (
+        ("window", ctypes.c_int64),
+        ("chunk", ctypes.c_int64),
+        ("soft_cap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -71,7 +85,8 @@ class Plan:
 
     With `merge_tokens` rows attend together to pages that they begin with, where
     (rows - 1) x tokens > rows x merge_tokens: so many keys cost as much to read as one more job for
-    a row. None: every row is on its own.
+    a row. None: every row is on its own. `is_exact`: what they share ends with a whole block of
+    keys, so that a row's result has the bits that it has on its own.
     """
 
     __slots__ = ("__weakref__", "_merge", "_record", "_rows", "pointer")
@@ -82,11 +97,14 @@ class Plan:
         page_size: int,
         heads: tuple[int, int, int],  # query heads, K/V heads, features of a head
         merge_tokens: int | None,
+        *,
+        is_exact: bool = False,
     ) -> None:
         library, self._record = cpu_library(), _HostIndex(page_size=page_size)
+        boundary = library.radixserve_key_block() if is_exact else 1
         self._merge = (
-            *(ctypes.byref(_Heads(*heads, heads[2] ** -0.5)), merge_tokens is not None),
-            merge_tokens or 0,
+            ctypes.byref(_Heads(*heads, heads[2] ** -0.5)),
+            *((0, 0) if merge_tokens is None else (boundary, merge_tokens)),
         )
         self._take(rows)
         self.pointer = library.radixserve_plan(ctypes.byref(self._record), *self._merge)
@@ -135,19 +153,34 @@ class PagedAttention:
     """Attention over pages by a plan's jobs; owns its scratch memory. One thread."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        library = cpu_library()
+        self._library = library = cpu_library(dtype)
         self._run, self._is_bf16 = library.radixserve_attend, is_bf16(dtype)
         self._pointer = library.radixserve_attention()
         finalize(self, library.radixserve_delete_attention, self._pointer)
 
-    def run(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def run(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        features: AttentionFeatures = PLAIN,
+    ) -> Tensor:
         """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D]."""
         q = q.contiguous()
         out = torch.empty_like(q)
         stride = q.shape[1] * q.shape[2]
-        cpu_library().radixserve_set_threads(torch.get_num_threads())
+        self._library.radixserve_set_threads(torch.get_num_threads())
+        record = None if features is PLAIN else ctypes.byref(features_record(features))
         self._run(
             *(self._is_bf16, self._pointer, plan.pointer, q.data_ptr(), stride),
-            *(k.data_ptr(), v.data_ptr(), out.data_ptr(), stride, scale),
+            *(k.data_ptr(), v.data_ptr(), out.data_ptr(), stride, scale, record),
         )
         return out
+
+
+def features_record(features: AttentionFeatures) -> FeaturesRecord:
+    """Borrows the sinks."""
+    window, chunk = features.span
+    return FeaturesRecord(window, chunk, features.logits_soft_cap or 0.0, address(features.sinks))

@@ -1,29 +1,24 @@
 """The CPU kernels' machine code: compiled from `cpu/` for this processor when it is first needed.
 
-The library is kept in a cache folder of the user's, named after the sources, the compiler, the
+There is a library for each number type, and one for 8- and 4-bit weights, each compiled when it is
+first needed. It is kept in a cache folder of the user's, named after the sources, the compiler, the
 processor and its own content: it is compiled once, and a damaged file is detected and replaced.
 Without a compiler, callers use PyTorch's operations.
 
 RADIXSERVE_CACHE      the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
 CXX                   the compiler, flags may follow; by default the first of c++, g++, clang++
-RADIXSERVE_CPU_LEVEL  avx2, avx512, avx512bf16, amx: instructions up to there, of those that the
-                      processor has; by default all of them
+RADIXSERVE_CPU_LEVEL  avx2, avx512, avx512vnni, avx512bf16, amx: instructions up to there, of those
+                      that the processor has; by default all of them
 RADIXSERVE_AMX        0: bfloat16 products without AMX, even if the processor has it
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,11 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-logger = logging.getLogger("radixserve")
+from radixserve_kernels.cpu_compiler import (
+    CompilerError,
+    compile_once,
+    compiler_version,
+    find_compiled,
+    find_compiler,
+)
 
 SOURCES = Path(__file__).parent / "cpu"
 FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-shared"),
+    *("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread"),
+    "-fvisibility=hidden",  # else libraries of two levels in a process share tables of functions
     *("-fno-math-errno", "-fno-strict-aliasing", "-w"),  # keys are packed as words of 32 bits
 )
 LEVELS = {  # what a processor says of itself, lowest first, and what the compiler is told
@@ -46,14 +48,15 @@ LEVELS = {  # what a processor says of itself, lowest first, and what the compil
         ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
         ("-march=x86-64-v4",),
     ),
-    "avx512bf16": (("avx512_bf16",), ("-march=x86-64-v4", "-mavx512bf16")),
+    "avx512vnni": (("avx512_vnni",), ("-march=x86-64-v4", "-mavx512vnni")),
+    "avx512bf16": (("avx512_bf16",), ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")),
     "amx": (
         ("amx_tile", "amx_bf16"),
-        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     ),
 }
-THREADS = ("-fopenmp",)  # left out where the compiler has no OpenMP
-PATIENCE_S = 300
+NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}  # the type's name in C++
+FORMS = "forms"  # the library of 8- and 4-bit weights
 
 
 class CpuLibraryError(Exception):
@@ -61,38 +64,70 @@ class CpuLibraryError(Exception):
 
 
 _loading = threading.Lock()
+loaded: dict[torch.dtype | str, ctypes.CDLL] = {}  # in that order
 
 
-def cpu_library() -> ctypes.CDLL:
-    """The loaded library, compiled if need be: about ten seconds. Raises CpuLibraryError.
+def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
+    """The loaded library of a number type, compiled if need be: about five seconds.
 
-    Tried once a process: a failure is remembered.
+    None: any one that is loaded, else float32's; what it offers does not depend on the type.
+    Tried once a process: a failure is remembered. Raises CpuLibraryError.
     """
-    with _loading:
-        found = _load()
-    if isinstance(found, str):
-        raise CpuLibraryError(found)
-    return found
+    if dtype is None:
+        dtype = next((key for key in loaded if isinstance(key, torch.dtype)), torch.float32)
+    return _require(dtype)
+
+
+def forms_library() -> ctypes.CDLL:
+    """That of 8- and 4-bit weights, as `cpu_library`; the others compute with it from then on."""
+    return _require(FORMS)
 
 
 def is_loaded() -> bool:
-    """Whether the library was asked for before, and is there: nothing is compiled."""
-    return _load.cache_info().currsize > 0 and not isinstance(_load(), str)
+    """Whether a library was asked for before, and is there: nothing is compiled."""
+    return bool(loaded)
+
+
+def forget() -> None:
+    """As if no library had been asked for."""
+    load.cache_clear()
+    loaded.clear()
+
+
+def _require(part: torch.dtype | str) -> ctypes.CDLL:
+    with _loading:
+        found = load(part)
+        if isinstance(found, str):
+            raise CpuLibraryError(found)
+        if part not in loaded:
+            loaded[part] = found
+            if (forms := loaded.get(FORMS)) is not None:
+                for library in loaded.values():
+                    if library is not forms:
+                        library.radixserve_use_forms(forms.radixserve_forms())
+    return found
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+def load(part: torch.dtype | str) -> ctypes.CDLL | str:
+    """The library of a number type or FORMS, or why there is none."""
     try:
-        compiler = _find_compiler()
-        folder, name = cache_folder(), f"cpu-{_fingerprint(compiler)}"
-        path = _find_compiled(folder, name) or _compile(compiler, folder, name)
+        compiler, flags = find_compiler(), compiler_flags()
+        sources: tuple[str, ...] = ("forms.cpp",)
+        if isinstance(part, torch.dtype):
+            flags = (*flags, f"-DRADIXSERVE_NUMBER={NUMBERS[part]}")
+            sources = ("library.cpp", "attention.cpp")
+        folder, name = cache_folder(), f"cpu-{_fingerprint(compiler, (*flags, *sources))}"
+        path = find_compiled(folder, name) or _compile([*compiler, *flags], sources, folder, name)
         library = ctypes.CDLL(str(path))
-    except CpuLibraryError as reason:
+    except (CompilerError, CpuLibraryError) as reason:
         return str(reason)
     except OSError as error:
         return f"the compiled CPU kernels cannot be loaded: {error}"
-    _declare(library)
+    if part == FORMS:
+        _declare(library, _FORMS_INTERFACE)
+        return library
+    _declare(library, _INTERFACE)
     library.radixserve_start()
     if os.environ.get("RADIXSERVE_AMX") == "0":
         library.radixserve_use_amx(0)
@@ -113,23 +148,9 @@ def cache_folder() -> Path:
         ) from error
 
 
-def _find_compiler() -> list[str]:
-    """The compiler and what the user wants it to be called with."""
-    chosen = os.environ.get("CXX", "").strip()
-    for name in (chosen,) if chosen else ("c++", "g++", "clang++"):
-        try:
-            words = shlex.split(name)
-        except ValueError as error:
-            raise CpuLibraryError(f"CXX={chosen} cannot be read: {error}") from error
-        if shutil.which(words[0]):
-            return words
-    wanted = f"CXX={chosen}" if chosen else "c++, g++ and clang++"
-    raise CpuLibraryError(f"there is no C++ compiler: {wanted} not found")
-
-
 def levels() -> tuple[str, ...]:
     """The instruction levels that this processor has, lowest first; none where it does not say."""
-    told = set(_processor().split())
+    told = set(processor().split())
     found = []
     for name, (wanted, _) in LEVELS.items():
         if not told.issuperset(wanted):
@@ -138,7 +159,7 @@ def levels() -> tuple[str, ...]:
     return tuple(found)
 
 
-def _flags() -> tuple[str, ...]:
+def compiler_flags() -> tuple[str, ...]:
     """The compiler's flags, for the level that is asked for. Raises CpuLibraryError."""
     asked, found = os.environ.get("RADIXSERVE_CPU_LEVEL", ""), levels()
     if asked and asked not in found:
@@ -147,20 +168,17 @@ def _flags() -> tuple[str, ...]:
     return (*FLAGS, *(LEVELS[asked][1] if asked and asked != found[-1] else ("-march=native",)))
 
 
-def _fingerprint(compiler: list[str]) -> str:
-    """A name for what the compiled code depends on."""
+def _fingerprint(compiler: list[str], flags: tuple[str, ...]) -> str:
+    """A name for what the compiled code depends on. Raises CompilerError."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
-    try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=30).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise CpuLibraryError(f"the C++ compiler {compiler[0]} does not run: {error}") from error
-    digest.update(version + " ".join((*compiler, *_flags())).encode() + _processor().encode())
+    digest.update(compiler_version(compiler))
+    digest.update(" ".join((*compiler, *flags)).encode() + processor().encode())
     return digest.hexdigest()[:16]
 
 
-def _processor() -> str:
+def processor() -> str:
     """What the code is compiled for: the machine's name and the processor's instructions."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
@@ -170,103 +188,65 @@ def _processor() -> str:
     return f"{platform.machine()} {''.join(sorted(set(told)))}"
 
 
-def _find_compiled(folder: Path, name: str) -> Path | None:
-    """A file of that name whose content is what it was when it was made.
-
-    Checked before it is loaded: a file that was cut off would end the process.
-    """
-    for path in sorted(folder.glob(f"{name}-*.so")):
-        try:
-            content = path.read_bytes()
-        except OSError:
-            continue
-        if path.name == _file_name(name, content):
-            return path
-        logger.warning("%s is damaged; the CPU kernels are compiled again", path)
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return None
-
-
-def _file_name(name: str, content: bytes) -> str:
-    return f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
-
-
-def _compile(compiler: list[str], folder: Path, name: str) -> Path:
-    """Into a file of its own first: processes may compile at the same time, or be killed."""
-    logger.info("compiling the CPU kernels, once, into %s", folder)
-    made = None
+def _compile(compiler: list[str], sources: tuple[str, ...], folder: Path, name: str) -> Path:
+    """Raises CompilerError, and CpuLibraryError where the file cannot be kept."""
+    paths = [SOURCES / source for source in sources]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, made = tempfile.mkstemp(".tmp", dir=folder)
-        os.close(handle)
-        _run_compiler(compiler, made)
-        path = folder / _file_name(name, Path(made).read_bytes())
-        os.replace(made, path)
+        return compile_once(compiler, paths, folder, name, "the CPU kernels")
     except OSError as error:
         raise CpuLibraryError(
             f"compiled code cannot be kept in {folder}: {error}; "
             "RADIXSERVE_CACHE may name another folder"
         ) from error
-    finally:
-        if made is not None:
-            Path(made).unlink(missing_ok=True)
-    return path
 
 
-def _run_compiler(compiler: list[str], made: str) -> None:
-    failure = ""
-    for threads in (THREADS, ()):
-        command = [*compiler, *_flags(), *threads, str(SOURCES / "library.cpp"), "-o", made]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise CpuLibraryError(
-                f"{compiler[0]} cannot compile the CPU kernels: {error}"
-            ) from error
-        if done.returncode == 0:
-            return
-        failure = failure or _complaint(done.stderr)
-    raise CpuLibraryError(f"{compiler[0]} cannot compile the CPU kernels: {failure}")
-
-
-def _complaint(text: str) -> str:
-    """The line of a compiler's messages that says most."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
-    return next((line for line in lines if "error" in line.lower()), lines[-1])
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    """Argument types of the C interface in cpu/library.cpp."""
-    pointer, number, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    signatures = {
-        "start": (None, ()),
-        "bf16": (flag, ()),
-        "use_amx": (None, (flag,)),
-        "lanes": (flag, ()),
-        "set_threads": (None, (flag,)),
-        "packed_size": (number, (flag, number, number)),
-        "pack": (None, (flag, pointer, number, number, pointer)),
-        "linear": (None, (flag, pointer, number, number, pointer, pointer)),
-        "plan": (pointer, (pointer, pointer, flag, number)),
-        "reset_plan": (None, (pointer, pointer, pointer, flag, number)),
-        "jobs": (None, (pointer, pointer)),
-        "delete_plan": (None, (pointer,)),
-        "attention": (pointer, ()),
-        "delete_attention": (None, (pointer,)),
-        "attend": (
-            None,
-            (
-                *(flag, pointer, pointer, pointer, number),
-                *(pointer, pointer, pointer, number, ctypes.c_float),
-            ),
+_POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
+    "start": (None, ()),
+    "bf16": (_FLAG, ()),
+    "use_amx": (None, (_FLAG,)),
+    "lanes": (_FLAG, ()),
+    "set_threads": (None, (_FLAG,)),
+    "packed_size": (_NUMBER, (_FLAG, _NUMBER, _NUMBER)),
+    "pack": (None, (_FLAG, _POINTER, _NUMBER, _NUMBER, _POINTER)),
+    "integer_dot": (_FLAG, ()),
+    "use_forms": (None, (_POINTER,)),
+    "linear": (None, (_FLAG, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER)),
+    "experts": (None, (_FLAG, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER)),
+    "key_block": (_FLAG, ()),
+    "plan": (_POINTER, (_POINTER, _POINTER, _NUMBER, _NUMBER)),
+    "reset_plan": (None, (_POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER)),
+    "jobs": (None, (_POINTER, _POINTER)),
+    "delete_plan": (None, (_POINTER,)),
+    "attention": (_POINTER, ()),
+    "delete_attention": (None, (_POINTER,)),
+    "attend": (
+        None,
+        (
+            *(_FLAG, _POINTER, _POINTER, _POINTER, _NUMBER),
+            *(_POINTER, _POINTER, _POINTER, _NUMBER, ctypes.c_float, _POINTER),
         ),
-        "argmax": (number, (pointer, number, number, pointer)),
-        "decoder": (pointer, (flag, pointer, pointer, pointer, pointer, pointer)),
-        "delete_decoder": (None, (pointer,)),
-        "run": (None, (pointer, pointer, pointer, pointer, number)),
-    }
-    for name, (result, arguments) in signatures.items():
+    ),
+    "argmax": (_NUMBER, (_POINTER, _NUMBER, _NUMBER, _POINTER)),
+    "argmax_allowed": (
+        _NUMBER,
+        (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER),
+    ),
+    "forbid": (None, (_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER)),
+    "decoder": (_POINTER, (_FLAG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)),
+    "delete_decoder": (None, (_POINTER,)),
+    "run": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER)),
+}
+_FORMS_INTERFACE = {  # of cpu/forms.cpp
+    "forms": (_POINTER, ()),
+    "form_bytes": (_NUMBER, (_NUMBER, _NUMBER, _NUMBER)),
+    "pack_form": (None, (_NUMBER, _POINTER, _POINTER)),
+}
+
+
+def _declare(library: ctypes.CDLL, interface: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
+    """Set the argument types of a library's functions."""
+    for name, (result, arguments) in interface.items():
         function = getattr(library, f"radixserve_{name}")
         function.restype, function.argtypes = result, arguments
 

@@ -1,4 +1,4 @@
-"""What the compiled CPU kernels offer here, and the argmax of logits.
+"""What the compiled CPU kernels offer here, the argmax of logits, and bitmasks over them.
 
 Tensors are on the CPU, contiguous unless a stride is asked for, float32 or bfloat16.
 """
@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve_kernels.cpu_library import CpuLibraryError, cpu_library
+from radixserve_kernels.cpu_library import NUMBERS, CpuLibraryError, cpu_library
 
 _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
 
 
 def unsupported_reason(dtype: torch.dtype) -> str:
     """Why these kernels cannot compute in `dtype` here; "" if they can."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in NUMBERS:
         return f"they compute in float32 and bfloat16, not in {dtype}"
     try:
-        cpu_library()
+        cpu_library(dtype)
     except CpuLibraryError as reason:
         return str(reason)
     return ""
@@ -30,9 +32,10 @@ def describe() -> str:
     """The processor features that the compiled code uses. Raises CpuLibraryError."""
     library = cpu_library()
     bits = 32 * library.radixserve_lanes()
-    widened = f"{_VECTORS.get(bits, f'vectors of {bits} bits')}, widened to float32"
-    bf16 = (widened, "AVX-512 BF16", "AMX")[library.radixserve_bf16()]
-    return f"vectors of {bits} bits, bfloat16: {bf16}"
+    vectors = _VECTORS.get(bits, f"vectors of {bits} bits")
+    bf16 = (f"{vectors} widened to float32", "AVX-512 BF16", "AMX")[library.radixserve_bf16()]
+    integers = (vectors, vectors, "VNNI")[library.radixserve_integer_dot()]
+    return f"vectors of {bits} bits, bfloat16: {bf16}, 8 and 4 bits: {integers}"
 
 
 def argmax(logits: Tensor) -> tuple[list[int], int]:
@@ -45,3 +48,37 @@ def argmax(logits: Tensor) -> tuple[list[int], int]:
     ids = (ctypes.c_int64 * num_rows)()
     num_broken = cpu_library().radixserve_argmax(logits.data_ptr(), num_rows, size, ids)
     return list(ids), num_broken
+
+
+def argmax_allowed(
+    logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np.int64]
+) -> tuple[list[int], int]:
+    """`argmax` among the tokens that the rows' masks allow; -1 where that is none.
+
+    bitmask [m, words]: bit t % 32 of word t // 32 for token t; mask_of [S]: its row for each row of
+    the logits, -1 for none.
+    """
+    logits, bitmask = logits.contiguous(), np.ascontiguousarray(bitmask)
+    num_rows, size = logits.shape
+    assert len(mask_of) == num_rows, "one mask a row"
+    assert bitmask.shape[1] * 32 >= size, "a mask is shorter than the vocabulary"
+    assert mask_of.max(initial=-1) < len(bitmask), "there is no such mask"
+    ids = (ctypes.c_int64 * num_rows)()
+    num_broken = cpu_library().radixserve_argmax_allowed(
+        *(logits.data_ptr(), num_rows, size),
+        *(bitmask.ctypes.data, bitmask.shape[1], mask_of.ctypes.data, ids),
+    )
+    return list(ids), num_broken
+
+
+def forbid_(logits: Tensor, bitmask: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
+    """Give logits [S, V] float32, in place, -inf where mask i forbids a token of row rows[i]."""
+    assert logits.is_contiguous(), "changed in place"
+    assert logits.dtype == torch.float32, "logits are float32"
+    bitmask = np.ascontiguousarray(bitmask)
+    assert bitmask.shape[1] * 32 >= logits.shape[1], "a mask is shorter than the vocabulary"
+    assert not len(rows) or 0 <= rows.min() <= rows.max() < len(logits), "there is no such row"
+    cpu_library().radixserve_forbid(
+        *(logits.data_ptr(), logits.shape[1], bitmask.ctypes.data, bitmask.shape[1]),
+        *(rows.ctypes.data, len(bitmask)),
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import sys
+from collections.abc import Sequence
 from threading import Lock
 
 import numpy as np
@@ -13,7 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve_kernels.cpu_library import address, cpu_library, is_bf16
+from radixserve_kernels.cpu_library import address, cpu_library, forms_library, is_bf16
+from radixserve_kernels.quantized import (
+    FLOAT16,
+    FORMS,
+    AnyWeight,
+    QuantizedTensor,
+    concat_rows,
+    dense,
+    form_of,
+    to_int8,
+)
 
 LARGE_PAGE = 2 << 20  # bytes
 
@@ -57,46 +69,114 @@ def fresh_memory(num_bytes: int) -> NDArray[np.uint8]:
     return fresh[start : start + num_bytes]
 
 
+def return_freed_memory() -> None:
+    """Let glibc's allocator give the system what was freed; of no effect with another one."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 _arena = Arena()
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as C numbers them
 
 
 class WeightRecord(ctypes.Structure):
     """A packed weight as C takes it."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "next")),
+        *((name, ctypes.c_int64) for name in ("columns", "depth", "form")),
+    )
+
+
+class _PlainWeight(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("numbers", "scales", "minimums")),
         *((name, ctypes.c_int64) for name in ("columns", "depth")),
     )
 
 
 class PackedWeight:
-    """A weight [N, K] in panels, with a bias [N] or None; see cpu/panels.h."""
+    """A weight [N, K] in panels, with a bias [N] or None; see cpu/panels.h and cpu/quantized.h.
+    One in float16 multiplies activations in float32.
 
-    __slots__ = ("_bias", "_depth", "_panels", "_size", "record")
+    `following`: a weight of the same depth, in another form, whose columns come next.
+    """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        library, weight = cpu_library(), weight.contiguous()
-        self._size, self._depth = weight.shape
-        self._bias = None if bias is None else bias.contiguous()
-        shape = (is_bf16(weight.dtype), self._size, self._depth)
-        memory = _arena.take(library.radixserve_packed_size(*shape) * weight.dtype.itemsize)
-        self._panels = torch.from_numpy(memory).view(weight.dtype)
-        panels = self._panels.data_ptr()
-        library.radixserve_pack(shape[0], weight.data_ptr(), *shape[1:], panels)
-        self.record = WeightRecord(panels, address(self._bias), self._size, self._depth)
+    record: WeightRecord
+    num_bytes: int
+
+    __slots__ = ("_bias", "_next", "_panels", "form", "num_bytes", "record")
+
+    def __init__(
+        self,
+        weight: AnyWeight,
+        bias: Tensor | None = None,
+        following: PackedWeight | None = None,
+    ) -> None:
+        size, depth = weight.shape
+        self.form = form_of(weight)
+        self._bias, self._next = None if bias is None else bias.contiguous(), following
+        if isinstance(weight, Tensor):
+            self._panels, form = _pack_dense(weight)
+        else:
+            self._panels, form = _pack_form(weight), FORMS[self.form]
+        self.num_bytes = self._panels.nbytes + (0 if following is None else following.num_bytes)
+        self.record = WeightRecord(
+            *(self._panels.ctypes.data, address(self._bias)),
+            None if following is None else ctypes.addressof(following.record),
+            *(size, depth, form),
+        )
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[AnyWeight, Tensor | None]]) -> PackedWeight:
+        """Weights [n, K] and their biases, all or none of them, one below the other."""
+        packed: PackedWeight | None = None
+        groups = [
+            list(group) for _, group in itertools.groupby(parts, lambda part: form_of(part[0]))
+        ]
+        for group in reversed(groups):
+            biases = [bias for _, bias in group if bias is not None]
+            weight = concat_rows([weight for weight, _ in group])
+            packed = cls(weight, torch.cat(biases) if biases else None, packed)
+        assert packed is not None
+        return packed
+
+    @property
+    def num_columns(self) -> int:
+        further = 0 if self._next is None else self._next.num_columns
+        return int(self.record.columns) + further
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias`: x [M, K], returns [M, N]."""
-        library = cpu_library()
-        padded = x.new_zeros((len(x), -(-self._depth // 32) * 32))
-        padded[:, : self._depth] = x
-        out = x.new_empty((len(x), self._size))
+        library = cpu_library(x.dtype)
+        depth = self.record.depth
+        padded = x.new_zeros((len(x), -(-depth // 32) * 32))
+        padded[:, :depth] = x
+        out = x.new_empty((len(x), self.num_columns))
         library.radixserve_set_threads(torch.get_num_threads())
         library.radixserve_linear(
-            *(is_bf16(self._panels.dtype), padded.data_ptr(), padded.shape[1], len(x)),
+            *(is_bf16(x.dtype), padded.data_ptr(), padded.shape[1], len(x)),
             *(ctypes.byref(self.record), out.data_ptr()),
         )
         return out
+
+
+def _pack_dense(weight: Tensor) -> tuple[NDArray[np.uint8], int]:
+    is_half = weight.dtype == torch.float16
+    library = cpu_library(torch.float32 if is_half else weight.dtype)
+    weight, shape = weight.contiguous(), (_KINDS[weight.dtype], *weight.shape)
+    panels = _arena.take(library.radixserve_packed_size(*shape) * weight.dtype.itemsize)
+    library.radixserve_pack(shape[0], weight.data_ptr(), *shape[1:], panels.ctypes.data)
+    return panels, FLOAT16 if is_half else 0
+
+
+def _pack_form(weight: QuantizedTensor) -> NDArray[np.uint8]:
+    library, form = forms_library(), FORMS[weight.form]
+    panels = _arena.take(library.radixserve_form_bytes(form, *weight.shape))
+    parts = [part if part is None else part.contiguous() for part in weight.parts]
+    plain = _PlainWeight(*map(address, parts), *weight.shape)
+    library.radixserve_pack_form(form, ctypes.byref(plain), panels.ctypes.data)
+    return panels
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
@@ -108,3 +188,15 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     halves[0, : len(gate)], halves[1, : len(up)] = gate, up
     parts = halves.view(2, -1, lanes, *gate.shape[1:]).transpose(0, 1)
     return parts.reshape(-1, *gate.shape[1:])
+
+
+def interleave_weights(gate: AnyWeight, up: AnyWeight) -> AnyWeight:
+    """`interleave` of weights [M, K]; of two forms that differ, both in 8 bits."""
+    if form_of(gate) != form_of(up):
+        gate, up = to_int8(gate), to_int8(up)
+    if isinstance(gate, Tensor) or isinstance(up, Tensor):
+        return interleave(dense(gate), dense(up))
+    pairs = zip(gate.parts, up.parts, strict=True)
+    return QuantizedTensor.of_parts(
+        None if a is None or b is None else interleave(a, b) for a, b in pairs
+    )

@@ -1,4 +1,13 @@
-"""The sizes of a Llama-like decoder, and one layer's weights ready to compute, on any device."""
+"""A decoder's sizes and parts, and one layer's weights ready to compute, on any device.
+
+A layer, where R is the residual stream and a norm that is None is left out:
+
+    x = pre_attention_norm(R)
+    q, k, v = x of qkv; q and k are normed and rotated
+    R += residual_scale * post_attention_norm(o(attention(q, k, v)))
+    x = pre_mlp_norm(R), or with `is_parallel` the x of attention
+    R += residual_scale * post_mlp_norm(mlp(x))
+"""
 
 from __future__ import annotations
 
@@ -7,7 +16,13 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from radixserve_kernels.attention_features import AttentionFeatures
+
 Weight = TypeVar("Weight")  # a packed projection: `Linear`, `PackedWeight`
+Experts = TypeVar("Experts")  # a mixture of them: `GroupedExperts`, `PackedExperts`
+
+NORM_TYPES = ("rms", "layer")  # as C numbers them
+ACTIVATIONS = ("silu", "gelu_tanh")  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +37,36 @@ class DecoderSizes:
     intermediate_size: int
     vocab_size: int
     eps: float
+    attention_scale: float  # of the scores
+    norm_type: str = "rms"  # of NORM_TYPES
+    activation: str = "silu"  # of ACTIVATIONS, of the MLP's gate
+    has_whole_qk_norm: bool = False  # q's and k's heads are normed together, not each on its own
+    is_parallel: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float = 0.0  # logits become cap * tanh(logit / cap); 0: they do not
 
 
-@dataclass(frozen=True)  # with slots a call of DecoderLayer[...] fails in Python 3.11
-class DecoderLayer(Generic[Weight]):
-    """Q = Hq * D and KV = Hkv * D features, M of the MLP, H hidden."""
+@dataclass(frozen=True)  # with slots a call of Mlp[...] fails in Python 3.11
+class Mlp(Generic[Weight]):
+    """down(activation(gate) * up), M features within."""
 
-    input_norm: Tensor  # [H]
-    qkv: Weight  # H -> Q + 2 KV
-    qk_norm: Tensor | None  # [Hq + Hkv, D] q's weight for the first Hq heads, then k's
-    o: Weight  # Q -> H
-    post_norm: Tensor  # [H]
     gate_up: Weight  # H -> 2 M; of PackedWeight interleaved, see `interleave`
     down: Weight  # M -> H
+
+
+@dataclass(frozen=True)
+class DecoderLayer(Generic[Weight, Experts]):
+    """Q = Hq * D and KV = Hkv * D features, H hidden. Norms are [H] float32."""
+
+    pre_attention_norm: Tensor | None
+    post_attention_norm: Tensor | None
+    pre_mlp_norm: Tensor | None
+    post_mlp_norm: Tensor | None
+    qk_norm: Tensor | None  # [Hq + Hkv, D] float32: q's weight for the first Hq heads, then k's
+    qkv: Weight  # H -> Q + 2 KV
+    o: Weight  # Q -> H
+    mlp: Mlp[Weight] | Experts  # experts only without a post_mlp_norm
+    features: AttentionFeatures
+    rotary: int | None  # which of the decoder's rotary tables turns q and k; None: none does

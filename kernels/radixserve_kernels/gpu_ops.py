@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.gpu import reference
 from radixserve_kernels.gpu.records import (
     LONG_ROW_KEYS,
@@ -62,33 +63,87 @@ def _run(x: Tensor, family: str, name: str, *arguments: Any) -> None:
             cpu_launcher(launch)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` of each row, in float32, cast back before weight.
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    *,
+    is_centered: bool = False,
+) -> Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps)` of each row, in float32, cast back at the end.
 
-    x [T, n], weight [n]; `out` may be x.
+    x [T, n], weight [n] of any dtype; `out` may be x. is_centered: of x less its mean, as LayerNorm
+    does.
     """
     out = _like(x, out)
-    _run(x, "norm", "rms_norm", x, None, weight, eps, out)
+    _run(x, "norm", "rms_norm", x, None, weight, eps, is_centered, out)
     return out
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None = None,
+    *,
+    is_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`residual += x`, rounded to its dtype, and its `rms_norm`: (normed, residual), both [T, n].
 
     `out`, for the normed rows, may be x.
     """
     out = _like(x, out)
-    _run(x, "norm", "rms_norm", x, residual, weight, eps, out)
+    _run(x, "norm", "rms_norm", x, residual, weight, eps, is_centered, out)
     return out, residual
 
 
-def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(first half) * second half of the last axis: [T, 2M] -> [T, M]."""
+def act_and_mul(gate_up: Tensor, activation: str = "silu", out: Tensor | None = None) -> Tensor:
+    """activation(first half) * second half of the last axis: [T, 2M] -> [T, M].
+
+    activation: of decoder_layer.py's ACTIVATIONS.
+    """
     if out is None:
         out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
-    _run(gate_up, "norm", "silu_and_mul", gate_up, out)
+    _run(gate_up, "norm", "act_and_mul", gate_up, activation, out)
+    return out
+
+
+def clamped_swiglu(
+    gate_up: Tensor, alpha: float, limit: float, out: Tensor | None = None
+) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above, up on both sides by `limit`:
+    [T, 2M], gate first, -> [T, M]."""
+    if out is None:
+        out = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+    _run(gate_up, "experts", "clamped_swiglu", gate_up, alpha, limit, out)
+    return out
+
+
+def sort_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs t * k + i of ids [T, k], by expert: order [T * k] int64, and indptr [E + 1] int32:
+    those of expert e are order[indptr[e] : indptr[e + 1]]."""
+    experts, order = ids.flatten().sort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=ids.device)
+    return order, torch.searchsorted(experts, bounds, out_int32=True)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    indptr: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`x[p // k] @ weight[e].T + bias[e]` of each pair p and its expert e: [P, N].
+
+    x [R, K], where P = k * R; weight [E, N, K], bias [E, N]; order, indptr: see `sort_by_expert`.
+    """
+    if out is None:
+        out = x.new_empty((len(order), weight.shape[1]))
+    _run(x, "experts", "grouped_linear", x, weight, bias, order, indptr, out)
     return out
 
 
@@ -96,7 +151,7 @@ def rope_and_store(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     k_slots: Tensor,
     v_slots: Tensor,
     num_heads: int,
@@ -104,19 +159,22 @@ def rope_and_store(
     qk_norm: Tensor | None = None,
     eps: float = 1e-6,
     out: Tensor | None = None,
+    *,
+    is_centered: bool = False,
 ) -> Tensor:
     """Split qkv, normalise and rotate q and k, store k and v; returns q [T, Hq, D].
 
     qkv [T, (Hq + 2 Hkv) * D]: q's heads, then k's, then v's. positions, slots [T] int64; a slot of
     -1 stores nothing, slots are distinct otherwise. cos_sin [max_pos, D] float32: the cosines of
-    the D/2 pairs (features 2i and 2i + 1 of a head), then the sines. qk_norm [Hq + Hkv, D]:
-    `rms_norm` of each head before it is rotated. What is stored is cast to the pool's dtype.
+    the D/2 pairs (features 2i and 2i + 1 of a head), then the sines; None: nothing is rotated.
+    qk_norm [Hq + Hkv, D]: `rms_norm` of each head before it is rotated, with is_centered as there.
+    What is stored is cast to the pool's dtype.
     """
     inputs = (qkv, positions, slots, cos_sin, k_slots, v_slots)
     if out is None:
         out = qkv.new_empty((len(qkv), num_heads, k_slots.shape[2]))
     heads = (num_heads, num_kv_heads)
-    _run(qkv, "rope", "rope_and_store", *inputs, *heads, qk_norm, eps, out)
+    _run(qkv, "rope", "rope_and_store", *inputs, *heads, qk_norm, eps, is_centered, out)
     return out
 
 
@@ -139,6 +197,33 @@ def flat_indices(
     """
     _run(out, "pages", "flat_indices", page_table, row_of, num_pages, indptr, out)
     return out
+
+
+def copy_ranges(
+    values: Tensor, first: Tensor, count: Tensor, indptr: Tensor, out: Tensor, most: int
+) -> Tensor:
+    """out[indptr[r] + j] = values[first[r] + j] for j < count[r], which is at most `most`.
+
+    values [M], first, count [R], indptr [R + 1], out [N]: int32 all.
+    """
+    _run(out, "pages", "copy_ranges", values, first, count, indptr, out, most)
+    return out
+
+
+def compile_attention(
+    k_slots: Tensor,
+    v_slots: Tensor,
+    num_heads: int,
+    page_size: int,
+    features: frozenset[str] = frozenset(),
+) -> None:
+    """Compile whatever `decode`, `extend` and `merge_states` may launch over a CUDA pool.
+
+    features: of AttentionFeatures, those that any layer uses.
+    """
+    from radixserve_kernels.gpu import warm_up
+
+    warm_up.compile_attention(k_slots, v_slots, num_heads, page_size, features)
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, max_keys: int, num_sms: int) -> tuple[int, int]:
@@ -175,6 +260,7 @@ def decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     fixed_splits: int | None = None,
+    features: AttentionFeatures = PLAIN,
 ) -> Tensor:
     """Attention of one query a row over all its keys: q [R, Hq, D] -> [R, Hq, D].
 
@@ -182,12 +268,13 @@ def decode(
     (num_splits by default) that run in parallel and are merged afterwards, but none is below
     MIN_SPLIT_KEYS keys; rows whose splits exceed LONG_ROW_KEYS have more, at most num_splits: see
     `choose_splits`. `workspace` [>= workspace_size(...)] float32 holds the split outputs, allocated
-    if None. lse [R, Hq] is filled where given.
+    if None. lse [R, Hq] is filled where given. features: window, chunk and soft cap, by a key's
+    place among its row's; sinks are left to `add_sinks`.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
     result = Result(_like(q, out), lse)
     split = Split(num_splits, fixed_splits or num_splits, workspace)
-    _run(q, "decode", "decode", q, keys, _scale(q, scale), split, result)
+    _run(q, "decode", "decode", q, keys, _scale(q, scale), split, result, features)
     return result.out
 
 
@@ -207,6 +294,7 @@ def extend(
     workspace: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    features: AttentionFeatures = PLAIN,
 ) -> Tensor:
     """Attention of the new tokens of rows, whose keys are in the pool already: [T, Hq, D].
 
@@ -214,13 +302,24 @@ def extend(
     the first row) to qo_indptr[r + 1], int32 [R + 1]: the last tokens of its sequence. Causally,
     query i of n sees all its row's keys but the last n - 1 - i. With causal=False all queries see
     all keys, and n may be larger than their number. max_q: most queries of a row, T if None; it
-    picks the block size only. num_splits, workspace, lse [T, Hq]: as in `decode`.
+    picks the block size only. num_splits, workspace, lse [T, Hq], features: as in `decode`; windows
+    and chunks with causal only.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
     result, split = Result(_like(q, out), lse), Split(num_splits, num_splits, workspace)
     most = len(q) if max_q is None else max_q
-    _run(q, "extend", "extend", q, keys, qo_indptr, _scale(q, scale), causal, most, split, result)
+    arguments = (q, keys, qo_indptr, _scale(q, scale), causal, most, split, result, features)
+    _run(q, "extend", "extend", *arguments)
     return result.out
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention with one score more a head, which has no value: in the memory of out [T, Hq, D].
+
+    lse [T, Hq], base 2, without them; sinks [Hq] float32.
+    """
+    share = torch.sigmoid(lse * math.log(2) - sinks)  # of the keys in the sum of weights
+    return out.copy_(out * share[..., None])
 
 
 def _like(x: Tensor, out: Tensor | None) -> Tensor:
@@ -282,6 +381,16 @@ def sample(
     finite = logits.new_empty(len(logits), dtype=torch.bool) if finite is None else finite
     _run(logits, "sampling", "sample", logits, *params, token_ids, finite)
     return token_ids
+
+
+def forbid_(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    """Give logits [S, V] float32, in place, -inf where mask i forbids a token of row rows[i].
+
+    bitmask [m, words] int32, words >= V / 32: bit t % 32 of word t // 32 allows token t; rows [m]
+    int64, distinct.
+    """
+    assert bitmask.shape[1] * 32 >= logits.shape[1], "a mask is shorter than the vocabulary"
+    _run(logits, "bitmask", "forbid_", logits, bitmask, rows)
 
 
 def token_logprob(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -18,7 +18,16 @@ class HostIndex:
     flat plan on a device does without. `release` gives the borrowed page tables back.
     """
 
-    __slots__ = ("_kv_indices", "kv_indptr", "page_tables", "qo_indptr", "seq_lens", "start")
+    __slots__ = (
+        "_kv_indices",
+        "first_new_page",
+        "kv_indptr",
+        "page_tables",
+        "qo_indptr",
+        "row_slots",
+        "seq_lens",
+        "start",
+    )
 
     def __init__(
         self,
@@ -27,12 +36,17 @@ class HostIndex:
         kv_indptr: IndexArray,
         seq_lens: IndexArray,
         page_tables: Sequence[NDArray[np.int32]],
+        row_slots: IndexArray | None = None,
+        first_new_page: IndexArray | None = None,
     ) -> None:
         self.start = start  # [R] position of each row's first new token
         self.qo_indptr = qo_indptr  # [R + 1] bounds of each row's new tokens
         self.kv_indptr = kv_indptr  # [R + 1] bounds of each row's pages in kv_indices
         self.seq_lens = seq_lens  # [R] tokens of each row after the step
         self.page_tables = page_tables  # end to end they are kv_indices
+        # [R] where known: slot of each row's sequence, -1 of padding; the pages before that index
+        # are as in the last step of the slot, which was of the same sequence.
+        self.row_slots, self.first_new_page = row_slots, first_new_page
         self._kv_indices: NDArray[np.int32] | None = None
 
     @property

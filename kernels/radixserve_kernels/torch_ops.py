@@ -6,21 +6,23 @@ operations: a step of few rows is bound by what each of them costs to start.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, in float32, cast back before weight.
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor, *, is_centered: bool = False) -> Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last axis, in float32, cast back at the end.
 
-    x [..., n]; weight broadcasts against it; eps [] float32.
+    x [..., n]; weight broadcasts against it; eps [] float32. is_centered: of x less its mean, as
+    LayerNorm does.
     """
-    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+    wide = x.float()
+    if is_centered:
+        wide = wide - wide.mean(-1, keepdim=True)
+    norm = torch.linalg.vector_norm(wide, 2, -1, True)
     scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    return (x * scale).to(x.dtype).mul_(weight)
+    return (wide * scale).mul_(weight).to(x.dtype)
 
 
 def rotations(positions: Tensor, inv_freq: Tensor, scaling: float) -> Tensor:
@@ -48,10 +50,14 @@ def pair_halves(weight: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(first half) * second half of the last axis: [T, 2n] -> [T, n] without gaps."""
+def act_and_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(first half) * second half of the last axis: [T, 2n] -> [T, n] without gaps.
+
+    activation: "silu", or "gelu_tanh", gelu in its tanh form.
+    """
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active.mul_(up)
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -66,50 +72,3 @@ def copy_slots(kv: Tensor, source: Tensor, destination: Tensor) -> None:
     kv [L, 2, num_slots, Hkv, D]; source, destination [n] int64 slots, destinations distinct.
     """
     kv.index_copy_(2, destination, kv.index_select(2, source))
-
-
-def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Attention over the union of two disjoint sets of keys, from that over each.
-
-    out, other [n, H, D]; lse, other_lse [n, H] float32, the log of the sum of exponentiated scores.
-    """
-    share = torch.sigmoid(lse - other_lse)[..., None]  # of `out` in the sum over both sets
-    return torch.lerp(other.float(), out.float(), share).to(out.dtype)
-
-
-def attention_with_lse(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    *,
-    is_causal: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """query [B, H, N, D]; keys, values [B, H, L, D]; mask, added, broadcasts to [B, H, N, L].
-
-    With `is_causal`, for L = N and no mask, a query sees the keys up to its own place.
-    Returns [B, H, N, D] and the log-sum-exp of the scores, [B, H, N] float32.
-    """
-    if query.device.type == "cpu" and _flash_attention is not None:
-        out: tuple[Tensor, Tensor] = _flash_attention(
-            query, keys, values, is_causal=is_causal, attn_mask=mask, scale=scale
-        )
-        return out
-    if is_causal:
-        mask = query.new_full((query.shape[2], keys.shape[2]), -torch.inf).triu(1)
-    scores = (query * scale) @ keys.transpose(2, 3)
-    if mask is not None:
-        scores += mask
-    lse = scores.float().logsumexp(-1)
-    weights = (scores.float() - lse[..., None]).exp().to(query.dtype)
-    return weights @ values, lse
-
-
-def _find_flash_attention() -> Any:
-    """PyTorch's fused CPU attention that also returns log-sum-exp; None if unavailable."""
-    packet = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    return None if packet is None else packet.default
-
-
-_flash_attention = _find_flash_attention()

@@ -12,7 +12,7 @@ from radixserve.checks import shown
 from radixserve.engine.beam_group import StopCheck
 from radixserve.engine.ticket import Event, Ticket
 from radixserve.errors import InvalidRequest
-from radixserve.output import Beam, Completion, Finish, RequestOutput, Usage
+from radixserve.output import Beam, Completion, Finish, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.text.tokenizer import Tokenizer
 
@@ -22,7 +22,17 @@ _BEAM_FIELDS = {
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
 }
-_DRAWING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "best_of", "prompt_logprobs")
+_REFUSED = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "n",
+    "best_of",
+    "prompt_logprobs",
+    "logits_processors",
+)
 _CONTEXT = 5  # tokens decoded before the longest stop string, so that its words keep their spaces
 
 
@@ -46,9 +56,9 @@ def read_options(
     if params is None:
         params = SamplingParams(**{"max_tokens": _MAX_TOKENS, **rest})
     default = SamplingParams()
-    drawing = [name for name in _DRAWING if getattr(params, name) != getattr(default, name)]
-    if drawing and (drawing != ["temperature"] or params.temperature):
-        raise InvalidRequest(f"a beam search does not draw: {', '.join(drawing)} cannot be given")
+    refused = [name for name in _REFUSED if getattr(params, name) != getattr(default, name)]
+    if refused and (refused != ["temperature"] or params.temperature):
+        raise InvalidRequest(f"a beam search does not draw: {', '.join(refused)} cannot be given")
     return replace(params, temperature=0.0), beams or BeamParams(
         **{_BEAM_FIELDS[name]: value for name, value in beam_fields.items()}
     )
@@ -58,12 +68,22 @@ def as_search(request: Request, beams: BeamParams, vocab_size: int) -> Request:
     """`request` as a beam search. InvalidRequest where the vocabulary is too small for the width:
     a single beam must have enough tokens for all of its first children."""
     num_ends, params = len(request.end_ids), request.params
-    room = vocab_size - (num_ends if params.min_tokens else 0)
+    if params.structured_output is not None and params.structured_output.jump_forward:
+        raise InvalidRequest("a beam search cannot jump forward: its beams choose every token")
+    if params.structured is not None and not num_ends:
+        raise InvalidRequest(
+            "a beam search with structured output needs an end token: ignore_eos cannot be given"
+        )
+    allowed = vocab_size
+    if params.allowed_token_ids is not None:
+        allowed = len(params.allowed_array)
+    num_banned = len({word[-1] for word in request.bad_words_ids})
+    room = allowed - num_banned - (num_ends if params.min_tokens else 0)
     most = room // max(2, 1 + num_ends)
     if beams.width > most:
         raise InvalidRequest(
-            f"beam_width must be at most {most} with {num_ends} end tokens in a vocabulary of "
-            f"{vocab_size}, got {beams.width}"
+            f"beam_width must be at most {max(0, most)} with {num_ends} end tokens among the "
+            f"{allowed - num_banned} that may be generated, got {beams.width}"
         )
     return replace(request, beams=beams)
 
@@ -123,9 +143,7 @@ class BeamTicket(Ticket):
             return (self._text_of(RequestOutput("", (), (), (), finish)),)
         found = []
         for number, beam in enumerate(beams):
-            usage, num_tokens = finish.usage, len(beam.token_ids)
-            if number:
-                usage = Usage(usage.prompt_tokens, usage.prompt_tokens, 0, num_tokens)
+            usage = finish.usage.of_other_answer(len(beam.token_ids)) if number else finish.usage
             own = replace(finish, reason=beam.reason, usage=usage)
             output = RequestOutput("", tuple(beam.token_ids), beam.logprobs, beam.top_logprobs, own)
             total = math.fsum(beam.logprobs)

@@ -28,7 +28,6 @@ from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk, Completion, Score, Usage, add_usages
 from radixserve.request import Request, SamplingParams
-from radixserve.text.tokenizer import IncrementalDetokenizer
 
 Tokens = str | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -100,7 +99,7 @@ class Branch:
     def text_from(self, length: int) -> str:
         """The text that the tokens after the first `length` add. O(those tokens)."""
         start = check_int("length", length, 0, self.length)
-        stream = IncrementalDetokenizer(self._client.tokenizer, self._tokens[:start].tolist())
+        stream = self._client.tokenizer.detokenizer(self._tokens[:start].tolist())
         return stream.push(self._tokens[start:].tolist()) + stream.finish()
 
     @property
@@ -250,6 +249,10 @@ class Branch:
         """The next answer's, checked; without its session."""
         params = check_params(params)
         check_single(params, "a branch")
+        if params.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "a branch and a chat keep all their tokens: truncate_prompt_tokens cannot be given"
+            )
         if params.namespace not in ("", self._namespace):
             raise InvalidRequest(
                 f"the branch is in namespace {self._namespace!r}, not {params.namespace!r}"

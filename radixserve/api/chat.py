@@ -23,8 +23,10 @@ from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
 from radixserve.text.chat_format import Answer, ChatFormat, Message
+from radixserve.text.chat_options import ChatOptions, begun_answer
 from radixserve.text.prompts import check_messages
 
+Said = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
 _NEXT: Message = {"role": "user", "content": "?"}  # stands for any next message
 
@@ -60,9 +62,10 @@ class ChatSession:
         """`branch`: stands where the record's turns end; None: a new one."""
         self._client = client
         self._record = record
-        self._format = ChatFormat(client.tokenizer, record.template, record.tools)
+        self._format = ChatFormat(client.tokenizer, record.options)
         self._params = check_params(params)
         self._turns = list(record.turns)
+        self._added = list(record.added)  # messages since the last answer
         self._branch = branch or Branch(client, self.tokens.copy(), self._params.namespace)
         self._has_warned = False
         self._turn_lock = threading.Lock()
@@ -73,19 +76,15 @@ class ChatSession:
         client: EngineClient,
         model: Mapping[str, Any],
         system: str | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: str | None,
+        options: ChatOptions,
         params: SamplingParams | None,
     ) -> Self:
         """A chat without turns; `Runtime.chat` calls it. Raises InvalidRequest."""
-        for name, value in (("system", system), ("template", template)):
-            if value is not None:
-                check_str(name, value)
-        if tools is not None and not _are_tools(tools):
-            raise InvalidRequest(f"tools must be a list of JSON schemas, got {shown(tools)}")
-        schemas = None if tools is None else [dict(tool) for tool in tools]
-        chat = cls(client, ChatRecord(model, system, template, schemas), params)
-        chat._tokenise(_NEXT)  # refuses a template that cannot be used
+        if system is not None:
+            check_str("system", system)
+        client.tokenizer.warn_of_ignored_tools(options)
+        chat = cls(client, ChatRecord(model, system, options), params)
+        chat._tokenise([_NEXT])  # refuses a template that cannot be used
         return chat
 
     def __enter__(self) -> Self:
@@ -102,7 +101,7 @@ class ChatSession:
     @property
     def history(self) -> list[Message]:
         """The messages so far, as copies: {"role", "content"}."""
-        return copy.deepcopy(self._messages())
+        return copy.deepcopy([*self._messages(), *self._added])
 
     @property
     def tokens(self) -> IntArray:
@@ -111,25 +110,32 @@ class ChatSession:
 
     # -- turns --------------------------------------------------------------------------------
 
-    def send(
-        self, message: str | Mapping[str, Any], params: SamplingParams | None = None
-    ) -> Completion:
+    def send(self, message: Said, params: SamplingParams | None = None) -> Completion:
         """Say something, get the answer. An error leaves the chat as it was.
 
-        A message is the user's text, or {"role", "content"} for another role, such as "tool".
+        A message is the user's text, or {"role", "content"} for another role, such as "tool"; or a
+        list of them: the results of several tool calls. Where the last one is of the "assistant",
+        the answer goes on from its text.
         """
-        with self._answering(_as_message(message), self._params_of(params)) as answer:
+        with self._answering(_as_messages(message), self._params_of(params)) as answer:
             return answer.add(self._branch.generate(answer.params))
 
-    async def asend(
-        self, message: str | Mapping[str, Any], params: SamplingParams | None = None
-    ) -> Completion:
+    async def asend(self, message: Said, params: SamplingParams | None = None) -> Completion:
         """`send` for asyncio. Cancelling the task leaves the chat as it was."""
-        with self._answering(_as_message(message), self._params_of(params)) as answer:
+        with self._answering(_as_messages(message), self._params_of(params)) as answer:
             return answer.add(await self._branch.agenerate(answer.params))
 
+    def add(self, message: Said) -> None:
+        """Say something without an answer: it is read together with what is sent next.
+
+        Nothing is computed, and whether the template takes it is seen then.
+        """
+        messages = _as_messages(message)
+        with self._turn():
+            self._added += messages
+
     def stream(
-        self, message: str | Mapping[str, Any], params: SamplingParams | None = None
+        self, message: Said, params: SamplingParams | None = None
     ) -> Generator[Chunk, None, None]:
         """`send` piece by piece; begun with the first iteration.
 
@@ -137,22 +143,25 @@ class ChatSession:
         out, or an error: the chat is as it was.
         """
         self._check()
-        return self._stream(_as_message(message), self._params_of(params))
+        return self._stream(_as_messages(message), self._params_of(params))
 
     def astream(
-        self, message: str | Mapping[str, Any], params: SamplingParams | None = None
+        self, message: Said, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for asyncio."""
         self._check()
-        return self._astream(_as_message(message), self._params_of(params))
+        return self._astream(_as_messages(message), self._params_of(params))
 
     def undo(self) -> list[Message]:
-        """Take back the last turn; returns its two messages. InvalidRequest if there is none."""
+        """Take back the last turn, or what was added since; returns its messages, answer included.
+        InvalidRequest if there is none."""
         with self._turn():
+            if self._added:
+                added, self._added = self._added, []
+                return added
             if not self._turns:
                 raise InvalidRequest("nothing was said yet that could be taken back")
-            last = self._messages()[-2:]
-            self._turns.pop()
+            last = _messages_of(self._turns.pop())
             self._branch.truncate(_common(self._branch.tokens, self.tokens))
             return copy.deepcopy(last)
 
@@ -163,7 +172,7 @@ class ChatSession:
         """
         count = check_int("n", n, 1)
         self._check()
-        record = replace(self._record, turns=tuple(self._turns))
+        record = self._whole()
         made = [
             ChatSession(self._client, record, self._params, branch)
             for branch in self._branch.fork(count)
@@ -180,7 +189,7 @@ class ChatSession:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation as JSON: messages, exact token ids, and which model it is of."""
-        write_chat(path, replace(self._record, turns=tuple(self._turns)))
+        write_chat(path, self._whole())
 
     @classmethod
     def load(
@@ -214,20 +223,29 @@ class ChatSession:
             self._turn_lock.release()
 
     @contextlib.contextmanager
-    def _answering(self, message: Message, params: SamplingParams) -> Iterator[_Answering]:
+    def _answering(
+        self, messages: Sequence[Message], params: SamplingParams
+    ) -> Iterator[_Answering]:
         """A turn: records the answer, or as much of it as was handed out when it is left early."""
         with self._turn():
-            answer = _Answering(params, self._move_to(message))
+            said = [*self._added, *messages]
+            begun = begun_answer(said)
+            if begun is not None:
+                said.pop()
+            start = self._move_to(said, begun or "")
+            answer = _Answering(params, start, self._branch.length, begun or "")
             try:
                 yield answer
             except (GeneratorExit, KeyboardInterrupt):
-                self._add_turn(message, answer)
+                self._add_turn(said, answer)
                 raise
-            self._add_turn(message, answer)
+            self._add_turn(said, answer)
 
-    def _stream(self, message: Message, params: SamplingParams) -> Generator[Chunk, None, None]:
+    def _stream(
+        self, messages: Sequence[Message], params: SamplingParams
+    ) -> Generator[Chunk, None, None]:
         with (
-            self._answering(message, params) as answer,
+            self._answering(messages, params) as answer,
             contextlib.closing(self._branch.stream(params)) as chunks,
         ):
             for chunk in chunks:
@@ -235,9 +253,9 @@ class ChatSession:
                 yield chunk
 
     async def _astream(
-        self, message: Message, params: SamplingParams
+        self, messages: Sequence[Message], params: SamplingParams
     ) -> AsyncGenerator[Chunk, None]:
-        with self._answering(message, params) as answer:
+        with self._answering(messages, params) as answer:
             async with contextlib.aclosing(self._branch.astream(params)) as chunks:
                 async for chunk in chunks:
                     answer.add_chunk(chunk)
@@ -249,17 +267,19 @@ class ChatSession:
     def _messages(self) -> list[Message]:
         text = self._record.system
         system = [] if text is None else [{"role": "system", "content": text}]
-        answered = (
-            (turn.message, {"role": "assistant", "content": turn.answer.text})
-            for turn in self._turns
-        )
-        return [*system, *(message for pair in answered for message in pair)]
+        return [*system, *(message for turn in self._turns for message in _messages_of(turn))]
 
-    def _tokenise(self, message: Message) -> tuple[IntArray, bool]:
-        """The ids up to the answer to `message`, and whether no earlier turn is changed."""
-        first = 1 if self._record.system is None else 2
-        answers = {first + 2 * at: turn.answer for at, turn in enumerate(self._turns)}
-        found, is_whole = self._format.tokenise([*self._messages(), message], answers)
+    def _whole(self) -> ChatRecord:
+        return replace(self._record, turns=tuple(self._turns), added=tuple(self._added))
+
+    def _tokenise(self, messages: Sequence[Message]) -> tuple[IntArray, bool]:
+        """The ids up to the answer to `messages`, and whether no earlier turn is changed."""
+        at = -1 if self._record.system is None else 0
+        answers = {}
+        for turn in self._turns:
+            at += len(turn.messages) + 1
+            answers[at] = turn.answer
+        found, is_whole = self._format.tokenise([*self._messages(), *messages], answers)
         ids = np.asarray(found, np.int32)
         if not self._turns:
             return ids, True
@@ -268,9 +288,13 @@ class ChatSession:
         least = before - (len(answer.token_ids) if is_whole else len(answer.token_ids[-1:]))
         return ids, _common(ids, self.tokens) >= least
 
-    def _move_to(self, message: Message) -> int:
-        """Put the branch where the answer to `message` begins; returns that position."""
-        ids, is_stable = self._tokenise(message)
+    def _move_to(self, messages: Sequence[Message], begun: str) -> int:
+        """Put the branch where the answer to `messages` goes on after its text `begun`; returns the
+        position where it begins."""
+        ids, is_stable = self._tokenise(messages)
+        start = len(ids)
+        if begun:
+            ids = np.append(ids, self._client.reader.read_more(begun))
         self._client.reader.read(ids)  # not too long, before anything is changed
         kept = _common(self._branch.tokens, ids)
         if not is_stable and not self._has_warned:
@@ -285,24 +309,30 @@ class ChatSession:
         if kept < self._branch.length:
             self._branch.truncate(kept)
         self._branch.extend(ids[kept:])
-        return len(ids)
+        return start
 
-    def _add_turn(self, message: Message, answer: _Answering) -> None:
+    def _add_turn(self, messages: Sequence[Message], answer: _Answering) -> None:
         done, tokens = answer.completion, self._branch.tokens
         if done is not None:
-            has_end = self._has_end(done, answer.params)
-            said = Answer(done.text, tuple(done.token_ids), has_end)
-        elif len(tokens) > answer.start:
-            said = Answer(answer.text, tuple(tokens[answer.start :].tolist()), False)
+            has_end, text = self._has_end(done, answer.params), done.text
+            if not answer.params.skip_special_tokens or (
+                has_end and answer.params.include_stop_str_in_output
+            ):  # the template brings its own
+                ids = done.token_ids[:-1] if has_end else done.token_ids
+                text = self._client.tokenizer.decode(ids)
+        elif len(tokens) > answer.begun_len:
+            has_end, text = False, answer.text
         else:
             return
-        self._turns.append(Turn(message, said, tokens))
+        said = Answer(answer.begun + text, tuple(tokens[answer.start :].tolist()), has_end)
+        self._turns.append(Turn(tuple(messages), said, tokens))
+        self._added = []
         self._drop_rewritten()
 
     def _drop_rewritten(self) -> None:
         """Give up the K/V of tokens that the template will leave out in the next turn."""
         try:
-            ids, is_stable = self._tokenise(_NEXT)
+            ids, is_stable = self._tokenise([_NEXT])
             if not is_stable:
                 self._branch.truncate(_common(self._branch.tokens, ids))
         except (InvalidRequest, EngineDead):
@@ -322,6 +352,8 @@ class _Answering:
 
     params: SamplingParams
     start: int  # its position in the branch
+    begun_len: int  # the branch's length with what it began with
+    begun: str  # that text
     text: str = ""  # handed out so far
     completion: Completion | None = None
 
@@ -334,21 +366,29 @@ class _Answering:
         self.completion = chunk.completion
 
 
-def _as_message(message: object) -> Message:
-    if isinstance(message, str):
-        message = {"role": "user", "content": message}
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(
-            f'a message is text or {{"role": ..., "content": ...}}, got {shown(message)}'
-        )
-    (checked,) = check_messages([message])
-    if checked["role"] in ("system", "assistant"):
-        raise InvalidRequest(f"a chat takes messages of users and tools, got {shown(message)}")
-    return checked
+def _as_messages(said: object) -> list[Message]:
+    """One message or a list of them, as plain dicts. Raises InvalidRequest."""
+    several = list(said) if isinstance(said, list | tuple) else [said]
+    if not several:
+        raise InvalidRequest("there is no message to send")
+    found: list[Mapping[str, Any]] = []
+    for one in several:
+        message = {"role": "user", "content": one} if isinstance(one, str) else one
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(
+                'a message is text, {"role": ..., "content": ...} or a list of them, got '
+                + shown(one)
+            )
+        if message.get("role") == "system":
+            raise InvalidRequest(
+                f"a chat's system message is given when it is made, got {shown(message)}"
+            )
+        found.append(message)
+    return check_messages(found)
 
 
-def _are_tools(tools: object) -> bool:
-    return isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
+def _messages_of(turn: Turn) -> list[Message]:
+    return [*turn.messages, {"role": "assistant", "content": turn.answer.text}]
 
 
 def _common(one: IntArray, other: IntArray) -> int:

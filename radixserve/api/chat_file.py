@@ -15,16 +15,17 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.text.chat_format import Answer, Message
+from radixserve.text.chat_options import ChatOptions
 from radixserve.text.prompts import check_messages, is_token_id
 
-_KIND, _VERSION = "radixserve chat", 1
+_KIND, _VERSION = "radixserve chat", 2
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message, the model's answer, and all ids of the conversation up to its end."""
+    """Messages, the model's answer, and all ids of the conversation up to its end."""
 
-    message: Message
+    messages: tuple[Message, ...]
     answer: Answer
     tokens: IntArray
 
@@ -35,9 +36,9 @@ class ChatRecord:
 
     model: Mapping[str, Any]  # facts that have to be equal for ids to mean the same
     system: str | None
-    template: str | None
-    tools: list[dict[str, Any]] | None
+    options: ChatOptions
     turns: Sequence[Turn] = ()
+    added: tuple[Message, ...] = ()  # said since the last answer
 
 
 def write_chat(path: str | os.PathLike[str], chat: ChatRecord) -> None:
@@ -48,8 +49,10 @@ def write_chat(path: str | os.PathLike[str], chat: ChatRecord) -> None:
         "version": _VERSION,
         "model": dict(chat.model),
         "system": chat.system,
-        "template": chat.template,
-        "tools": chat.tools,
+        "template": chat.options.template,
+        "tools": None if chat.options.tools is None else list(chat.options.tools),
+        "chat_template_kwargs": chat.options.template_kwargs,
+        "added": list(chat.added),
         "token_ids": whole,
         "turns": [_document_of(turn, whole) for turn in chat.turns],
     }
@@ -66,20 +69,23 @@ def read_chat(
     """Raises OSError, or InvalidRequest for the chat of another model and for other files."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-        if document["kind"] != _KIND or document["version"] != _VERSION:
-            raise ValueError(f"it is not of kind {_KIND!r}, version {_VERSION}")
+        if document["kind"] != _KIND or document["version"] not in (1, _VERSION):
+            raise ValueError(f"it is not of kind {_KIND!r}, version 1 or {_VERSION}")
         _check_model(path, document["model"], model)
         whole = _ids(document["token_ids"], vocab_size)
         turns = [_turn(turn, whole, vocab_size) for turn in document["turns"]]
+        options = ChatOptions.read(
+            _of(document["tools"], list, NoneType),
+            document.get("chat_template_kwargs"),
+            _of(document["template"], str, NoneType),
+        )
         chat = ChatRecord(
             document["model"],
             _of(document["system"], str, NoneType),
-            _of(document["template"], str, NoneType),
-            _of(document["tools"], list, NoneType),
+            options,
             turns,
+            tuple(check_messages(_of(document.get("added", []), list))),
         )
-        for tool in chat.tools or ():
-            _of(tool, dict)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, InvalidRequest):
             raise
@@ -90,7 +96,7 @@ def read_chat(
 def _document_of(turn: Turn, whole: list[int]) -> dict[str, Any]:
     ids = turn.tokens.tolist()
     return {
-        "message": turn.message,
+        "messages": list(turn.messages),
         "answer": asdict(turn.answer),
         # all ids up to the turn's end: the first so many of "token_ids", or others
         "tokens": len(ids) if whole[: len(ids)] == ids else ids,
@@ -110,14 +116,17 @@ def _check_model(
 
 
 def _turn(turn: Any, whole: list[int], vocab_size: int) -> Turn:
-    (message,) = check_messages([turn["message"]])
+    given = [turn["message"]] if "message" in turn else _of(turn["messages"], list)
+    messages = tuple(check_messages(given))
+    if not messages:
+        raise ValueError("a turn has no message")
     given, tokens = turn["answer"], turn["tokens"]
     own = _ids(given["token_ids"], vocab_size)
     answer = Answer(_of(given["text"], str), tuple(own), _of(given["has_end"], bool))
     ids = whole[: _of(tokens, int)] if is_token_id(tokens) else _ids(tokens, vocab_size)
     if ids[len(ids) - len(own) :] != own:
         raise ValueError("a turn does not end with its answer")
-    return Turn(message, answer, np.asarray(ids, np.int32))
+    return Turn(messages, answer, np.asarray(ids, np.int32))
 
 
 def _ids(value: Any, vocab_size: int) -> list[int]:

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from radixserve.api.loop_waker import LoopWakers
 from radixserve.api.request_builder import RequestBuilder
 from radixserve.api.request_handle import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
-from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.messages import LookUpPrompt
+from radixserve.engine.worker import Worker
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk
 from radixserve.request import Request
@@ -22,9 +23,11 @@ from radixserve.text.tokenizer import Tokenizer
 class EngineClient:
     """Builds requests and submits them to the engine's thread. May be used from any thread."""
 
-    def __init__(self, worker: EngineThread, builder: RequestBuilder) -> None:
+    def __init__(self, worker: Worker, builder: RequestBuilder, wakers: LoopWakers) -> None:
+        """`wakers`: those that `worker` holds while it prepares a step."""
         self.worker = worker
         self.builder = builder
+        self.wakers = wakers
         self.session_numbers = itertools.count()  # for the names of branches' sessions
 
     @property
@@ -39,18 +42,34 @@ class EngineClient:
         return self.reader.tokenizer
 
     def submit(
-        self, requests: Sequence[Request], finish: Callable[[list[Any]], Any] | None = None
+        self,
+        requests: Sequence[Request],
+        finish: Callable[[list[Any]], Any] | None = None,
+        owners: Sequence[int] | None = None,
+        *,
+        streams: bool = False,
     ) -> RequestHandle[Any]:
         """To be entered, or asked by `get` or `aget`: then the requests arrive together.
 
-        `finish`: makes the result of `get` from all outputs, in the requests' order.
+        `finish`: makes the result of `get` from all outputs, in the requests' order. `owners`: the
+        index of each request's prompt, for errors. `streams`: the handle yields Chunks.
         """
-        return RequestHandle(self.worker, self.reader.tokenizer, requests, finish=finish)
+        return RequestHandle(
+            self.worker,
+            self.reader.tokenizer,
+            requests,
+            streams=streams,
+            finish=finish,
+            owners=owners,
+            wakers=self.wakers,
+        )
 
     def stream(self, request: Request) -> RequestHandle[Chunk]:
         """To be entered and iterated over."""
-        return RequestHandle(self.worker, self.reader.tokenizer, [request], streams=True)
+        return self.submit([request], streams=True)
 
-    def lookup(self, token_ids: IntArray, namespace: str) -> Lookup:
+    def lookup(
+        self, token_ids: IntArray, namespace: str, *, compare_namespaces: bool = True
+    ) -> Lookup:
         """How much of a prompt is cached now, and why not more."""
-        return self.worker.call(LookUpPrompt(token_ids, namespace))
+        return self.worker.call(LookUpPrompt(token_ids, namespace, compare_namespaces))

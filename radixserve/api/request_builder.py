@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from radixserve.api.beam_search import as_search
 from radixserve.api.samples import check_single, fan_out
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
+from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
+from radixserve.grammar.compiler import GrammarCompiler
 from radixserve.request import BeamParams, Request, SamplingParams
+from radixserve.text.chat_options import ChatOptions
 from radixserve.text.prompts import Prompt, PromptReader
 
 _OWN_ID = "#"  # begins the request ids that no caller gave
@@ -28,29 +31,50 @@ class RequestBuilder:
     def __init__(self, reader: PromptReader, end_ids: frozenset[int], seed: int) -> None:
         """`end_ids`: the model's. `seed`: of the seeds of requests that bring none."""
         self.reader = reader
+        self.grammars = GrammarCompiler(reader.backend_tokenizer)
         self.end_ids = end_ids
         self._random = random.Random(seed)
         self._random_lock = threading.Lock()
         self._next_id = itertools.count()
 
     def build(
-        self, prompts: Sequence[Prompt], params: object, request_id: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: object,
+        request_id: str | None = None,
+        options: ChatOptions | None = None,
+        *,
+        is_batch: bool = False,
     ) -> tuple[list[Request], list[SamplingParams]]:
-        """The requests, `num_samples` of them a prompt, and the params of each prompt."""
+        """The requests, `num_samples` of them a prompt, and the params of each prompt.
+
+        `options`: of chat messages. `is_batch`: an error names the index of its prompt.
+        """
         each = params_for(params, len(prompts))
         _check_request_id(request_id, sum(one.num_samples for one in each))
-        ids = [self.reader.read(prompt) for prompt in prompts]
-        for one in each:
-            self._check(one)
         requests: list[Request] = []
-        for token_ids, one in zip(ids, each, strict=True):
-            first = self.request(token_ids, one, request_id)
+        for at, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                self._check(one)
+                room = self._prompt_room(one)
+                ids = self.reader.read(prompt, keep_last=room, options=options)
+                first = self.request(ids, one, request_id)
+            except InvalidRequest as error:
+                if not is_batch:
+                    raise
+                raise InvalidRequest(f"prompt {at}: {error}") from error.__cause__
             requests += fan_out(first, [self._new_id() for _ in range(one.num_samples - 1)])
         return requests, each
 
-    def single(self, prompt: Prompt, params: object, request_id: str | None = None) -> Request:
+    def single(
+        self,
+        prompt: Prompt,
+        params: object,
+        request_id: str | None = None,
+        options: ChatOptions | None = None,
+    ) -> Request:
         """The request of a stream or a branch: with one completion."""
-        (request, *_), (one,) = self.build([prompt], params, request_id)
+        (request, *_), (one,) = self.build([prompt], params, request_id, options)
         check_single(one, "stream")
         return request
 
@@ -60,10 +84,12 @@ class RequestBuilder:
         params: SamplingParams,
         beams: BeamParams,
         request_id: str | None,
+        *,
+        is_batch: bool = False,
     ) -> list[Request]:
         """A request a prompt."""
         vocab_size = self.reader.vocab_size
-        requests, _ = self.build(prompts, params, request_id)
+        requests, _ = self.build(prompts, params, request_id, is_batch=is_batch)
         return [as_search(request, beams, vocab_size) for request in requests]
 
     def request(
@@ -84,19 +110,57 @@ class RequestBuilder:
             max_len=self.reader.max_seq_len,
             logprob_targets=ids[1:] if scores_prompt else None,
             also_generate=scores_prompt,
+            bad_words_ids=self._bad_words_ids(params.bad_words),
+            grammar=None
+            if params.structured_output is None
+            else self.grammars.compile(params.structured_output),
         )
 
     def _check(self, params: SamplingParams) -> None:
         vocab_size = self.reader.vocab_size
+        if params.structured_output is not None and params.structured_output.jump_forward:
+            for name in ("logprobs", "stop", "best_of"):
+                if getattr(params, name) not in (None, ()):
+                    raise InvalidRequest(f"{name} cannot be given with jump_forward")
         if params.stop and self.reader.tokenizer is None:
             raise InvalidRequest("the model has no tokenizer: stop strings cannot be found")
         if params.min_tokens and len(self._end_ids(params)) >= vocab_size:
             raise InvalidRequest("min_tokens cannot hold when every token ends the request")
-        outside = [token for token in params.stop_token_ids if token >= vocab_size]
-        if outside:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            outside = [token for token in getattr(params, name) or () if token >= vocab_size]
+            if outside:
+                raise InvalidRequest(
+                    f"{name} {shown(outside)} are out of range: allowed are 0 to {vocab_size - 1}"
+                )
+
+    def _prompt_room(self, params: SamplingParams) -> int | None:
+        """How many of the prompt's last tokens are taken; None: all."""
+        wanted = params.truncate_prompt_tokens
+        if wanted != -1:
+            return wanted
+        room = self.reader.max_seq_len - params.max_tokens
+        if room < 1:
             raise InvalidRequest(
-                f"stop_token_ids {outside} are out of range: allowed are 0 to {vocab_size - 1}"
+                f"truncate_prompt_tokens=-1 leaves no prompt: max_tokens is {params.max_tokens} of "
+                f"{self.reader.max_seq_len} ({self.reader.limit_name})"
             )
+        return room
+
+    def _bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is tokenised at the start of a text and, where that begins with another
+        token and is as long, after a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if self.reader.tokenizer is None:
+                raise InvalidRequest("the model has no tokenizer: bad_words cannot be found")
+            encode = self.reader.tokenizer.encode_more
+            first, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
+            for ids in (first, spaced):
+                if ids and (ids is first or (len(ids) == len(first) and ids[0] != first[0])):
+                    found[tuple(ids)] = None
+            if not first:
+                raise InvalidRequest(f"bad_words: {shown(word)} has no tokens")
+        return tuple(found)
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a request: the model's, unless ignored, and its own."""
@@ -139,3 +203,19 @@ def _check_request_id(request_id: object, num_requests: int) -> None:
             f"request_id must be a non-empty string that does not begin with {_OWN_ID!r}, "
             f"got {shown(request_id)}"
         )
+
+
+def sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[int, str]:
+    """Most tokens of prompt and output together, and the name of that limit."""
+    limits = [(model.max_positions, "the model's context"), (capacity, "the cache's size")]
+    if config.max_seq_len is not None:
+        if config.max_seq_len > model.max_positions:
+            raise InvalidRequest(
+                f"max_seq_len must be at most the model's {model.max_positions} positions, "
+                f"got {config.max_seq_len}"
+            )
+        limits.append((config.max_seq_len, "max_seq_len"))
+    limit, name = min(limits)
+    if limit < 2:
+        raise InvalidRequest(f"{name} leaves room for {limit} tokens; at least 2 are needed")
+    return limit, name

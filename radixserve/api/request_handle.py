@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, cast
 
 from radixserve.api.beam_search import BeamTicket
-from radixserve.engine.engine_thread import EngineThread
+from radixserve.api.loop_waker import LoopWaker, LoopWakers
 from radixserve.engine.ticket import Event, Ticket
-from radixserve.output import Chunk, Completion
+from radixserve.engine.worker import Worker
+from radixserve.errors import RequestFailed, request_failed
+from radixserve.output import Chunk, Completion, join_chunks
 from radixserve.request import Request
 from radixserve.text.tokenizer import Tokenizer
 
@@ -31,17 +33,23 @@ class RequestHandle(Generic[Output]):
 
     def __init__(
         self,
-        worker: EngineThread,
+        worker: Worker,
         tokenizer: Tokenizer | None,
         requests: Sequence[Request],
         *,
+        wakers: LoopWakers,
         streams: bool = False,
         finish: Callable[[list[Output]], Any] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> None:
-        """`finish`: the result of `get` from all last outputs; None: these themselves."""
+        """`finish`: the result of `get` from all last outputs; None: these themselves. `owners`:
+        the index of each request's prompt in a batch, which its error then names. `wakers`: those
+        of the client's loops.
+        """
+        self._owners = owners
         self._worker = worker
         self._finish: Callable[[list[Output]], Any] | None = finish
-        self._queue = _EventQueue()
+        self._queue = _EventQueue(wakers)
         self._last: dict[int, Output] = {}  # request's index -> its last output
         self._tickets = [
             Ticket(request, tokenizer, partial(self._queue.put, at), streams=streams)
@@ -59,14 +67,15 @@ class RequestHandle(Generic[Output]):
             for output in self:
                 if note is not None:
                     note(output)
-        return self._result()
+        return self.result()
 
-    async def aget(self) -> Any:
+    async def aget(self, note: Callable[[Output], object] | None = None) -> Any:
         """`get` for asyncio. Cancelling the task aborts the requests."""
         with self:
-            async for _ in self:
-                pass
-        return self._result()
+            async for output in self:
+                if note is not None:
+                    note(output)
+        return self.result()
 
     def __len__(self) -> int:
         """Requests in all."""
@@ -100,19 +109,45 @@ class RequestHandle(Generic[Output]):
             raise StopAsyncIteration
         return self._take(*await self._queue.aget())
 
+    async def joined(self) -> AsyncIterator[list[tuple[int, Output]]]:
+        """All that came since the last time, each with the index of its request: of a request that
+        streams one Chunk, joined from those that came while the caller was busy.
+
+        What waits for a slow caller takes the memory of the answers, never more.
+        """
+        while not self._has_ended:
+            events = await self._queue.aget_joined()
+            yield [(at, self._take(at, event)) for at, event in events]
+
+    def abort(self) -> None:
+        """End what has not ended, with finish_reason "abort"; its outputs still come."""
+        self._worker.abandon(self._tickets)
+
+    @property
+    def has_generated(self) -> bool:
+        """Whether any of the requests has drawn a token."""
+        return any(ticket.token_ids for ticket in self._tickets)
+
     @property
     def _has_ended(self) -> bool:
         return len(self._last) == len(self._tickets)
 
     def _take(self, at: int, event: Event) -> Output:
+        if isinstance(event, RequestFailed) and self._owners is not None:
+            event = request_failed(f"prompt {self._owners[at]}: {event}", event.__cause__ or event)
         if isinstance(event, BaseException):
-            raise event
+            try:
+                raise event
+            finally:
+                del event  # else its traceback holds this frame, which holds it: what the caller
+                # had would live until the cyclic collector runs
         output = cast(Output, event)
         if not isinstance(event, Chunk) or event.completion is not None:
             self._last[at] = output
         return output
 
-    def _result(self) -> Any:
+    def result(self) -> Any:
+        """What `get` returns, after all have ended."""
         outputs = [self._last[at] for at in range(len(self._tickets))]
         return outputs if self._finish is None else self._finish(outputs)
 
@@ -123,27 +158,51 @@ class _EventQueue:
     Apart from the handle, which the engine's thread must not keep alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wakers: LoopWakers) -> None:
         self._items: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the task that waits
+        self._wakers = wakers
+        self._waker: LoopWaker | None = None  # of the loop of the task that waits
         self._arrival = asyncio.Event()  # set in that loop after an item was put
+        self._joined: dict[int, Event] | None = None  # where the task takes joined chunks
 
     def put(self, at: int, event: Event) -> None:
         self._items.put((at, event))
-        loop = self._loop
-        if loop is not None:
-            try:
-                loop.call_soon_threadsafe(self._arrival.set)
-            except RuntimeError:  # the loop was closed meanwhile
-                if not loop.is_closed():
-                    raise
+        waker = self._waker
+        if waker is not None:
+            waker.call(self._note_arrival)
 
     def get(self) -> tuple[int, Event]:
         return self._items.get()
 
     async def aget(self) -> tuple[int, Event]:
-        self._loop = asyncio.get_running_loop()
+        self._waker = self._wakers.running()
         while self._items.empty():
             self._arrival.clear()
             await self._arrival.wait()
         return self._items.get_nowait()
+
+    async def aget_joined(self) -> list[tuple[int, Event]]:
+        """Everything that has come, at least one event; the chunks of a request as one."""
+        self._waker = self._wakers.running()
+        if self._joined is None:
+            self._joined = {}
+        self._note_arrival()
+        while not self._joined:
+            self._arrival.clear()
+            await self._arrival.wait()
+        events, self._joined = self._joined, {}
+        return list(events.items())
+
+    def _note_arrival(self) -> None:
+        """In the loop: join what has come, also while the task waits for something else."""
+        joined = self._joined
+        if joined is not None:
+            while not self._items.empty():
+                at, event = self._items.get_nowait()
+                before = joined.get(at)
+                if isinstance(before, Chunk) and isinstance(event, Chunk):
+                    event = join_chunks(before, event)
+                joined[at] = event
+            if not joined:
+                return
+        self._arrival.set()

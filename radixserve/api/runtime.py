@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from radixserve.api.beam_search import read_options
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
 from radixserve.api.client import EngineClient
-from radixserve.api.progress import BatchProgress
-from radixserve.api.request_builder import RequestBuilder
+from radixserve.api.generation import Generation
+from radixserve.api.hinting import Hinting
+from radixserve.api.loop_waker import LoopWakers
+from radixserve.api.request_builder import RequestBuilder, sequence_limit
 from radixserve.api.request_handle import RequestHandle
 from radixserve.api.samples import gather
-from radixserve.api.scores import ScoreQuery, score
-from radixserve.cache import Lookup
-from radixserve.checks import check_int, check_str, shown
-from radixserve.config import EngineConfig
+from radixserve.api.scores import ScoreQuery, ascore, score
+from radixserve.api.settings import ChatSettings, Params, chat_options
+from radixserve.api.tree_view import flat_tree
+from radixserve.arrays import IntArray
+from radixserve.cache import Lookup, SnapshotView
+from radixserve.checks import check_int, check_str, check_text, shown
+from radixserve.config import EngineConfig, EngineSettings
+from radixserve.engine import messages
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
-from radixserve.engine.messages import CheckCache, DumpTree, GetStats, ResetCache
 from radixserve.engine.trace_recorder import TraceRecorder
+from radixserve.engine.worker import EngineFacts, Worker
 from radixserve.errors import InvalidRequest
-from radixserve.output import Chunk, Completion, Score
-from radixserve.request import BeamParams, Request, SamplingParams
-from radixserve.text.prompts import Prompt, PromptReader, is_batch
+from radixserve.models.names import check_model_name
+from radixserve.output import EngineStatus, Score
+from radixserve.request import SamplingParams
+from radixserve.structured_output import StructuredOutput
+from radixserve.text.prompts import Prompt, PromptReader
 from radixserve.text.tokenizer import Tokenizer
 
-Params = SamplingParams | Sequence[SamplingParams] | None
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
-class Runtime:
+class Runtime(Generation, Hinting):
     """A model with its engine, running until `close`.
 
         with Runtime("demo") as rt:
@@ -44,13 +52,18 @@ class Runtime:
     `model` is a checkpoint folder, a hub id, "demo" for the small model that ships with the
     package, or "random:" and a name of models/sizes.py, such as "random:llama-3-8b": that shape
     with weights drawn from `seed`, whose prompts are token ids and whose answers have no text.
-    Keyword arguments are the fields of `EngineConfig`. Every method may be called from
-    several threads at once. Raises InvalidRequest for bad settings, ModelNotSupported for models
-    that cannot be run.
+    Settings are an `EngineConfig`, or its fields as keyword arguments. Every method may be called
+    from several threads at once. Raises InvalidRequest for bad settings, ModelNotSupported for
+    models that cannot be run. An `async with` block closes it, too.
     """
 
-    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        self.config = EngineConfig(**settings)
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        self.config = _read_config(config, settings)
         runner = self._make_runner(_model_path(model))
         try:
             self._start(runner)
@@ -65,18 +78,49 @@ class Runtime:
         return make_runner(model_path, self.config)
 
     def _start(self, runner: Any) -> None:
-        self.model = runner.info
-        self.memory = runner.memory_plan()
-        self.attention_backend = runner.backend_name
-        self.resolved_config = runner.resolved_config
-        self.tokenizer = Tokenizer.load(runner.model_path)
-        capacity = runner.num_pages * self.config.page_size
-        self.max_seq_len, limit_name = _sequence_limit(self.config, self.model, capacity)
-        reader = PromptReader(self.tokenizer, self.model.vocab_size, self.max_seq_len, limit_name)
-        self._builder = RequestBuilder(reader, frozenset(self.model.eos_ids), self.config.seed)
-        self._worker = EngineThread(Engine(runner, self.config), _recorder(self.config))
-        self._client = EngineClient(self._worker, self._builder)
-        self._finalizer = weakref.finalize(self, _close, self._worker, runner)
+        facts = EngineFacts(
+            runner.model_path,
+            runner.info,
+            runner.memory_plan(),
+            runner.backend_name,
+            runner.resolved_config,
+            runner.num_pages * self.config.page_size,
+        )
+        trace, block = self.config.trace, self.config.trace_hash_block
+        recorder = None if trace is None else TraceRecorder(trace, block)
+        wakers = LoopWakers()
+        worker = EngineThread(Engine(runner, self.config), recorder, wakers)
+        self._use(facts, worker, wakers)
+        self._finalizer: Any = weakref.finalize(self, _close, worker, runner)
+
+    def _use(self, facts: EngineFacts, worker: Worker, wakers: LoopWakers) -> None:
+        """Have `worker` do what callers ask for."""
+        self.facts = facts
+        self.tokenizer = Tokenizer.load(facts.model_path)
+        self.max_seq_len, limit = sequence_limit(self.config, facts.model, facts.capacity)
+        reader = PromptReader(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit)
+        self._builder = RequestBuilder(reader, frozenset(facts.model.eos_ids), self.config.seed)
+        self._worker = worker
+        self._client = EngineClient(worker, self._builder, wakers)
+
+    @property
+    def model(self) -> Any:
+        """Its architecture and sizes: a `ModelInfo`."""
+        return self.facts.model
+
+    @property
+    def memory(self) -> Any:
+        """What it takes and what is left for the cache: a `MemoryPlan`."""
+        return self.facts.memory
+
+    @property
+    def attention_backend(self) -> str:
+        return self.facts.attention_backend
+
+    @property
+    def resolved_config(self) -> Any:
+        """The settings in use where the config says "auto"."""
+        return self.facts.resolved_config
 
     def __enter__(self) -> Self:
         return self
@@ -84,108 +128,23 @@ class Runtime:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.model.num_parameters / 1e6:,.1f}M parameters"
+        room = f"{self.memory.pool_tokens:,} tokens of cache"
+        state = "" if self._finalizer.alive else ", closed"
+        return f"Runtime({self.model.architecture}, {sizes}, {self.resolved_config}, {room}{state})"
+
     def close(self) -> None:
         """Stop the engine. Calls that still wait get EngineDead. Can be called again."""
         self._finalizer()
 
-    # -- generating ---------------------------------------------------------------------------
-
-    def generate(
-        self,
-        prompts: Any,
-        params: Params = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-    ) -> Any:
-        """Complete one prompt (-> Completion) or a list of them (-> list, in order).
-
-        A prompt is text, a list of token ids, or a list of chat messages. All prompts are checked
-        before any is started. With n > 1 in its params a prompt has a list of n Completions, and is
-        computed once: the first one's usage counts it, the others count all but its last token as
-        cached. `progress` shows a bar: by default for batches on a terminal. `request_id` names a
-        single request for `abort`.
-        """
-        if progress is not None and not isinstance(progress, bool):
-            raise InvalidRequest(f"progress must be True, False or None, got {shown(progress)}")
-        handle = self._generate(prompts, params, request_id)
-        is_wanted = progress if is_batch(prompts) else progress is True
-        with BatchProgress(len(handle), wanted=is_wanted) as bar:
-            return handle.get(bar.add)
-
-    async def agenerate(
-        self, prompts: Any, params: Params = None, *, request_id: str | None = None
-    ) -> Any:
-        """`generate` for asyncio. Cancelling the task aborts its requests."""
-        return await self._generate(prompts, params, request_id).aget()
-
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> Iterator[Chunk]:
-        """The answer piece by piece; the last Chunk carries the whole Completion.
-
-        The request is checked now and starts with the first iteration; leaving the loop aborts it.
-        """
-        return self._stream(self._builder.single(prompt, params, request_id))
-
-    def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> AsyncIterator[Chunk]:
-        """`stream` for asyncio. Leaving the loop or cancelling the task aborts the request."""
-        return self._astream(self._builder.single(prompt, params, request_id))
-
-    def beam_search(
-        self,
-        prompts: Any,
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Any,
-    ) -> Any:
-        """The `width` best answers that a beam search finds, best first, each with its score.
-
-        -> a list of Completions, or a list of these for a list of prompts. `beams` is the search's
-        shape, `params` say when an answer ends, its penalties, logprobs, priority and namespace;
-        or give the fields of both as keywords: `beam_width` (4), `length_penalty`,
-        `early_stopping`, `max_tokens` (64), `min_tokens`, `repetition_penalty`, `stop`, ...
-
-        Answers and scores are those of transformers' beam search: `score` is the sum of the tokens'
-        log-probabilities, changed by the penalties and not normalised again, divided by (number of
-        tokens) ** length_penalty; `cumulative_logprob` is the sum of the model's own. `min_tokens`
-        forbids end tokens; a stop string ends a beam at any length.
-
-        The prompt is computed once and the beams share all that they have in common. The first
-        answer's usage counts the prompt, the others' count it as cached. An aborted search returns
-        the best of what there is, at least one.
-        """
-        fields |= {"beam_width": beam_width, "max_tokens": max_tokens}
-        return self._beam_search(prompts, params, beams, request_id, fields).get()
-
-    async def abeam_search(
-        self,
-        prompts: Any,
-        beam_width: int | None = None,
-        max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Any,
-    ) -> Any:
-        """`beam_search` for asyncio. Cancelling the task aborts it."""
-        fields |= {"beam_width": beam_width, "max_tokens": max_tokens}
-        return await self._beam_search(prompts, params, beams, request_id, fields).aget()
-
-    def abort(self, request_id: str | None = None) -> int:
-        """End one request, or all; their callers get what there is, finish_reason "abort".
-
-        Returns how many were still running.
-        """
-        ids = None if request_id is None else [check_str("request_id", request_id)]
-        return self._worker.abort(ids)
+    # -- scoring ------------------------------------------------------------------------------
 
     def score(
         self, prompt: Prompt, candidates: Sequence[str | Sequence[int]], *, namespace: str = ""
@@ -196,38 +155,94 @@ class Runtime:
         Text is tokenised on its own, without the special tokens that begin a prompt. Log-
         probabilities are of the model's own distribution, natural logarithms.
         """
+        self._worker.check_alive()
         ids = self._builder.reader.read(prompt)
         return score(self._client, [ScoreQuery(ids, candidates, namespace)])[0]
 
+    async def ascore(
+        self, prompt: Prompt, candidates: Sequence[str | Sequence[int]], *, namespace: str = ""
+    ) -> list[Score]:
+        """`score` for asyncio. Cancelling the task aborts it."""
+        ids = self._builder.reader.read(prompt)
+        return (await ascore(self._client, [ScoreQuery(ids, candidates, namespace)]))[0]
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        streams: bool = False,
+        session: str = "",
+    ) -> RequestHandle[Any]:
+        """A list of prompts as a handle: to be entered, asked, iterated over, aborted.
+
+        The requests are in order of their prompts, `num_samples` of them a prompt; `get` and `aget`
+        return one entry a prompt, as `generate` does. With `streams` the handle yields Chunks.
+        `session` names a cache session that claims what they leave cached, until `close_session`.
+        """
+        requests, each = self._builder.build(prompts, params)
+        if check_str("session", session):
+            requests = [replace(request, session=session) for request in requests]
+        finish = None if streams else lambda completions: gather(completions, each)
+        return self._client.submit(requests, finish, streams=streams)
+
+    def close_session(self, name: str) -> None:
+        """Let go what the session of that name claims; an unknown name does nothing."""
+        self._worker.post(messages.CloseSession(check_str("name", name)))
+
+    def tokenize(self, prompt: Prompt, *, keep_last: int | None = None) -> IntArray:
+        """[n] int32: the token ids of a prompt, as `generate` reads it, or the last ones of them.
+
+        Raises InvalidRequest.
+        """
+        return self._builder.reader.read(prompt, keep_last=keep_last)
+
+    def compile_grammar(self, structured: StructuredOutput) -> None:
+        """Compile a grammar now, so that its first request need not wait.
+
+        About a millisecond; the first one of a Runtime takes seconds where the vocabulary is large.
+        The last 256 are kept. Raises InvalidRequest where it cannot be used.
+        """
+        self._builder.grammars.compile(structured)
+
+    def has_grammar(self, structured: StructuredOutput) -> bool:
+        """Whether it is compiled already."""
+        return self._builder.grammars.has(structured)
+
     # -- sessions -----------------------------------------------------------------------------
 
-    def branch(self, prompt: Prompt, *, namespace: str = "") -> Branch:
+    def branch(
+        self, prompt: Prompt, *, namespace: str = "", **chat: Unpack[ChatSettings]
+    ) -> Branch:
         """A live position after `prompt`, to fork, extend, continue and roll back.
 
         Computes nothing yet. Release it, or use it as a context manager: until then its K/V is
         evicted after that of requests without a session.
         """
-        ids = self._builder.reader.read(prompt)
-        check_str("namespace", namespace)
         self._worker.check_alive()
+        ids = self._builder.reader.read(prompt, options=chat_options(chat))
+        check_text("namespace", namespace)
         return Branch(self._client, ids, namespace)
 
     def chat(
         self,
         system: str | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         params: SamplingParams | None = None,
+        **chat: Unpack[ChatSettings],
     ) -> ChatSession:
         """A conversation that computes only what is new, the model's own words included.
 
-        `tools`: JSON schemas of functions for the chat template. `template`: a Jinja template
+        `chat`: tools and chat_template_kwargs, see `ChatSettings`. `template`: a Jinja template
         instead of the tokenizer's. `params` are those of turns that bring none, and their namespace
         is the chat's. Close it, or use it as a context manager.
         """
         self._worker.check_alive()
-        return ChatSession.start(self._client, self._identity, system, tools, template, params)
+        if template is not None:
+            check_str("template", template)
+        options = replace(chat_options(chat), template=template)
+        return ChatSession.start(self._client, self._identity, system, options, params)
 
     def load_chat(
         self, path: str | os.PathLike[str], *, params: SamplingParams | None = None
@@ -241,73 +256,62 @@ class Runtime:
 
     # -- the cache ----------------------------------------------------------------------------
 
-    def lookup(self, prompt: Prompt, namespace: str = "") -> Lookup:
-        """How much of `prompt` is cached now, and why not more. Changes nothing."""
-        ids = self._builder.reader.read(prompt)
-        return self._client.lookup(ids, check_str("namespace", namespace))
+    def lookup(
+        self,
+        prompt: Prompt,
+        namespace: str = "",
+        *,
+        compare_namespaces: bool = True,
+        **chat: Unpack[ChatSettings],
+    ) -> Lookup:
+        """How much of `prompt` is cached now, and why not more. Changes nothing.
+
+        With `compare_namespaces` False the answer tells nothing of other namespaces.
+        """
+        self._worker.check_alive()
+        ids = self._builder.reader.read(prompt, options=chat_options(chat))
+        name = check_text("namespace", namespace)
+        return self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
+
+    def status(self) -> EngineStatus:
+        """What the engine is doing, as its thread last said. Never waits for it."""
+        return self._worker.status()
 
     def cache_stats(self) -> dict[str, Any]:
         """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
-        return self._worker.call(GetStats())
+        return self._worker.call(messages.GetStats())
 
-    def cache_tree(self, max_nodes: int = 10_000) -> dict[str, Any]:
-        """The prefix tree as nested dicts, see `RadixCache.dump`; with cache="hash" its blocks."""
+    def cache_tree(
+        self, max_nodes: int = 10_000, namespace: str | None = None, *, flat: bool = False
+    ) -> dict[str, Any]:
+        """The prefix tree as nested dicts, see `PrefixCache.dump`; with cache="hash" its blocks;
+        "sequences" are the page tables of running requests, with "request_id". `flat`: one list of
+        nodes, see `flat_tree`; a deep tree can be printed and written as JSON only so."""
         count = check_int("max_nodes", max_nodes, 0)
-        return self._worker.call(DumpTree(count))
+        dump = self._worker.call(messages.DumpTree(count, namespace))
+        return flat_tree(dump) if flat else dump
+
+    def eviction_preview(self, n: int = 10) -> list[dict[str, Any]]:
+        """What would be evicted next and why, see `PrefixCache.eviction_preview`."""
+        return self._worker.call(messages.PreviewEviction(check_int("n", n, 0)))
+
+    def cache_snapshot(self, view: SnapshotView | None = None) -> dict[str, Any]:
+        """A bounded snapshot of a cache in use and its requests, cheap for a tree of any size: see
+        `PrefixCache.snapshot` and `RequestViews.take`; "counters": of all requests and pages;
+        "at": when, on the monotonic clock; "engine_s": processor time of the engine's thread."""
+        return self._worker.call(messages.TakeSnapshot(view or SnapshotView()))
 
     def flush_cache(self, namespace: str | None = None) -> None:
         """Forget what is cached, in one namespace or in all; running requests are not disturbed."""
         if namespace is not None:
-            check_str("namespace", namespace)
-        self._worker.call(ResetCache(namespace))
+            check_text("namespace", namespace)
+        self._worker.call(messages.ResetCache(namespace))
 
     def check(self) -> None:
         """Audit the cache's pages; AssertionError names the first one that is wrong."""
-        self._worker.call(CheckCache())
+        self._worker.call(messages.CheckCache())
 
     # -- inside -------------------------------------------------------------------------------
-
-    def _generate(
-        self, prompts: Any, params: Params, request_id: str | None
-    ) -> RequestHandle[Completion]:
-        """The requests, not submitted yet."""
-        is_list = is_batch(prompts)
-        given = prompts if is_list else [prompts]
-        requests, each = self._builder.build(given, params, request_id)
-
-        def finish(completions: list[Completion]) -> Any:
-            found = gather(completions, each)
-            return found if is_list else found[0]
-
-        return self._client.submit(requests, finish)
-
-    def _beam_search(
-        self,
-        prompts: Any,
-        params: SamplingParams | None,
-        beams: BeamParams | None,
-        request_id: str | None,
-        fields: Mapping[str, Any],
-    ) -> RequestHandle[tuple[Completion, ...]]:
-        """The searches, not submitted yet."""
-        params, beams = read_options(params, beams, fields)
-        is_list = is_batch(prompts)
-        given = prompts if is_list else [prompts]
-        requests = self._builder.beam_search(given, params, beams, request_id)
-
-        def finish(found: list[tuple[Completion, ...]]) -> Any:
-            return list(map(list, found)) if is_list else list(found[0])
-
-        return self._client.submit(requests, finish)
-
-    def _stream(self, request: Request) -> Iterator[Chunk]:
-        with self._client.stream(request) as chunks:
-            yield from chunks
-
-    async def _astream(self, request: Request) -> AsyncIterator[Chunk]:
-        with self._client.stream(request) as chunks:
-            async for chunk in chunks:
-                yield chunk
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -319,8 +323,19 @@ class Runtime:
 
 
 def _close(worker: EngineThread, runner: Any) -> None:
-    worker.close()
-    runner.close()
+    if not worker.is_forked:  # else both are the parent process's
+        worker.close()
+        runner.close()
+
+
+def _read_config(config: object, settings: Mapping[str, Any]) -> EngineConfig:
+    if config is None:
+        return EngineConfig(**settings)
+    if not isinstance(config, EngineConfig):
+        raise InvalidRequest(f"config must be an EngineConfig, got {shown(config)}")
+    if settings:
+        raise InvalidRequest(f"give config or {', '.join(settings)}, not both")
+    return config
 
 
 def _model_path(model: object) -> str:
@@ -332,24 +347,7 @@ def _model_path(model: object) -> str:
     path = os.fspath(model)
     if not isinstance(path, str):
         raise InvalidRequest(f"model must be a path of text, not bytes, got {shown(path)}")
-    return str(DEMO) if path == "demo" else path
-
-
-def _recorder(config: EngineConfig) -> TraceRecorder | None:
-    return None if config.trace is None else TraceRecorder(config.trace, config.trace_hash_block)
-
-
-def _sequence_limit(config: EngineConfig, model: Any, capacity: int) -> tuple[int, str]:
-    """Most tokens of prompt and output together, and the name of that limit."""
-    limits = [(model.max_positions, "the model's context"), (capacity, "the cache's size")]
-    if config.max_seq_len is not None:
-        if config.max_seq_len > model.max_positions:
-            raise InvalidRequest(
-                f"max_seq_len must be at most the model's {model.max_positions} positions, "
-                f"got {config.max_seq_len}"
-            )
-        limits.append((config.max_seq_len, "max_seq_len"))
-    limit, name = min(limits)
-    if limit < 2:
-        raise InvalidRequest(f"{name} leaves room for {limit} tokens; at least 2 are needed")
-    return limit, name
+    if path == "demo":
+        return str(DEMO)
+    check_model_name(path)
+    return path

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import islice
 
 from radixserve.errors import InvalidRequest
-from radixserve.output import Completion, Usage
+from radixserve.output import Completion
 from radixserve.request import Request, SamplingParams
 
 NUM_SEEDS = 2**63
@@ -22,7 +22,11 @@ def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
     params = request.params
     if params.num_samples == 1:
         return [request]
-    logprobs = params.logprobs or 0  # their sum is reported, and ranks the samples of best_of
+    logprobs: int | None = (
+        params.logprobs or 0
+    )  # their sum is reported, and ranks the samples of best_of
+    if params.structured_output is not None and params.structured_output.jump_forward:
+        logprobs = None  # forced tokens have none
     first = replace(request, params=replace(params, n=1, best_of=None, logprobs=logprobs))
     others = [replace(first, request_id=request_id) for request_id in ids]
     return [first, *(sample_of(first, one, number) for number, one in enumerate(others, 1))]
@@ -79,12 +83,11 @@ def _best(completions: list[Completion], count: int) -> list[Completion]:
         completions, key=lambda c: (c.finish_reason == "abort", -(c.cumulative_logprob or 0.0))
     )
     paid, best = completions[0], ranked[0]
-    usages = {id(paid): _with_prompt_of(paid, best), id(best): _with_prompt_of(best, paid)}
+    usages = {
+        id(one): other.usage.with_answer(one.usage.completion_tokens)
+        for one, other in ((paid, best), (best, paid))
+    }
     return [replace(c, usage=usages.get(id(c), c.usage)) for c in ranked[:count]]
-
-
-def _with_prompt_of(one: Completion, other: Completion) -> Usage:
-    return replace(other.usage, completion_tokens=one.usage.completion_tokens)
 
 
 def check_single(params: SamplingParams, what: str) -> None:

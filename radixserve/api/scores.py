@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixserve.api.client import EngineClient
+from radixserve.api.request_handle import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
@@ -30,17 +31,31 @@ def score(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Scor
 
     Raises InvalidRequest for wrong candidates, and when a score was aborted.
     """
+    found: list[list[Score]] = _submit(client, queries).get()
+    return found
+
+
+async def ascore(client: EngineClient, queries: Sequence[ScoreQuery]) -> list[list[Score]]:
+    """`score` for asyncio. Cancelling the task aborts it."""
+    found: list[list[Score]] = await _submit(client, queries).aget()
+    return found
+
+
+def _submit(client: EngineClient, queries: Sequence[ScoreQuery]) -> RequestHandle[Completion]:
     targets = [_read_candidates(client.reader, *query[:2]) for query in queries]
     requests = [
         _request(client, query, ids)
         for query, candidates in zip(queries, targets, strict=True)
         for ids in candidates
     ]
-    completions = client.submit(requests).get()
-    if any(one.finish_reason == "abort" for one in completions):
-        raise InvalidRequest("the score was aborted")
-    rest = iter(completions)
-    return [[_as_score(next(rest), ids) for ids in candidates] for candidates in targets]
+
+    def finish(completions: list[Completion]) -> list[list[Score]]:
+        if any(one.finish_reason == "abort" for one in completions):
+            raise InvalidRequest("the score was aborted")
+        rest = iter(completions)
+        return [[_as_score(next(rest), ids) for ids in candidates] for candidates in targets]
+
+    return client.submit(requests, finish)
 
 
 def _read_candidates(reader: PromptReader, prompt: IntArray, candidates: object) -> list[IntArray]:

@@ -29,7 +29,7 @@ State = Literal["open", "expanded", "end", "done", "pruned", "duplicate"]
 
 _LEAST_LINE = 56  # columns left for a node, as far as the width allows
 _LEAST_TEXT = 12  # of them for its text
-_FULL = 120  # nodes up to which a picture shows also those that were pruned
+_FULL = 120  # nodes up to which a drawing shows also those that were pruned
 _STYLES = {"done": "bold green", "end": "green", "pruned": "dim", "duplicate": "dim"}
 
 
@@ -208,9 +208,9 @@ class SearchTree:
                 return Text(f"… {node:,} pruned", "dim")
             return _line(mark, node, is_best=node in best, width=columns)
 
-        picture = Tree(Text("\n".join(_totals(self, width))))
-        draw_below(picture, children(self.root), label, children, width=width, least=_LEAST_LINE)
-        return picture
+        drawing = Tree(Text("\n".join(_totals(self, width))))
+        draw_below(drawing, children(self.root), label, children, width=width, least=_LEAST_LINE)
+        return drawing
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Tree]:
         yield self.draw(width=options.max_width)
@@ -237,7 +237,7 @@ def _is_pruned(node: Node) -> bool:
 
 
 def _totals(tree: SearchTree, width: int) -> list[str]:
-    """The first lines of a picture: the prompt, thoughts by state, token counts."""
+    """The first lines of a drawing: the prompt, thoughts by state, token counts."""
     usage = tree.usage
     states = [node.state for node in tree.nodes[1:]]
     pruned = sum(map(_is_pruned, tree.nodes))

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from radixserve.arrays import IntArray
-from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.messages import CloseSession, SessionClaim
+from radixserve.engine.worker import Worker
 
 _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
 
@@ -25,7 +25,7 @@ class SessionHandle:
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: Worker,
         number: int,
         tokens: IntArray,
         namespace: str,
@@ -57,11 +57,11 @@ class SessionHandle:
         if is_reached:
             self._reached_len = self._held_len = len(tokens)
         elif len(tokens) < self._held_len:  # rolled back: give up what was cut off
-            heirs = list(self._forks())
-            claims = _claims(heirs)
+            successors = list(self._forks())
+            claims = _claims(successors)
             self._reached_len = self._held_len = 0
             self._engine.post(CloseSession(self.name, claims, self._claim()))
-            self._close_again(heirs)
+            self._close_again(successors)
 
     def close(self) -> None:
         """Idempotent."""
@@ -69,17 +69,17 @@ class SessionHandle:
             return
         self.is_open = False
         parent = self._nearest_open_parent()
-        heirs = list(self._forks())
-        for fork in heirs:
+        successors = list(self._forks())
+        for fork in successors:
             fork._parent = parent
             if parent is not None:
                 parent._adopt(fork)
         if not self._is_known:
             return
         if parent is not None:
-            heirs.append(parent)
-        self._engine.post(CloseSession(self.name, _claims(heirs)))
-        self._close_again(heirs)
+            successors.append(parent)
+        self._engine.post(CloseSession(self.name, _claims(successors)))
+        self._close_again(successors)
 
     def _claim(self) -> SessionClaim | None:
         """What the session is to claim; None where its own requests did, or it is closed."""
@@ -92,11 +92,11 @@ class SessionHandle:
         self._held_len = max(self._held_len, len(tokens))
         return SessionClaim(self.name, tokens, self._namespace)
 
-    def _close_again(self, heirs: Sequence[SessionHandle]) -> None:
+    def _close_again(self, successors: Sequence[SessionHandle]) -> None:
         """Some may have closed, in another thread, just before a claim of theirs was posted."""
-        for heir in heirs:
-            if not heir.is_open:
-                self._engine.post(CloseSession(heir.name))
+        for successor in successors:
+            if not successor.is_open:
+                self._engine.post(CloseSession(successor.name))
 
     # -- related sessions ---------------------------------------------------------------------
 
@@ -121,6 +121,6 @@ class SessionHandle:
         return parent
 
 
-def _claims(heirs: Sequence[SessionHandle]) -> tuple[SessionClaim, ...]:
-    claims = (heir._claim() for heir in heirs)
+def _claims(successors: Sequence[SessionHandle]) -> tuple[SessionClaim, ...]:
+    claims = (successor._claim() for successor in successors)
     return tuple(claim for claim in claims if claim is not None)

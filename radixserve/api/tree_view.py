@@ -1,10 +1,11 @@
-"""The prefix tree as a picture for the terminal, and as plain data.
+"""The prefix tree as a drawing for the terminal, and as plain data.
 
 Both take the nested dicts of `RadixCache.dump`; `decode` turns token ids into text.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Decode = Callable[[Sequence[int]], str]
 
-INDENT = 4  # columns that a level of the picture takes
+INDENT = 4  # columns that a level of the drawing takes
 _LEAST_TEXT = 12  # columns left for the text of an edge
 _LEAST_LABEL = 48  # columns left for a node, as far as the width allows
 _GAP = " … "
+_FACTS = ("start", "num_tokens", "lock_ref", "sequences", "state", "last_use")
 
 
 def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> Tree:
@@ -29,7 +31,7 @@ def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> 
     from rich.text import Text
     from rich.tree import Tree
 
-    picture = Tree(_summary(dump), highlight=False)
+    drawing = Tree(_summary(dump), highlight=False)
     spaces: Mapping[str, Mapping[str, Any]] = dump["namespaces"]
 
     def label(node: Mapping[str, Any], mark: str, width: int) -> Text:
@@ -37,13 +39,13 @@ def draw_tree(dump: Mapping[str, Any], decode: Decode | None, *, width: int) -> 
 
     for name, root in spaces.items():
         is_only = not name and len(spaces) == 1
-        top = picture if is_only else picture.add(Text(f"namespace {name!r}"))
+        top = drawing if is_only else drawing.add(Text(f"namespace {name!r}"))
         room = width if is_only else width - INDENT
         draw_below(top, root["children"], label, lambda node: node["children"],
                    width=room, least=_LEAST_LABEL)  # fmt: skip
     if dump["truncated"]:
-        picture.add("… and more nodes, which are not drawn")
-    return picture
+        drawing.add("… and more nodes, which are not drawn")
+    return drawing
 
 
 def draw_below(
@@ -71,7 +73,7 @@ def draw_below(
 
 
 def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """Plain data: start, num_tokens, lock_ref, sequences, text and children of each node."""
+    """Plain data: `_FACTS`, text and children of each node."""
     namespaces: dict[str, list[dict[str, Any]]] = {}
     stack: list[tuple[Mapping[str, Any], list[dict[str, Any]]]] = []
     for name, root in dump["namespaces"].items():
@@ -80,7 +82,7 @@ def describe_tree(dump: Mapping[str, Any], decode: Decode | None) -> dict[str, A
     while stack:
         node, place = stack.pop()
         for child in node["children"]:
-            facts = {key: child[key] for key in ("start", "num_tokens", "lock_ref", "sequences")}
+            facts = {key: child[key] for key in _FACTS}
             below: list[dict[str, Any]] = []
             text = None if decode is None else decode(child["tokens"])
             place.append({**facts, "text": text, "children": below})
@@ -154,3 +156,22 @@ def _label(mark: str, node: Mapping[str, Any], decode: Decode | None, width: int
         no_wrap=True,
         overflow="ellipsis",
     )
+
+
+def flat_tree(dump: Mapping[str, Any]) -> dict[str, Any]:
+    """A dump whose nodes are one list, however deep its tree is: it can be printed and written.
+
+    "nodes" replaces "namespaces": each node has its "id", that of its "parent" (None: a root) and
+    its "namespace"; parents come before children. O(nodes), without recursion.
+    """
+    nodes: list[dict[str, Any]] = []
+    queue: deque[tuple[dict[str, Any], int | None, str]]
+    queue = deque((root, None, name) for name, root in dump["namespaces"].items())
+    while queue:
+        node, parent, namespace = queue.popleft()
+        node_id = len(nodes)
+        own = {name: value for name, value in node.items() if name != "children"}
+        nodes.append({"id": node_id, "parent": parent, "namespace": namespace, **own})
+        queue.extend((child, node_id, namespace) for child in node["children"])
+    rest = {name: value for name, value in dump.items() if name != "namespaces"}
+    return {**rest, "nodes": nodes}

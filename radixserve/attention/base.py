@@ -6,16 +6,43 @@ Knows token slots and pages; nothing of requests, models or sampling.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels.attention_features import PLAIN as PLAIN
+from radixserve_kernels.attention_features import AttentionFeatures as AttentionFeatures
 from radixserve_kernels.host_index import HostIndex as HostIndex
 from radixserve_kernels.host_index import IndexArray as IndexArray
 from radixserve_kernels.torch_ops import store_kv
+
+
+class RecurrentPiece(NamedTuple):
+    """Tokens [start, end) of a step, all of one row."""
+
+    start: int
+    end: int
+    kept_in: int  # the state after them goes into this one, too; -1: nowhere
+
+
+class RecurrentRow(NamedTuple):
+    """A row's state: read before its tokens, written after them."""
+
+    state_id: int
+    is_new: bool  # its sequence begins: the state is zeros, whatever it holds
+    num_tokens: int
+    pieces: tuple[RecurrentPiece, ...]  # its tokens, end to end
+
+
+class RecurrentRows(NamedTuple):
+    """The recurrent states of a step's rows."""
+
+    states: Sequence[Tensor]  # each [num_states, ...], in the order of ModelInfo.states
+    rows: Sequence[RecurrentRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +59,7 @@ class ForwardBatch:
     host: HostIndex
     page_size: int
     device_kv_indices: Tensor | None = None  # [total pages] int32, where the device has them
+    recurrent: RecurrentRows | None = None  # of a model with recurrent layers
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +86,8 @@ class AttentionBackend(ABC):
     """
 
     name: str  # as EngineConfig.attention_backend has it
-    can_capture: ClassVar[bool] = False  # whether `capture_backend` can be called
+    can_capture: ClassVar[bool] = False  # whether `make_graph_backend` can be called
+    features: frozenset[str] = frozenset()  # of AttentionFeatures, those it computes
 
     def __init__(self, kv: Tensor, num_heads: int) -> None:
         """kv [L, 2, num_pages, P, Hkv, D]. Raises ModelNotSupported unless Hkv divides Hq."""
@@ -71,40 +100,53 @@ class AttentionBackend(ABC):
         self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
         self._slot_mapping: Tensor | None = None  # [T] int64, of the planned batch
 
-    def prepare(self) -> None:
-        """Compile the kernels; once, before the first step.
+    def prepare(self, features: frozenset[str] = frozenset()) -> None:
+        """Compile the kernels; once, before the first step. `features`: those that any layer uses.
 
         Raises ModelNotSupported where that fails.
         """
-        return
+        del features
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for `batch`; once a step, before the first `attend` or `run`."""
 
     @abstractmethod
-    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float | None = None,
+        features: AttentionFeatures = PLAIN,
+    ) -> Tensor:
         """Attend causally by position; K and V of the new tokens are in their slots already.
 
         q [T, Hq, D]; returns [T, Hq, D]. `scale` multiplies the scores and is 1 / sqrt(D) when
-        None. Once a layer, in any order of layers.
+        None. Once a layer, in any order of layers; layers may differ in their features. Raises
+        ModelNotSupported for a feature that is not among the backend's own.
         """
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: int,
+        scale: float | None = None,
+        features: AttentionFeatures = PLAIN,
     ) -> Tensor:
         """Store k, v [T, Hkv, D] in the new tokens' slots, then `attend`."""
         assert self._slot_mapping is not None, "run before plan"
         store_kv(k, v, *self._slots[layer], self._slot_mapping)
-        return self.attend(q, layer, scale)
+        return self.attend(q, layer, scale, features)
 
     def shared_levels(self, batch: ForwardBatch) -> int:
         """Levels of shared pages that the graph to replay for `batch`, rows of one token, reads
-        together: the `num_levels` of `capture_backend`."""
+        together: the `num_levels` of `make_graph_backend`."""
         del batch
         return 0
 
-    def capture_backend(
+    def make_graph_backend(
         self, max_rows: int, max_pages: int, num_levels: int = 0
     ) -> AttentionBackend:
         """A backend whose `attend` can be captured in a CUDA graph; `plan` is called before each
@@ -113,6 +155,12 @@ class AttentionBackend(ABC):
         Ask for the largest first: smaller ones use its memory, so that one is at work at a time.
         """
         raise NotImplementedError(f"the {self.name} backend cannot be captured")
+
+
+def missing_features(offered: frozenset[str], needed: frozenset[str]) -> str:
+    """Why a backend that offers some features cannot run a model that needs some; "" if it can."""
+    missing = sorted(needed - offered)
+    return f"it has no {', '.join(missing)}" if missing else ""
 
 
 def kv_view(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:

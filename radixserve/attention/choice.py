@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend
+from radixserve.attention.base import AttentionBackend, missing_features
 from radixserve.attention.cpu import CpuBackend
 from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
@@ -19,7 +19,7 @@ from radixserve_kernels import cpu_ops, gpu_ops
 
 logger = logging.getLogger("radixserve")
 
-_BACKENDS: dict[str, Callable[..., AttentionBackend]] = {
+_BACKENDS: dict[str, type[AttentionBackend]] = {
     "cpu": CpuBackend,
     "flashinfer": FlashInferBackend,
     "triton": TritonBackend,
@@ -30,20 +30,27 @@ _ON_CPU = ("cpu", "torch")
 
 
 def choose_backend(
-    asked: str, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+    asked: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int | None = None,
+    features: frozenset[str] = frozenset(),
 ) -> str:
     """The name of the backend that "auto" stands for, or the one that is asked for.
 
     "auto" is the fastest that can be had: on CUDA "flashinfer", "triton", "torch"; elsewhere "cpu",
     "torch". "triton" on a CPU, where its kernels' torch references run, has to be asked for.
-    head_dim: of the model, where it is known. Raises ModelNotSupported, with the reason and what
+    head_dim: of the model, where it is known; features: of AttentionFeatures, what any of its
+    layers needs. Raises ModelNotSupported, with the reason and what
     can be used, if none can or the one asked for cannot.
     """
     candidates = _ON_CUDA if device.type == "cuda" else _ON_CPU
     if asked != "auto":
-        if reason := unsupported_reason(asked, dtype, device, head_dim):
+        if reason := unsupported_reason(asked, dtype, device, head_dim, features):
             others = [
-                one for one in candidates if not unsupported_reason(one, dtype, device, head_dim)
+                one
+                for one in candidates
+                if not unsupported_reason(one, dtype, device, head_dim, features)
             ]
             allowed = f'"auto" and "{", ".join(others)}" can'.replace(", ", '", "')
             raise ModelNotSupported(
@@ -53,7 +60,7 @@ def choose_backend(
         return asked
     reasons: list[str] = []
     for name in candidates:
-        reason = unsupported_reason(name, dtype, device, head_dim)
+        reason = unsupported_reason(name, dtype, device, head_dim, features)
         if not reason:
             _log_choice(name, device, reasons)
             return name
@@ -61,10 +68,21 @@ def choose_backend(
     raise ModelNotSupported(f"no attention backend can be used: {'; '.join(reasons)}")
 
 
+def features_of(name: str) -> frozenset[str]:
+    """The features, of AttentionFeatures, that the backend `name` computes."""
+    return _BACKENDS[name].features
+
+
 def unsupported_reason(
-    name: str, dtype: torch.dtype, device: torch.device, head_dim: int | None = None
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int | None = None,
+    features: frozenset[str] = frozenset(),
 ) -> str:
-    """Why the backend `name` cannot run there; "" if it can."""
+    """Why the backend `name` cannot run there, a model with such features; "" if it can."""
+    if reason := missing_features(features_of(name), features):
+        return reason
     where = {"cpu": ("cpu",), "flashinfer": ("cuda",), "triton": ("cuda", "cpu")}.get(name)
     if where is not None and device.type not in where:
         return f"the device is {device.type}"
@@ -81,12 +99,19 @@ def unsupported_reason(
     return ""
 
 
-def make_backend(name: str, kv: Tensor, num_heads: int, *, shares: bool = True) -> AttentionBackend:
+def make_backend(
+    name: str, kv: Tensor, num_heads: int, *, shares: bool = True, is_exact: bool = False
+) -> AttentionBackend:
     """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, D].
 
-    `shares`: whether rows attend together to pages that they have in common, where that pays.
+    `shares`: whether rows attend together to pages that they have in common, where that pays;
+    `is_exact`, of the cpu backend: only so that no bit of a result depends on it.
     """
-    return _BACKENDS[name](kv, num_heads, shares=shares)
+    if is_exact:
+        assert name == "cpu", f"the {name} backend has no exact sharing"
+        return CpuBackend(kv, num_heads, shares=shares, is_exact=True)
+    make: Callable[..., AttentionBackend] = _BACKENDS[name]
+    return make(kv, num_heads, shares=shares)
 
 
 def _log_choice(name: str, device: torch.device, reasons: list[str]) -> None:

@@ -11,7 +11,12 @@ import math
 
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.attention.base import (
+    PLAIN,
+    AttentionBackend,
+    AttentionFeatures,
+    ForwardBatch,
+)
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.cpu_attention import PagedAttention, Plan
 from radixserve_kernels.cpu_ops import unsupported_reason
@@ -26,24 +31,28 @@ MERGE_TOKENS = 24
 class CpuBackend(AttentionBackend):
     """See `AttentionBackend`; float32 or bfloat16.
 
-    `shares`: whether rows attend together to pages that they have in common, where that pays.
+    `shares`: whether rows attend together to pages that they have in common, where that pays;
+    `is_exact`: to whole blocks of keys only, so that no bit of a result depends on it.
     Raises ModelNotSupported, with the reason, where the kernels are unavailable.
     """
 
     name = "cpu"
+    features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
 
-    def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
+    def __init__(
+        self, kv: Tensor, num_heads: int, *, shares: bool = True, is_exact: bool = False
+    ) -> None:
         if reason := unsupported_reason(kv.dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
         super().__init__(kv, num_heads)
         self._attention = PagedAttention(kv.dtype)
-        self._shares = shares
+        self._sharing = {"shares": shares, "is_exact": is_exact}
         self._planned: Plan | None = None
 
     def plan(self, batch: ForwardBatch) -> None:
         if self._planned is None:
             heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-            self._planned = plan_step(batch.host, self.page_size, heads, shares=self._shares)
+            self._planned = plan_step(batch.host, self.page_size, heads, **self._sharing)
         else:
             self._planned.reset(batch.host)
         self._slot_mapping = batch.slot_mapping
@@ -54,13 +63,24 @@ class CpuBackend(AttentionBackend):
         assert self._planned is not None, "used before plan"
         return self._planned
 
-    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float | None = None,
+        features: AttentionFeatures = PLAIN,
+    ) -> Tensor:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
-        return self._attention.run(self.planned, q, *self._slots[layer], scale)
+        return self._attention.run(self.planned, q, *self._slots[layer], scale, features)
 
 
 def plan_step(
-    host: HostIndex, page_size: int, heads: tuple[int, int, int], *, shares: bool
+    host: HostIndex,
+    page_size: int,
+    heads: tuple[int, int, int],
+    *,
+    shares: bool,
+    is_exact: bool = False,
 ) -> Plan:
     """Jobs: one for each shared node, level by level, then one for each row in the last level."""
-    return Plan(host, page_size, heads, MERGE_TOKENS if shares else None)
+    return Plan(host, page_size, heads, MERGE_TOKENS if shares else None, is_exact=is_exact)

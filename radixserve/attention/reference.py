@@ -18,9 +18,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from radixserve.attention.base import (
+    PLAIN,
     AttentionBackend,
+    AttentionFeatures,
     ForwardBatch,
     HostIndex,
     IndexArray,
@@ -30,6 +33,11 @@ from radixserve.errors import ModelNotSupported
 
 BLOCK_QUERIES = 64  # of a row in one block
 SHORT_KEYS = 512  # up to here padding keys costs less than another call
+KERNELS = [  # cuDNN's builds a plan for each shape, and shapes differ from step to step
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 CALL_KEYS = 1 << 15  # K/V tokens gathered for one call, padding included, unless one block has more
 
 
@@ -43,14 +51,16 @@ class Blocks:
     num_keys: IndexArray  # [B] of the row, up to and with the block's last token
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PaddedCall:
     """B blocks of N queries each, padded to K keys."""
 
     size: int  # B
     tokens: Tensor  # [B * N] int64, the queries among the batch's T tokens
     slots: Tensor  # [B * K] int64; padding repeats a block's last one
-    mask: Tensor | None  # [B, 1, 1 or G * N, K] 0 or -inf; None: every query sees every key
+    last_seen: IndexArray  # [B, N] position of each query
+    num_keys: int  # K
+    masks: dict[tuple[int, int], Tensor | None]  # by AttentionFeatures.span, made when needed
 
 
 class ReferenceBackend(AttentionBackend):
@@ -60,6 +70,9 @@ class ReferenceBackend(AttentionBackend):
     """
 
     name = "torch"
+    features = frozenset(
+        ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"),
+    )
 
     def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
         del shares
@@ -73,7 +86,13 @@ class ReferenceBackend(AttentionBackend):
         self._calls = [self._pad(batch.host, blocks, part) for part in group_blocks(blocks)]
         self._slot_mapping = batch.slot_mapping
 
-    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float | None = None,
+        features: AttentionFeatures = PLAIN,
+    ) -> Tensor:
         assert self._calls, "attend before plan"
         scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         heads = self.num_kv_heads, self.num_heads // self.num_kv_heads  # Hkv, G
@@ -85,9 +104,14 @@ class ReferenceBackend(AttentionBackend):
                 slots.index_select(0, call.slots).unflatten(0, (call.size, -1)).transpose(1, 2)
                 for slots in self._slots[layer]
             )  # each [B, Hkv, K, D]
-            found = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=call.mask, scale=scale
-            )
+            mask = self._mask(call, features)
+            if features.logits_soft_cap is None and features.sinks is None:
+                with sdpa_kernel(KERNELS):
+                    found = F.scaled_dot_product_attention(
+                        queries, keys, values, attn_mask=mask, scale=scale
+                    )
+            else:
+                found = attend_in_full(queries, keys, values, mask, scale, features)
             found = found.unflatten(2, (heads[1], -1)).permute(0, 3, 1, 2, 4)  # [B, N, Hkv, G, D]
             out.index_copy_(0, call.tokens, found.reshape(-1, *q.shape[1:]))
         return out
@@ -101,17 +125,56 @@ class ReferenceBackend(AttentionBackend):
         pages = host.kv_indices[host.kv_indptr[row][:, None] + places // self.page_size]
         slots = pages.astype(np.int64) * self.page_size + places % self.page_size
         last_seen = num_keys - len(steps) + steps  # [B, N] position of each query
-        hidden = np.arange(num_keys.max()) > last_seen[..., None]  # [B, N, K]
+        return PaddedCall(
+            len(row), self._index(tokens), self._index(slots), last_seen, int(num_keys.max()), {}
+        )
+
+    def _mask(self, call: PaddedCall, features: AttentionFeatures) -> Tensor | None:
+        """[B, 1, 1 or G * N, K] 0 or -inf; None: every query sees every key."""
+        span = window, chunk = features.span
+        if span in call.masks:
+            return call.masks[span]
+        last, places = call.last_seen[..., None], np.arange(call.num_keys)
+        hidden = places > last  # [B, N, K]
+        if window:
+            hidden |= places <= last - window
+        if chunk:
+            hidden |= places < last // chunk * chunk
         mask = None
         if hidden.any():
             bias = np.where(hidden, np.float32(-np.inf), np.float32(0))
-            if len(steps) > 1:
+            if call.last_seen.shape[1] > 1:
                 bias = np.tile(bias, (1, self.num_heads // self.num_kv_heads, 1))
             mask = torch.from_numpy(bias[:, None]).to(self.kv.device, self.kv.dtype)
-        return PaddedCall(len(row), self._index(tokens), self._index(slots), mask)
+        call.masks[span] = mask
+        return mask
 
     def _index(self, index: IndexArray) -> Tensor:
         return torch.from_numpy(index.ravel()).to(self.kv.device)
+
+
+def attend_in_full(
+    queries: Tensor,  # [B, Hkv, G * N, D]
+    keys: Tensor,  # [B, Hkv, K, D]
+    values: Tensor,
+    mask: Tensor | None,  # as in `PaddedCall`
+    scale: float,
+    features: AttentionFeatures,
+) -> Tensor:
+    """Soft-capped scores and sinks, which PyTorch's own function does not have, in float32."""
+    scores = (queries @ keys.transpose(2, 3)).float() * scale
+    if features.logits_soft_cap is not None:
+        scores = torch.tanh(scores / features.logits_soft_cap) * features.logits_soft_cap
+    if mask is not None:
+        scores = scores + mask
+    if features.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = features.sinks.float().view(1, keys.shape[1], -1, 1)  # [1, Hkv, G, 1]
+        sinks = sinks.repeat_interleave(scores.shape[2] // sinks.shape[2], 2)
+        sinks = sinks.expand(scores.shape[0], -1, -1, 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    return weights.to(values.dtype) @ values
 
 
 def cut_blocks(host: HostIndex) -> Blocks:

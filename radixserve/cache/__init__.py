@@ -1,11 +1,13 @@
 """The prefix cache, usable alone: numpy and sortedcontainers, no torch."""
 
+from radixserve.cache.events import EventBatch, EventCursor, EventLog, EventSnapshot
 from radixserve.cache.hash.hash_cache import HashBlockCache
 from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.radix.radix_cache import RadixCache
 from radixserve.cache.radix.sequence import CachedSequence
 from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.watch import PrefixWatch
 from radixserve.errors import OutOfPages
 from radixserve.output import Lookup
@@ -14,6 +16,10 @@ __all__ = [
     "CacheSequence",
     "CacheSession",
     "CachedSequence",
+    "EventBatch",
+    "EventCursor",
+    "EventLog",
+    "EventSnapshot",
     "HashBlockCache",
     "HashSequence",
     "Lookup",
@@ -21,4 +27,5 @@ __all__ = [
     "PrefixCache",
     "PrefixWatch",
     "RadixCache",
+    "SnapshotView",
 ]

@@ -55,27 +55,88 @@ def live_sequences(allocator: PageAllocator) -> list[CacheSequence]:
     return [seq for seq in allocator.live_sequences if isinstance(seq, CacheSequence)]
 
 
-class Picture(NamedTuple):
+def page_table(sequence: CacheSequence) -> dict[str, Any]:
+    """A sequence as `PrefixCache.dump` shows it."""
+    return {
+        "length": sequence.length,
+        "committed_len": sequence.committed_len,
+        "cached_len": sequence.cached_len,
+        "num_private": sequence.num_private,
+        "pages": sequence.pages.tolist(),
+    }
+
+
+def dump_sequences(
+    allocator: PageAllocator, published: Iterable[tuple[int, int]], only: str | None
+) -> dict[str, Any]:
+    """The part of `PrefixCache.dump` about sequences and fragmentation. `published`: pages and
+    tokens of nodes or blocks; `only`: the namespace whose sequences are shown, None: all."""
+    size, sequences = allocator.page_size, live_sequences(allocator)
+    pages = tokens = 0
+    for some_pages, some_tokens in published:
+        pages += some_pages
+        tokens += some_tokens
+    for sequence in sequences:
+        num_shared = len(sequence.pages) - sequence.num_private
+        pages += sequence.num_private
+        tokens += max(0, sequence.length - num_shared * size)
+    slots = pages * size
+    share = (slots - tokens) / slots if slots else 0.0
+    return {
+        "sequences": [page_table(seq) for seq in sequences if only in (None, seq.namespace)],
+        "fragmentation": {
+            "pages": pages,
+            "slots": slots,
+            "unused_slots": slots - tokens,
+            "unused_share": share,
+        },
+    }
+
+
+def victim(
+    namespace: str, start: int, data: bytes | bytearray, num_pages: int, idle_s: float, reason: str
+) -> dict[str, Any]:
+    """An entry of `PrefixCache.eviction_preview`; `data`: int32 tokens."""
+    tokens = np.frombuffer(bytes(data), np.int32).tolist()
+    return {
+        "namespace": namespace,
+        "start": start,
+        "tokens": tokens,
+        "num_tokens": len(tokens),
+        "num_pages": num_pages,
+        "idle_s": idle_s,
+        "reason": reason,
+    }
+
+
+def usage_state(sequences: int) -> str:
+    """The state of a node that so many sequences use."""
+    return "shared" if sequences > 1 else "referenced"
+
+
+class NodeDump(NamedTuple):
     """What `dump` shows of a node, apart from its place."""
 
     tokens: bytes | bytearray  # int32
     pages: list[int]
     lock_ref: int
     sequences: int  # that use it
+    state: str
+    last_use: float | None
 
 
 def dump_nodes(
     page_size: int,
     roots: Mapping[str, T],
     children: Callable[[T], Iterable[T]],
-    picture: Callable[[T], Picture],
+    describe: Callable[[T], NodeDump],
     max_nodes: int,
 ) -> dict[str, Any]:
-    """See `PrefixCache.dump`."""
+    """The part of `PrefixCache.dump` about nodes."""
     queue: deque[tuple[T, dict[str, Any]]] = deque()
     namespaces: dict[str, Any] = {}
     for name, root in sorted(roots.items(), key=lambda item: item[0]):
-        namespaces[name] = _as_dict(0, picture(root))
+        namespaces[name] = _as_dict(0, describe(root))
         queue.append((root, namespaces[name]))
     count, truncated = 0, False
     while queue and not truncated:
@@ -84,19 +145,19 @@ def dump_nodes(
             if count == max_nodes:
                 truncated = True
                 break
-            below = _as_dict(shown["start"] + shown["num_tokens"], picture(child))
+            below = _as_dict(shown["start"] + shown["num_tokens"], describe(child))
             shown["children"].append(below)
             queue.append((child, below))
             count += 1
     return {"page_size": page_size, "truncated": truncated, "namespaces": namespaces}
 
 
-def _as_dict(start: int, picture: Picture) -> dict[str, Any]:
-    tokens = np.frombuffer(bytes(picture.tokens), np.int32).tolist()
+def _as_dict(start: int, node: NodeDump) -> dict[str, Any]:
+    tokens = np.frombuffer(bytes(node.tokens), np.int32).tolist()
     return {
         "start": start,
         "num_tokens": len(tokens),
-        **picture._asdict(),
+        **node._asdict(),
         "tokens": tokens,
         "children": [],
     }

@@ -8,12 +8,17 @@ the K/V memory performs a sequence's `cow_copies` before the sequence is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from radixserve.arrays import IntArray
+from radixserve.cache.events import EventLog
 from radixserve.cache.page_pool import PageAllocator, PageOwner
+from radixserve.cache.recent import hit_rate
 from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.snapshot import SnapshotView
+from radixserve.cache.state_pool import StateCopy
 from radixserve.cache.tokens import TokenIds
 from radixserve.cache.watch import PrefixWatch, WatchRegistry
 from radixserve.checks import check_int, check_str
@@ -31,7 +36,12 @@ class CacheSession(Protocol):
     def is_open(self) -> bool: ...
 
     def close(self) -> None:
-        """Close: pages reached only by closed sessions are evicted first. Idempotent."""
+        """Close: pages reached only by closed sessions are evicted first. Idempotent. The end of a
+        `with` block closes, too."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class PrefixCache(ABC):
@@ -59,13 +69,32 @@ class PrefixCache(ABC):
         return True
 
     @property
+    def num_states(self) -> int:
+        """Recurrent states, for models whose layers have some; 0: none."""
+        return 0
+
+    def take_state_copies(self) -> list[StateCopy]:
+        """(source, destination) states, to be copied one after the other before the next step."""
+        return []
+
+    @property
     def num_available(self) -> int:
         """Pages that are free or evictable now."""
         return self._allocator.num_available
 
     @abstractmethod
-    def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
-        """What `acquire` would reuse now, and why not more. Changes nothing."""
+    def lookup(
+        self,
+        tokens: TokenIds,
+        namespace: str = "",
+        *,
+        allow_full: bool = False,
+        compare_namespaces: bool = True,
+    ) -> Lookup:
+        """What `acquire` would reuse now, and why not more. Changes nothing.
+
+        With `compare_namespaces` False the answer does not depend on what other namespaces hold.
+        """
 
     @abstractmethod
     def watch(self, tokens: IntArray, namespace: str = "") -> PrefixWatch:
@@ -96,8 +125,55 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def open_session(self, name: str, *, lease_s: float | None = None) -> CacheSession:
+    def open_session(
+        self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
+    ) -> CacheSession:
         """A session to pass to `acquire`. Names need not be unique; they are for `stats`."""
+
+    # -- hints: a cache that evicts in one order only has none of these ---------------------------
+
+    @property
+    def keeps_sessions(self) -> bool:
+        """Whether sessions have an effect on what is evicted."""
+        return False
+
+    def time(self) -> float:
+        """Seconds on the cache's clock, that of `retain_until`."""
+        return self._allocator.note_time()
+
+    @property
+    def num_retained(self) -> int:
+        """Pages that retaining sessions reach. O(1) amortised."""
+        return 0
+
+    def pin(self, tokens: TokenIds, namespace: str = "", *, session: CacheSession) -> CacheSequence:
+        """`acquire` of all of `tokens`, which are cached: a lock that no request needs, and that
+        `stats` and `dump` tell from those of requests. Whole pages only."""
+        sequence = self.acquire(tokens, namespace, allow_full=True, session=session)
+        sequence.is_pin = True
+        return sequence
+
+    def demote(self, tokens: TokenIds, namespace: str = "") -> int:
+        """Let what is cached of `tokens` and goes on from them be evicted first, as after the end
+        of all of its sessions, until it is used again; so, too, what comes before and nothing else
+        goes on from. What open sessions reach stays in its place until they are closed.
+
+        Returns the tokens that go first now.
+        """
+        raise NotImplementedError
+
+    def demote_session(self, session: CacheSession) -> int:
+        """Close the session; returns the tokens of what it reached that go first now."""
+        raise NotImplementedError
+
+    def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
+        """Tokens, in whole pages, from the root to where sequences of these sessions ended; what
+        several reach counts once."""
+        raise NotImplementedError
+
+    def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
+        """The namespace and tokens of each place where sequences of the session ended last."""
+        raise NotImplementedError
 
     def evict(self, num_tokens: int) -> int:
         """Free pages for `num_tokens`, rounded up to a page, that no sequence has locked.
@@ -105,6 +181,7 @@ class PrefixCache(ABC):
         Returns the tokens freed, in whole pages: fewer than asked when there are no more.
         """
         num_tokens = check_int("num_tokens", num_tokens, 0)
+        self._allocator.note_time()
         return self._owner.evict(self._allocator.pages_for(num_tokens)) * self.page_size
 
     def reset(self, namespace: str | None = None) -> None:
@@ -117,29 +194,74 @@ class PrefixCache(ABC):
         self._owner.reset(namespace)
         self._allocator.stats.num_resets += 1
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since the start (tokens) and gauges (pages). free + tree + private == total.
+    @abstractmethod
+    def open_events(self, epoch: int | None = None) -> EventLog:
+        """Collect what is stored and dropped from now on, until the log is closed. `epoch`: see
+        `EventLog`. InvalidRequest while another log is open. Costs nothing while none is."""
 
-        "leases" lists the leases now, first to end first: {"session", "tokens", "seconds_left"},
-        with the tokens from the root to where its sequence ended.
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start (tokens) and gauges (pages).
+
+        free + tree + private == total, and by what could be done with them:
+        pages_free          nothing is in them
+        pages_cached        evictable: published, and no sequence uses them
+        pages_referenced    sequences use them, published or not; the three make up the total
+        pages_shared        of those, published ones that two or more sequences have locked
+        hit_rate            matched_tokens over acquired_tokens
+        collisions          block keys that were equal for different prefixes (cache "hash")
+        last_minute         what the counters gained in the last 60 seconds, exact to a second:
+                            "matched_tokens" and "matched_tokens_per_s", and so on; "hit_rate";
+                            "seconds", fewer than 60 soon after the start
+        leases              the leases now, first to end first: {"session", "tokens",
+                            "seconds_left"}, with the tokens from the root to where its sequence
+                            ended
+        pages_retained, pages_pinned  by hints: evicted after all others; locked. What is pinned is
+                    retained, too
+        retained_evicted_pages  since the start: evicted while they were retained
+
+        O(1) but for three: pages_shared and pages_pinned cost O(nodes or blocks that live sequences
+        lock), leases O(leases).
         """
         allocator = self._allocator
+        counts, recent = asdict(allocator.stats), allocator.recent.gains(allocator.note_time())
+        recent["hit_rate"] = hit_rate(recent["matched_tokens"], recent["acquired_tokens"])
+        return {
+            **self.gauges(),
+            "pages_shared": self._num_shared(),
+            "hit_rate": hit_rate(counts["matched_tokens"], counts["acquired_tokens"]),
+            "collisions": 0,
+            "last_minute": recent,
+            "sequences": len(allocator.live_sequences),
+            "watches": len(self._watch_registry),
+            "splits": 0,
+            **counts,
+            "leases": [],
+            "pages_leased": 0,
+            "pages_closed": 0,
+            "pages_retained": 0,
+            "pages_pinned": 0,
+            "retained_evicted_pages": 0,
+        }
+
+    def gauges(self) -> dict[str, int]:
+        """The pages of `stats` that cost O(1), and the evicted tokens."""
+        allocator, owner = self._allocator, self._owner
+        num_locked, num_private = owner.num_pages - owner.num_evictable, allocator.num_private
         return {
             "page_size": self.page_size,
             "pages_total": self.num_pages,
             "pages_free": allocator.pool.num_free,
-            "pages_tree": self._owner.num_pages,
-            "pages_locked": self._owner.num_pages - self._owner.num_evictable,
-            "pages_private": allocator.num_private,
-            "sequences": len(allocator.live_sequences),
-            "watches": len(self._watch_registry),
-            "splits": 0,
-            "evicted_tokens": self._owner.num_evicted_tokens,
-            **asdict(allocator.stats),
-            "leases": [],
-            "pages_leased": 0,
-            "pages_closed": 0,
+            "pages_tree": owner.num_pages,
+            "pages_locked": num_locked,
+            "pages_private": num_private,
+            "pages_cached": owner.num_evictable,
+            "pages_referenced": num_locked + num_private,
+            "evicted_tokens": owner.num_evicted_tokens,
         }
+
+    @abstractmethod
+    def _num_shared(self) -> int:
+        """Published pages that two or more sequences have locked. O(what sequences lock)."""
 
     @abstractmethod
     def check(self) -> None:
@@ -147,9 +269,49 @@ class PrefixCache(ABC):
         broken one. O(everything): for tests and debugging."""
 
     @abstractmethod
-    def dump(self, max_nodes: int = 10_000) -> dict[str, Any]:
-        """The cached prefixes as nested dicts, breadth first up to `max_nodes` nodes.
+    def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
+        """The nodes or blocks that eviction would take next, the first to go first, if nothing else
+        happened. Changes nothing. O(count). Exact but among leased ones: the eviction of one ends
+        its lease, after which what was above it goes earlier.
 
-        {"page_size", "truncated", "namespaces": {name: node}}, where a node is {"start", "tokens",
-        "num_tokens", "pages", "lock_ref", "sequences", "children"}.
+        {"namespace", "start", "tokens", "num_tokens", "num_pages", "idle_s", "reason"} each; idle_s
+        is the time since its last use ended, as in `dump`.
+        """
+
+    @abstractmethod
+    def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
+        """The cached prefixes as nested dicts, breadth first up to `max_nodes` nodes; those of one
+        namespace where it is given.
+
+        {"page_size", "truncated", "namespaces": {name: node}, "sequences", "fragmentation"}.
+
+        node        {"start", "tokens", "num_tokens", "pages", "lock_ref", "sequences", "state",
+                    "last_use", "children"}. state: "shared" (two or more sequences use it),
+                    "referenced" (one does), "pinned" (only pins lock it), "cached", and for
+                    sessions "leased", "retained" and "closed".
+                    last_use: when its last sequence was released, in seconds of the cache's
+                    clock, None while one uses it; read when that sequence last committed or was
+                    acquired
+        sequences   page tables of the live ones: {"length", "committed_len", "cached_len",
+                    "num_private", "pages"}
+        fragmentation  {"pages" in use, "slots" in them, "unused_slots": slots without a token,
+                    "unused_share"} of the whole cache, truncated or not. O(nodes)
+        """
+
+    @abstractmethod
+    def snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        """A bounded view of a cache that is in use. Changes nothing.
+
+        {"page_size", "namespaces", "nodes", "pages", "fragmentation", "victims"}
+
+        nodes       parents first, {"id", "parent" (None: below the namespace's root), "namespace",
+                    "start", "num_tokens", "head", "tail" (its first and last tokens), "num_pages",
+                    "pages" ([[first, count], ...]), "lock_ref", "sequences", "state" (as in
+                    `dump`), "idle_s" (None while it is used), "sessions" (names of those that end
+                    here), "num_sessions", "num_children" (shown or not)}
+        pages       see `PageMap.report`
+        fragmentation  {"slots", "unused_slots"} of what is shown and of the sequences
+        victims     as in `eviction_preview`, with "head" and "tail" for its tokens, and "id"
+
+        The cost does not grow with the tree, but for O(pages) in numpy.
         """

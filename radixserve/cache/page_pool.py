@@ -7,12 +7,16 @@ by any allocation.
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from radixserve.arrays import IntArray
+from radixserve.cache.recent import RecentCounts
 from radixserve.errors import OutOfPages
 
 RUN_PAGES = 16  # kept together: 8 KiB of keys or more for a processor that reads ahead
@@ -53,20 +57,19 @@ class PagePool:
         del self._free[cut:]
         return taken
 
-    def allocate_after(self, page: int, count: int = 1) -> array[int]:
+    def allocate_after(self, page: int, count: int = 1) -> Sequence[int]:
         """Take `count` pages, `page` + 1 and so on where a run is reserved there, else a new run.
 
         Raises OutOfPages, and takes none, where not as many are free. O(count).
         """
-        if count > len(self._free) + self._num_kept:
-            return self.allocate(count)
         runs, first = self._runs, page + 1
-        if count == 1 and first in runs:  # the usual case
-            end = runs.pop(first)
+        if count == 1 and (end := runs.pop(first, 0)):  # the usual case
             self._num_kept -= 1
             if first + 1 < end:
                 runs[first + 1] = end
-            return array("i", (first,))
+            return (first,)
+        if count > len(self._free) + self._num_kept:
+            return self.allocate(count)
         taken = array("i")
         while count:
             end = runs.pop(first, 0)
@@ -99,13 +102,21 @@ class PagePool:
     def free_all(self, pieces: list[array[int]]) -> int:
         """Give the pages of all `pieces` back; returns how many. O(that many)."""
         before = len(self._free)
-        self._free.frombytes(b"".join(pieces))
+        if len(pieces) == 1:
+            self._free += pieces[0]
+        else:
+            self._free.frombytes(b"".join(pieces))
         return len(self._free) - before
 
     def free_ids(self) -> list[int]:
         """A copy of the free list, for audits."""
         kept = (page for run in self._runs.items() for page in range(*run))
         return [*self._free, *kept]
+
+    def free_array(self) -> IntArray:
+        """The free pages, in no order. O(free pages), fast."""
+        kept = [np.arange(*run, dtype=np.int32) for run in self._runs.items()]
+        return np.concatenate((np.array(self._free, np.int32), *kept))
 
     def _begin_run(self) -> tuple[int, int] | None:
         """Put the pages on top aside, if they are consecutive: first and end."""
@@ -147,6 +158,7 @@ class PageOwner(Protocol):
     """The part of a cache that holds published pages: a tree, or a table of blocks."""
 
     num_pages: int  # published ones
+    now: float  # the clock when a sequence was last acquired or committed
     num_evicted_tokens: int
 
     @property
@@ -173,13 +185,41 @@ class LockHolder(Protocol):
 class PageAllocator:
     """Shared by all sequences of one cache: pages, counters and the set of live sequences."""
 
-    def __init__(self, pool: PagePool, page_size: int, owner: PageOwner) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        owner: PageOwner,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: seconds."""
         self.page_size = page_size
         self.pool = pool
         self.free = pool.free  # private pages go back to the free list
         self.stats = CacheStats()
         self.live_sequences: set[LockHolder] = set()
         self._owner = owner
+        self._clock = clock
+        owner.now = clock()
+        self.recent = RecentCounts(self._counters, owner.now)
+
+    def note_time(self) -> float:
+        """The time: something is about to be counted."""
+        now = self._owner.now = self._clock()
+        if now >= self.recent.due:
+            self.recent.read(now)
+        return now
+
+    def _counters(self) -> dict[str, int]:
+        """What `recent` is about."""
+        stats = self.stats
+        return {
+            "num_acquired": stats.num_acquired,
+            "acquired_tokens": stats.acquired_tokens,
+            "matched_tokens": stats.matched_tokens,
+            "committed_tokens": stats.committed_tokens,
+            "evicted_tokens": self._owner.num_evicted_tokens,
+        }
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -212,7 +252,7 @@ class PageAllocator:
                 )
         return pool.allocate(count)
 
-    def allocate_after(self, page: int, count: int) -> array[int]:
+    def allocate_after(self, page: int, count: int) -> Sequence[int]:
         """`count` pages for a sequence that ends with `page`, adjacent to it if possible;
         OutOfPages, nothing dropped, if there are too few."""
         if count > self.pool.num_free:

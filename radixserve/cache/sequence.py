@@ -9,6 +9,7 @@ committed, so none is ever published.
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
 from array import array
 from typing import Self
@@ -17,14 +18,16 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.page_pool import PageAllocator
-from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
+from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, as_view, check_not_negative
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
 
-_PLACEHOLDER: IntArray = np.array([-1], np.int32)
+_PLACEHOLDER = np.array([-1], np.int32).tobytes()
+_WRITE_TOKEN = struct.Struct("=i").pack_into
 _NO_PAGES: IntArray = np.empty(0, np.int32)
+NO_STATE = -1  # instead of a state id
 FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
 
 
@@ -39,7 +42,9 @@ class Namespace:
 
 
 class CacheSequence(ABC):
-    """Grows by `extend`, publishes by `commit`, ends with `release`. Not thread-safe.
+    """Grows by `extend`, publishes by `commit`, ends with `release` or as a context manager.
+
+    Not thread-safe: the thread that owns the cache makes every call.
 
     A subclass implements publishing, cuts and release of the cache's pages, and calls
     `_pages_change` before it replaces pages.
@@ -47,18 +52,20 @@ class CacheSequence(ABC):
 
     __slots__ = (
         "_allocator",
-        "_committed",
         "_has_run",
         "_is_open",
         "_namespace",
         "_num_shared",
         "_num_synced",
-        "_num_unknown",
         "_pages",
         "_synced_pages",
         "_tokens",
         "cached_len",
+        "committed_len",
         "cow_copies",
+        "is_pin",
+        "length",
+        "num_unknown",
     )
 
     def __init__(
@@ -76,11 +83,15 @@ class CacheSequence(ABC):
         self._tokens = tokens
         self._pages = shared
         self._num_shared = len(shared)  # leading pages that belong to the cache
-        self._committed = self.cached_len = len(tokens) // TOKEN_BYTES
-        self._num_unknown = 0  # placeholders at the end
+        # These change by the calls below alone. They are read for every row of every step.
+        self.length = len(tokens) // TOKEN_BYTES  # tokens with pages, those to be computed included
+        self.committed_len = self.length  # tokens whose K/V is in the pages
+        self.cached_len = self.length
+        self.num_unknown = 0  # placeholder tokens at the end, resolved by `fill`
         self._is_open = True
         self._has_run = False  # it has taken pages a few at a time
-        self._synced_pages = _NO_PAGES  # what `page_table_delta` answered; no view of `_pages`
+        self.is_pin = False  # a lock that no request needs, see `PrefixCache.pin`
+        self._synced_pages = _NO_PAGES  # what `take_page_table_delta` answered; no view of `_pages`
         self._num_synced = 0  # leading pages that have not changed since
         self.cow_copies: list[PageCopy] = []  # (source page, own page, tokens to copy)
         if copy is not None:
@@ -93,30 +104,21 @@ class CacheSequence(ABC):
         name = type(self).__name__
         return f"{name}(length={self.length}, cached_len={self.cached_len}{state})"
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     @property
     def tokens(self) -> IntArray:
-        """[length] int32 token ids, -1 for placeholders; a view, not to be written."""
-        return np.frombuffer(self._tokens, np.int32)
-
-    @property
-    def length(self) -> int:
-        """Tokens that have pages: committed ones and those still to be computed."""
-        return len(self._tokens) // TOKEN_BYTES
-
-    @property
-    def committed_len(self) -> int:
-        """Tokens whose K/V is in the pages."""
-        return self._committed
-
-    @property
-    def num_unknown(self) -> int:
-        """Placeholder tokens at the end, resolved by `fill`."""
-        return self._num_unknown
+        """[length] int32 token ids, -1 for placeholders; a read-only view."""
+        return np.frombuffer(as_view(self._tokens).toreadonly(), np.int32)
 
     @property
     def pages(self) -> IntArray:
-        """[ceil(length / page_size)] int32 page ids of positions [0, length); a view."""
-        return np.frombuffer(self._pages, np.int32)
+        """[ceil(length / page_size)] int32 page ids of positions [0, length); a read-only view."""
+        return np.frombuffer(as_view(self._pages).toreadonly(), np.int32)
 
     @property
     def num_private(self) -> int:
@@ -128,6 +130,10 @@ class CacheSequence(ABC):
         return not self._is_open
 
     @property
+    def namespace(self) -> str:
+        return self._namespace.name
+
+    @property
     def is_stale(self) -> bool:
         """Its namespace was reset: what it commits is not found by others."""
         return self._namespace.is_dead
@@ -136,7 +142,7 @@ class CacheSequence(ABC):
         """New pages that `extend` by that many tokens would take."""
         return self._allocator.pages_for(self.length + num_tokens) - len(self._pages)
 
-    def page_table_delta(self) -> tuple[IntArray, int]:
+    def take_page_table_delta(self) -> tuple[IntArray, int]:
         """The page ids, as `pages`, and the first index that may differ from the last call's
         answer, 0 at the first call.
 
@@ -161,17 +167,23 @@ class CacheSequence(ABC):
     def extend(self, tokens: TokenIds) -> None:
         """Append `tokens` and allocate their pages, evicting unused pages when none is free.
 
-        Raises OutOfPages, and changes nothing, when there is not enough. O(tokens).
+        Raises OutOfPages, and changes nothing, when there is not enough; InvalidRequest for a
+        negative id. O(tokens).
         """
-        if self._num_unknown or not self._is_open:
+        if self.num_unknown or not self._is_open:
             self._check_open()
             raise InvalidRequest(
-                f"{self._num_unknown} tokens at the end are unknown: fill them before others "
+                f"{self.num_unknown} tokens at the end are unknown: fill them before others "
                 f"follow, or append more placeholders"
             )
         data = as_token_ids(tokens).tobytes()
+        check_not_negative(data)
+        self._append(data)
+
+    def _append(self, data: bytes) -> None:
+        """Append int32 tokens and allocate their pages."""
         pages, allocator = self._pages, self._allocator
-        length = (len(self._tokens) + len(data)) // TOKEN_BYTES
+        length = self.length + len(data) // TOKEN_BYTES
         wanted = -(-length // allocator.page_size) - len(pages)
         if wanted > 0:
             if wanted <= FEW_PAGES and pages:
@@ -180,13 +192,14 @@ class CacheSequence(ABC):
             else:
                 more = allocator.allocate(wanted)
             try:
-                pages += more
+                pages.extend(more)
             except BufferError:  # a view of the old buffer is still exported
-                self._pages = pages + more
+                self._pages = pages + array("i", more)
         try:
             self._tokens += data
         except BufferError:
             self._tokens = self._tokens + data
+        self.length = length
 
     def append_placeholders(self, num_tokens: int) -> None:
         """Append tokens that are not known yet and allocate their pages, as `extend` does.
@@ -195,25 +208,32 @@ class CacheSequence(ABC):
         """
         if type(num_tokens) is not int or num_tokens < 1:
             num_tokens = check_int("num_tokens", num_tokens, 1)
-        before, self._num_unknown = self._num_unknown, 0
-        try:
-            self.extend(_PLACEHOLDER if num_tokens == 1 else _PLACEHOLDER.repeat(num_tokens))
-            before += num_tokens
-        finally:
-            self._num_unknown = before
+        if not self._is_open:
+            self._check_open()
+        self._append(_PLACEHOLDER * num_tokens)
+        self.num_unknown += num_tokens
 
     def fill(self, tokens: TokenIds) -> None:
         """Replace the first placeholders. InvalidRequest where there are not as many."""
         data = as_token_ids(tokens).tobytes()
-        left = self._num_unknown - len(data) // TOKEN_BYTES
+        check_not_negative(data)
+        left = self.num_unknown - len(data) // TOKEN_BYTES
         if left < 0:
             raise InvalidRequest(
-                f"fill takes up to {self._num_unknown} tokens, as many as are unknown, "
+                f"fill takes up to {self.num_unknown} tokens, as many as are unknown, "
                 f"got {len(data) // TOKEN_BYTES}"
             )
-        start = len(self._tokens) - self._num_unknown * TOKEN_BYTES
+        start = len(self._tokens) - self.num_unknown * TOKEN_BYTES
         self._tokens[start : start + len(data)] = data
-        self._num_unknown = left
+        self.num_unknown = left
+
+    def fill_one(self, token_id: int) -> None:
+        """`fill` of one token."""
+        left = self.num_unknown
+        if not left or token_id < 0:
+            self.fill([token_id])  # refuses it
+        _WRITE_TOKEN(self._tokens, (self.length - left) * TOKEN_BYTES, token_id)
+        self.num_unknown = left - 1
 
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
@@ -226,17 +246,36 @@ class CacheSequence(ABC):
             self._check_open()
         if type(length) is not int or length < 0:
             length = check_int("length", length, 0)
-        known = len(self._tokens) // TOKEN_BYTES - self._num_unknown
-        if not self._committed <= length <= known:
+        known = self.length - self.num_unknown
+        if not self.committed_len <= length <= known:
             raise InvalidRequest(
-                f"commit takes a length between {self._committed} (committed already) and "
+                f"commit takes a length between {self.committed_len} (committed already) and "
                 f"{known}, got {length}"
             )
         if self.cow_copies:
             self._drop_copies()
-        self._allocator.stats.committed_tokens += length - self._committed
-        self._committed = length
+        allocator = self._allocator
+        allocator.note_time()
+        allocator.stats.committed_tokens += length - self.committed_len
+        self.committed_len = length
         self._publish()
+
+    # -- recurrent states: of a cache without any these do nothing ---------------------------------
+
+    @property
+    def state_id(self) -> int:
+        """Its recurrent state, which stands at `length`; NO_STATE where there is none (yet)."""
+        return NO_STATE
+
+    def want_checkpoint(self, length: int) -> None:
+        """Others go on from the first `length` tokens: keep the state there."""
+        del length
+
+    def take_checkpoints(self, start: int) -> tuple[tuple[int, int], ...]:
+        """(length, state id) of states to be kept while the tokens [start, self.length) are
+        computed, ascending; as many as there is room for. `commit` publishes them."""
+        del start
+        return ()
 
     # -- branching and rolling back ---------------------------------------------------------------
 
@@ -246,6 +285,15 @@ class CacheSequence(ABC):
 
         Raises OutOfPages when no page for it is available.
         """
+
+    def copy_from(self, source: CacheSequence) -> int:
+        """Go on with the pages of `source`, a sequence of another namespace over the same tokens
+        and more in whole pages, copied before this one is used. `source` belongs to this sequence
+        from now on. Only before anything else is appended. Returns the tokens copied.
+
+        Raises OutOfPages, and changes nothing, when there is not enough.
+        """
+        raise NotImplementedError
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens; what was published stays cached.
@@ -264,9 +312,10 @@ class CacheSequence(ABC):
             self.cow_copies[:] = [
                 (src, dst, min(n, extra) if dst == last else n) for src, dst, n in self.cow_copies
             ]
-        self._num_unknown = max(0, length - (self.length - self._num_unknown))
+        self.num_unknown = max(0, length - (self.length - self.num_unknown))
         self._tokens = self._tokens[: length * TOKEN_BYTES]
-        self._committed = min(self._committed, length)
+        self.length = length
+        self.committed_len = min(self.committed_len, length)
         self.cached_len = min(self.cached_len, length)
 
     def release(self) -> None:

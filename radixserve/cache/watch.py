@@ -25,7 +25,7 @@ class PrefixWatch(ABC):
     @property
     @abstractmethod
     def locked_len(self) -> int:
-        """Of `cached_len`, tokens in pages that live sequences hold anyway."""
+        """Tokens of `cached_len` in pages that live sequences hold anyway."""
 
     @abstractmethod
     def path(self) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""The command line: radixserve demo, chat, generate, replay, info."""
+"""The command line: radixserve demo, chat, generate, serve, replay, info."""

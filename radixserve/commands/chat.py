@@ -17,11 +17,12 @@ from radixserve.commands.flags import (
     add_command,
     add_engine_flags,
     add_flags,
+    add_model_flag,
     add_sampling_flags,
     given_engine,
     given_sampling,
 )
-from radixserve.commands.terminal import format_seconds, make_console, print_escaped
+from radixserve.commands.terminal import as_path, format_seconds, make_console, print_escaped
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
 
@@ -60,12 +61,12 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "Talk with a model in the terminal. Every turn computes only what is new.",
         _EPILOG,
     )
-    model = 'checkpoint folder, hub id, or "demo" (default: demo)'
-    parser.add_argument("model", nargs="?", default="demo", metavar="MODEL", help=model)
+    add_model_flag(parser)
     flags = {
         "--system TEXT": "system message at the beginning",
-        "--template FILE": "chat template (Jinja) instead of the tokenizer's own",
-        "--load FILE": "go on with a conversation that was saved",
+        "--template FILE": "chat template (Jinja) instead of the tokenizer's own; - is standard "
+        "input",
+        "--load FILE": "go on with a conversation that was saved; - is standard input",
     }
     add_flags(parser, flags)
     add_sampling_flags(parser, defaults={"max_tokens": 512})
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         if args.load is None:
             chat = runtime.chat(args.system, template=template, params=params)
         else:
-            chat = runtime.load_chat(args.load, params=params)
+            chat = runtime.load_chat(as_path(args.load), params=params)
         with contextlib.closing(ChatTerminal(runtime, chat, params)) as terminal:
             terminal.greet(args.model)
             terminal.talk()
@@ -282,6 +283,6 @@ def _given(path: str, usage: str) -> str:
 
 def _read_template(name: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return Path(as_path(name)).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"{name} is not UTF-8 text: {error}") from None

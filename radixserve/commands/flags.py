@@ -6,6 +6,7 @@ import argparse
 import collections.abc
 import dataclasses
 import inspect
+import json
 import re
 import types
 import typing
@@ -16,9 +17,11 @@ from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.sizes import SIZES
 from radixserve.request import SamplingParams
+from radixserve.structured_output import StructuredOutput
 
 DEFAULT_MODEL = "demo"
 _SAMPLING, _ENGINE = "sampling.", "engine."  # before a field's name in the parsed arguments
+_NOT_FLAGS = ("n", "best_of", "logits_processors", "keep_special_ids")
 _FIELD = re.compile(r"(\w+) {2,}(\S.*)")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 _TYPES: dict[str, Any] = {"N": int, "X": float, "SECONDS": float}  # by metavar; the others: text
@@ -51,20 +54,34 @@ def add_flags(group: argparse._ActionsContainer, flags: Mapping[str, str], **opt
         group.add_argument(flag, help=text, **{**reading, **options})
 
 
-def add_model_flag(parser: argparse._ActionsContainer) -> None:
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    """MODEL or --model MODEL, on every command; `take_model` makes one of the two."""
     text = (
         'checkpoint folder, hub id, or "demo" for the small model that ships with radixserve '
-        "(default: demo)"
+        "(default: demo); --model MODEL is the same"
     )
-    add_flags(parser, {"--model MODEL": text}, default=DEFAULT_MODEL)
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
+    parser.add_argument("--model", metavar="MODEL", help=argparse.SUPPRESS)
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """Set `args.model` of a command that runs one: as it was given, or the default; None where
+    --config stands for it. Raises InvalidRequest."""
+    if not hasattr(args, "positional_model"):
+        return
+    given = [name for name in (args.positional_model, args.model) if name is not None]
+    if len(given) > 1:
+        raise InvalidRequest(f"two models are named, {given[0]} and {given[1]}: give one")
+    config = getattr(args, "config", None)
+    if given and config is not None:
+        raise InvalidRequest(f"give the model {given[0]} or --config {config}, not both")
+    args.model = given[0] if given else None if config is not None else DEFAULT_MODEL
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """--model, or --config with --random-weights instead; read by `given_model`."""
-    group = parser.add_mutually_exclusive_group()
-    add_model_flag(group)
-    parser.set_defaults(model=None)  # to see "--model demo" beside --config
-    group.add_argument(
+    """The model, or --config with --random-weights instead; read by `given_model`."""
+    add_model_flag(parser)
+    parser.add_argument(
         "--config",
         choices=tuple(SIZES),
         help="instead of a model: the shapes of a known one, without its weights and tokenizer",
@@ -82,7 +99,7 @@ def given_model(args: argparse.Namespace) -> str:
     if not args.random_weights:
         raise InvalidRequest(
             f"--config {args.config} has shapes only: add --random-weights to run it, or name a "
-            "model with --model"
+            "model instead"
         )
     return f"random:{args.config}"
 
@@ -93,7 +110,7 @@ def add_sampling_flags(
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """A flag for each field of SamplingParams, or for those in `only`."""
-    names = only or [name for name in _names(SamplingParams) if name not in ("n", "best_of")]
+    names = only or [name for name in _names(SamplingParams) if name not in _NOT_FLAGS]
     group = parser.add_argument_group("sampling")
     _add_field_flags(group, SamplingParams, _SAMPLING, names, defaults or {})
 
@@ -104,9 +121,24 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: Sequence[str] = (
     _add_field_flags(parser.add_argument_group("engine"), EngineConfig, _ENGINE, names, {})
 
 
+def add_record_flags(
+    parser: argparse.ArgumentParser, title: str, record: type, prefix: str
+) -> None:
+    """A flag for each field of `record`; read by `given_fields`."""
+    _add_field_flags(parser.add_argument_group(title), record, prefix, _names(record), {})
+
+
+def given_fields(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """The fields that the command line set."""
+    return _given(args, prefix)
+
+
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling fields that the command line set."""
-    return _given(args, _SAMPLING)
+    found = _given(args, _SAMPLING)
+    if "logit_bias" in found:
+        found["logit_bias"] = dict(found["logit_bias"])
+    return found
 
 
 def given_engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -148,14 +180,23 @@ def _reading(hint: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     is_union = isinstance(hint, types.UnionType)
     kinds = typing.get_args(hint) if is_union else (hint,)
+    if StructuredOutput in kinds:
+        return {"type": json.loads, "metavar": "JSON"}
     for kind in kinds:
         if typing.get_origin(kind) is collections.abc.Iterable:
             (item,) = typing.get_args(kind)
             return {"action": "append", "type": item, "metavar": _METAVARS[item]}
+        if typing.get_origin(kind) is collections.abc.Mapping:
+            return {"action": "append", "type": _bias, "metavar": "ID:BIAS"}
     if int in kinds and str in kinds:
         return {"type": _int_or_text, "metavar": "SIZE"}
     kind = next(kind for kind in kinds if kind is not type(None))
     return {"type": kind, "metavar": _METAVARS[kind]}
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition(":")
+    return int(token_id), float(bias)
 
 
 def _int_or_text(text: str) -> int | str:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from radixserve.checks import check_int
 from radixserve.commands.flags import (
@@ -21,7 +21,12 @@ from radixserve.commands.flags import (
     given_model,
     given_sampling,
 )
-from radixserve.commands.jsonl import answer_batch, completion_fields, read_batch
+from radixserve.commands.jsonl import (
+    answer_batch,
+    completion_fields,
+    count_answers,
+    read_batch,
+)
 from radixserve.commands.terminal import format_profile, format_seconds
 from radixserve.errors import InvalidRequest
 from radixserve.request import SamplingParams
@@ -34,12 +39,13 @@ _EPILOG = """\
 JSON lines: each line in is {"prompt": "text" or [token ids]} or {"messages": [{"role", "content"}]}
 with any SamplingParams fields by name, which override the flags, and an optional "id". Each line
 out, in the same order, has "text", "token_ids", "finish_reason", "usage" and "metrics", or "error"
-and "line" where the line in was bad; then the exit code is 1.
+and "line" where the line in was bad; then the exit code is 1. A run that was ended goes on with
+--resume.
 
 examples:
   radixserve generate --prompt "The json module" --temperature 0 --max-tokens 40
   radixserve generate --chat --prompt "How do I sort a list?" --stream --stats
-  radixserve generate --model ./my-checkpoint --file prompt.txt --top-p 0.9 --seed 7
+  radixserve generate ./my-checkpoint --file prompt.txt --top-p 0.9 --seed 7
   cat prompts.jsonl | radixserve generate --jsonl - --output answers.jsonl
   radixserve generate --config tiny-llama --random-weights --random-prompt 100 --max-tokens 8
 """
@@ -69,7 +75,8 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     others = {
         "--chat": "a prompt is a message of a user",
         "--system TEXT": "system message before it, with --chat",
-        "--output FILE": "write there, not to standard output",
+        "--output FILE": "write there, not to standard output, which is -",
+        "--resume": "with --jsonl and --output: go on after the lines that FILE has already",
         "--json": "print a JSON line for each answer",
         "--stream": "print the text of a single prompt as it comes",
         "--stats": "print token counts and times to standard error",
@@ -87,11 +94,14 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(**sampling)
     data = b"" if args.jsonl is None else _read(args.jsonl)
     lines = read_batch(data, sampling, lambda text: _as_prompt(text, args))
+    num_done = count_answers(args.output, len(lines)) if args.resume else 0
+    lines = lines[num_done:]
     prompts = _prompts(args)
     with contextlib.ExitStack() as stack:
         out: TextIO = sys.stdout
-        if args.output is not None:
-            out = stack.enter_context(open(args.output, "w", encoding="utf-8"))
+        if args.output not in (None, "-"):
+            mode: Literal["a", "w"] = "a" if args.resume else "w"
+            out = stack.enter_context(open(args.output, mode, encoding="utf-8"))
         from radixserve.api.runtime import Runtime
 
         with Runtime(model, **settings) as runtime:
@@ -106,16 +116,39 @@ def run(args: argparse.Namespace) -> int:
             else:
                 done = runtime.generate(prompts, params)
                 _print_answers(done, args, out, has_text=runtime.tokenizer is not None)
+            _hint_at_chat(done, args, runtime)
             profile = format_profile(runtime.cache_stats()) if args.profile else None
     if profile is not None:
         print(profile, file=sys.stderr)
     if args.stats:
         _print_stats(done)
+    if args.jsonl is not None and len(done) < len(lines):
+        failed = len(lines) - len(done)
+        print(
+            f'radixserve: {failed} of {len(lines)} lines failed: each has an "error" in the output',
+            file=sys.stderr,
+        )
     return 1 if len(done) < len(lines) else 0
+
+
+def _hint_at_chat(
+    completions: Sequence[Completion], args: argparse.Namespace, runtime: Runtime
+) -> None:
+    """A chat model that is given plain text often ends it at once."""
+    tokenizer = runtime.tokenizer
+    if args.chat or args.jsonl is not None or tokenizer is None or not tokenizer.has_chat_template:
+        return
+    if any(not one.text.strip() for one in completions):
+        print(
+            "radixserve: an answer is empty, and the model is made for chats: try --chat",
+            file=sys.stderr,
+        )
 
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse combinations that make no sense. Raises InvalidRequest."""
+    if args.resume and (args.jsonl is None or args.output in (None, "-")):
+        raise InvalidRequest("--resume needs --jsonl and the --output FILE of the run before")
     if args.system is not None and not args.chat:
         raise InvalidRequest("--system needs --chat")
     several = args.prompt or args.prompt_ids or args.random_prompt or [""]

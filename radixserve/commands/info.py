@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PACKAGES = "torch transformers tokenizers safetensors numpy sortedcontainers rich".split()
 _MODEL_FIELDS = (
     "architecture is_native num_parameters dtype num_layers num_heads num_kv_heads head_dim "
-    "vocab_size max_positions"
+    "vocab_size max_positions attention_features"
 ).split()
 _OPTIONAL_BACKENDS = {"flashinfer": "flashinfer-python", "triton": "triton"}
 _ORDER = {  # the order in which "auto" tries them, then the others
@@ -43,7 +43,7 @@ _ABOUT = {
 _EXAMPLES = """\
 examples:
   radixserve info
-  radixserve info --model ./my-checkpoint --dtype bfloat16 --kv-cache-memory 2GB
+  radixserve info ./my-checkpoint --dtype bfloat16 --kv-cache-memory 2GB
   radixserve info --config llama-3-8b
   radixserve info --no-model --json
 """
@@ -149,18 +149,20 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
         package = _OPTIONAL_BACKENDS.get(name)
         version = __version__ if name == "cpu" else _installed(package or "torch")
         reason = unsupported_reason(name, dtype, device)
-        if package is not None:
+        if package is not None and reason:
             reason = "not installed" if version is None else reason
             if device.type == "cpu" and version is not None:
                 reason = f"installed, but there is no CUDA device: {cuda_unavailable_reason()}"
         usable = not reason
-        why = reason or _why(name)
+        why = reason or _why(name, device.type)
         found[name] = {"version": version, "usable": usable, "used": usable, "why": why}
     return found
 
 
-def _why(name: str) -> str:
+def _why(name: str, device: str) -> str:
     """A line about a usable backend."""
+    if name == "triton" and device == "cpu":
+        return "its kernels' references in PyTorch, only where it is asked for: slow, for tests"
     if name == "cpu":
         from radixserve_kernels.cpu_ops import describe
 
@@ -190,7 +192,8 @@ def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from radixserve.models.decoder_tensors import describe
-    from radixserve.models.source import RANDOM, find_model
+    from radixserve.models.names import RANDOM
+    from radixserve.models.source import find_model
     from radixserve.models.weights import choose_dtype
 
     source = find_model(RANDOM + name)
@@ -206,7 +209,13 @@ def _shapes(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _facts_of(name: str, model: ModelInfo) -> dict[str, Any]:
     fields = {field: getattr(model, field) for field in _MODEL_FIELDS}
-    return {"model": name, **fields, "dtype": str(model.dtype).removeprefix("torch.")}
+    return {
+        "model": name,
+        **fields,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention_features": list(model.attention_features),
+        "weight_forms": dict(model.weight_forms),
+    }
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -266,9 +275,10 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         context += f"; a request may have up to {longest:,}, prompt and output together"
     lines = {
         "architecture": f"{model['architecture']} ({code}{backend})",
-        "parameters": f"{model['num_parameters']:,} in {model['dtype']}",
+        "parameters": f"{model['num_parameters']:,} in {_forms(model)}",
         "shape": f"{model['num_layers']} layers, {model['num_heads']} query heads and "
         f"{model['num_kv_heads']} key/value heads of {model['head_dim']}",
+        "attention": _attention(model),
         "vocabulary": f"{model['vocab_size']:,}"
         + ("" if model["has_tokenizer"] else "; no tokenizer: prompts are token ids"),
         "context": context,
@@ -283,6 +293,21 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "page size": str(model["page_size"]),
         "runs on": _where(model),
     }
+
+
+def _attention(model: dict[str, Any]) -> str:
+    """What its layers need of their attention."""
+    names = [name.replace("_", " ") for name in model["attention_features"]]
+    return f"with {', '.join(names)} in some layers or all" if names else "causal, no more"
+
+
+def _forms(model: dict[str, Any]) -> str:
+    """The dtype of weights, or of activations beside the forms of quantised weights."""
+    forms, total = model["weight_forms"], model["num_parameters"]
+    if not forms:
+        return str(model["dtype"])
+    shares = (f"{form} {100 * count / total:.0f} %" for form, count in forms.items())
+    return f"{', '.join(shares)}; the others and activations in {model['dtype']}"
 
 
 def _where(model: dict[str, Any]) -> str:

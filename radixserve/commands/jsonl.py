@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TextIO
@@ -47,6 +48,9 @@ def _read_line(number: int, line: bytes, base: Mapping[str, Any], as_prompt: Any
             tag = {"id": fields.pop("id")}
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is not text
         prompt = _take_prompt(fields)
+        bias = fields.get("logit_bias")
+        if isinstance(bias, dict):  # JSON has no keys but strings
+            fields["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
         params = SamplingParams(**{**base, **fields})
         check_single(params, "a line")
     except RecursionError:
@@ -75,6 +79,26 @@ def _take_prompt(fields: dict[str, Any]) -> Any:
     return prompt
 
 
+def count_answers(path: str, num_lines: int) -> int:
+    """How many of a batch's lines an output file answers; a line that was cut off is dropped.
+
+    Raises InvalidRequest where it has more lines than the batch.
+    """
+    if not os.path.exists(path):
+        return 0
+    with open(path, "rb+") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            file.truncate(whole)
+    count = data.count(b"\n")
+    if count > num_lines:
+        raise InvalidRequest(
+            f"{path} has {count} answers and the batch {num_lines} lines: it is not of this batch"
+        )
+    return count
+
+
 async def answer_batch(
     runtime: Runtime, batch: Sequence[BatchLine], out: TextIO
 ) -> list[Completion]:
@@ -86,7 +110,8 @@ async def answer_batch(
 
     tasks = [asyncio.create_task(_answer(runtime, line)) for line in batch]
     done: list[Completion] = []
-    with BatchProgress(len(tasks), wanted=False if out.isatty() else None) as bar:
+    wanted = False if out.isatty() else None
+    with BatchProgress(len(tasks), runtime.cache_stats, wanted=wanted) as bar:
         try:
             for task in tasks:
                 completion, answer = await task
@@ -117,6 +142,7 @@ def completion_fields(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         "usage": asdict(completion.usage),
         "metrics": asdict(completion.metrics),
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from radixserve._version import __version__
 from radixserve.checks import check_choice, check_float, check_int
 from radixserve.commands.flags import add_command, add_flags
-from radixserve.commands.terminal import make_console
+from radixserve.commands.terminal import as_path, make_console
 from radixserve.config import parse_bytes
 from radixserve.errors import InvalidRequest
 
@@ -49,69 +49,64 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
         "sizes, policies and page sizes make of it, and how far that is from the best possible.",
         _EPILOG,
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="file of JSON lines")
-    outputs = {
-        "--json": "print one JSON document instead",
-        "--plot FILE": "draw pictures into FILE (needs matplotlib)",
-    }
-    add_flags(parser, outputs)
-    group = parser.add_argument_group("trace")
-    add_flags(group, {"--limit N": "only the first N requests"})
+    parser.add_argument(
+        "traces", nargs="+", metavar="TRACE", help="file of JSON lines; - is standard input"
+    )
+    trace = parser.add_argument_group("trace")
+    caches = parser.add_argument_group("caches, each combination is replayed; lists with commas")
+    scheduler = parser.add_argument_group("scheduler, with a modelled time of a step")
+    for group, flags in ((parser, _OUTPUTS), (trace, _TRACE), (caches, _CACHES)):
+        add_flags(group, flags)
     stitch = "of a trace of hashes, take a request's output from the request that continues it"
-    add_flags(group, {"--stitch": stitch}, action=argparse.BooleanOptionalAction, default=True)
-    _add_cache_flags(parser)
-    _add_order_flags(parser)
+    add_flags(trace, {"--stitch": stitch}, action=argparse.BooleanOptionalAction, default=True)
+    for usage, (text, value) in _LISTS.items():
+        add_flags(caches, {usage: f"{text} (default: {value})"}, default=value)
+    add_flags(scheduler, {"--order NAMES": "orders of admission: lpm,fcfs,dfs-weight"})
+    for usage, flag in {**_SERVING, **_STEP}.items():
+        add_flags(scheduler, {usage: f"{flag[0]} (default: {flag[1]:g})"}, default=flag[1])
     return parser
 
 
-def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("caches, each combination is replayed; lists with commas")
-    sizes = "cache sizes in tokens, such as 250k,1M (default: five that suit the trace)"
-    policies = "eviction policies (default: lru)"
-    pages = "tokens a page; for the hash index a block (default: 1)"
-    indexes = "radix, or hash: whole blocks found by their hash (default: radix)"
-    add_flags(group, {"--cache-tokens SIZES": sizes})
-    add_flags(group, {"--policy NAMES": policies}, default="lru")
-    add_flags(group, {"--page-size SIZES": pages}, default="1")
-    add_flags(group, {"--index NAMES": indexes}, default="radix")
-    others = {
-        "--sessions": "replay each once more with the hint which sessions are still open",
-        "--lease-s SECONDS": "how long an idle open session is preferred "
-        "(default: the cache's own)",
-        "--bytes-per-token SIZE": 'bytes of K/V a token, "128KB" works '
-        "(default: 128 KiB, as Llama-3-8B in bfloat16)",
-        "--model-config PATH": "take the bytes a token from a checkpoint folder or its config.json",
-    }
-    add_flags(group, others)
-
-
-# By flag: field of StepModel, units a second, help, default in that unit.
-_STEP_FLAGS = {
-    "--step-ms": ("fixed_s", 1e3, "milliseconds of every step", 7.0),
-    "--prefill-us": ("prefill_token_s", 1e6, "microseconds of a prefilled token", 27.0),
-    "--decode-us": ("decode_row_s", 1e6, "microseconds of a decoded row", 20.0),
-    "--kv-ns": ("kv_token_s", 1e9, "nanoseconds of a K/V token that a row reads", 50.0),
+_OUTPUTS = {
+    "--json": "print one JSON document instead",
+    "--plot FILE": "draw plots into FILE (needs matplotlib)",
+}
+_TRACE = {"--limit N": "only the first N requests"}
+_CACHES = {
+    "--cache-tokens SIZES": "cache sizes in tokens, such as 250k,1M "
+    "(default: five that suit the trace)",
+    "--state-checkpoints N": "replay each radix cache once more for a model with recurrent layers, "
+    "whose states are kept every N tokens, where prompts branch and where they end",
+    "--states N": "recurrent states that have room (default: 64, and 2 for each interval)",
+    "--sessions": "replay each once more with the hint which sessions are still open",
+    "--lease-s SECONDS": "how long an idle open session is preferred (default: the cache's own)",
+    "--bytes-per-token SIZE": 'bytes of K/V a token, "128KB" works '
+    "(default: 128 KiB, as Llama-3-8B in bfloat16)",
+    "--model-config PATH": "take the bytes a token from a checkpoint folder or its config.json",
+}
+_LISTS = {  # by usage: help, default
+    "--policy NAMES": ("eviction policies", "lru"),
+    "--page-size SIZES": ("tokens a page; for the hash index a block", "1"),
+    "--index NAMES": ("radix, or hash: whole blocks found by their hash", "radix"),
+}
+_SERVING: dict[str, tuple[str, float, float]] = {  # by usage: help, default, least
+    "--chunked-prefill-size N": ("prefill tokens a step", 2048, 1),
+    "--max-running-requests N": ("requests that run at the same time", 64, 1),
+    "--max-overtake N": ("no request is overtaken by more than this many", 64, 0),
+    "--time-scale X": ("arrivals are this many times as far apart as recorded", 1.0, 0.0),
+}
+_STEP = {  # by usage: help, default, units a second, field of StepModel
+    "--step-ms X": ("milliseconds of every step", 7.0, 1e3, "fixed_s"),
+    "--prefill-us X": ("microseconds of a prefilled token", 27.0, 1e6, "prefill_token_s"),
+    "--decode-us X": ("microseconds of a decoded row", 20.0, 1e6, "decode_row_s"),
+    "--kv-ns X": ("nanoseconds of a K/V token that a row reads", 50.0, 1e9, "kv_token_s"),
 }
 
 
-def _add_order_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("scheduler, with a modelled time of a step")
-    add_flags(group, {"--order NAMES": "orders of admission: lpm,fcfs,dfs-weight"})
-    numbers: list[tuple[str, str, float]] = [
-        ("--chunked-prefill-size N", "prefill tokens a step", 2048),
-        ("--max-running-requests N", "requests that run at the same time", 64),
-        ("--max-overtake N", "no request is overtaken by more than this many", 64),
-        ("--time-scale X", "arrivals are this many times as far apart as recorded", 1.0),
-        *((f"{flag} X", text, value) for flag, (_, _, text, value) in _STEP_FLAGS.items()),
-    ]
-    for usage, text, default in numbers:
-        add_flags(group, {usage: f"{text} (default: {default:g})"}, default=default)
-
-
 def run(args: argparse.Namespace) -> int:
-    from radixserve.replay import read_trace, study_trace
-    from radixserve.replay.pictures import check_picture, draw
-    from radixserve.replay.report import print_study, study_document
+    from radixserve.replay import read_trace, study_document, study_trace
+    from radixserve.replay.plots import check_plot_path, draw
+    from radixserve.replay.report import print_study
 
     specs, servings, size = _specs(args), _servings(args), _bytes_per_token(args)
     limit, lease = args.limit, args.lease_s
@@ -120,21 +115,21 @@ def run(args: argparse.Namespace) -> int:
     if lease is not None:
         check_float("--lease-s", lease, 0.0, float("inf"))
     if args.plot is not None:
-        check_picture(args.plot)
-    studies = []
+        check_plot_path(args.plot)
+    studies, documents = [], []
     for path in args.traces:
-        trace = read_trace(path, limit=limit, stitch=args.stitch)
+        trace = read_trace(as_path(path), limit=limit, stitch=args.stitch)
         caches = partial(specs, trace)
         studies.append(study_trace(trace, caches, servings, lease_s=lease, watch=_bar))
+        documents.append(study_document(studies[-1], size))
         if not args.json:
             console = make_console()
             if len(studies) > 1:
                 console.print()
-            print_study(console, studies[-1], size)
+            print_study(console, documents[-1])
     if args.plot is not None:
         draw(studies, args.plot)
     if args.json:
-        documents = [study_document(study, size) for study in studies]
         print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
     return 0
 
@@ -150,6 +145,13 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
     pages = [_page_size(text) for text in _items("--page-size", args.page_size)]
     policies, indexes = _items("--policy", args.policy), _items("--index", args.index)
     make = partial(cross, policies=policies, page_sizes=pages, indexes=indexes)
+    interval, num_states = args.state_checkpoints, args.states
+    if interval is not None:
+        check_int("--state-checkpoints", interval, 1)
+        make = partial(make, checkpoint_interval=interval)
+    if num_states is not None:
+        check_int("--states", num_states, 1)
+        make = partial(make, num_states=num_states)
     make(given or [max(pages)], use_sessions=False)  # refuses wrong names and sizes
 
     def specs(trace: Trace, paths: PathTable) -> Sequence[CacheSpec]:
@@ -167,19 +169,23 @@ def _servings(args: argparse.Namespace) -> list[Serving]:
     orders = _items("--order", args.order)
     for order in orders:
         check_choice("--order", order, ORDERS)
+    settings: dict[str, Any] = {}
+    for usage, (_, _, least) in _SERVING.items():
+        flag, name, value = _given(args, usage)
+        check_float(flag, value, least, 1e6)
+        settings[name] = value
     step = {}
-    for flag, (field, per_second, _, _) in _STEP_FLAGS.items():
-        value = getattr(args, flag.strip("-").replace("-", "_"))
+    for usage, (_, _, per_second, field) in _STEP.items():
+        flag, _, value = _given(args, usage)
         step[field] = check_float(flag, value, 0.0, 1e3 * per_second) / per_second
-    make = partial(
-        Serving,
-        chunked_prefill_size=check_int("--chunked-prefill-size", args.chunked_prefill_size, 1),
-        max_running_requests=check_int("--max-running-requests", args.max_running_requests, 1),
-        max_overtake=check_int("--max-overtake", args.max_overtake, 0),
-        time_scale=check_float("--time-scale", args.time_scale, 0.0, 1e6),
-        step=StepModel(**step),
-    )
-    return [make(order=order) for order in orders]
+    return [Serving(order=order, step=StepModel(**step), **settings) for order in orders]
+
+
+def _given(args: argparse.Namespace, usage: str) -> tuple[str, str, Any]:
+    """Flag, name and value of a "--name METAVAR"."""
+    flag = usage.split()[0]
+    name = flag.strip("-").replace("-", "_")
+    return flag, name, getattr(args, name)
 
 
 def _bytes_per_token(args: argparse.Namespace) -> int:
@@ -188,7 +194,7 @@ def _bytes_per_token(args: argparse.Namespace) -> int:
     if args.model_config is not None:
         if args.bytes_per_token is not None:
             raise InvalidRequest("give --bytes-per-token or --model-config, not both")
-        return kv_bytes_per_token(args.model_config)
+        return kv_bytes_per_token(as_path(args.model_config))
     if args.bytes_per_token is None:
         return DEFAULT_KV_BYTES
     return parse_bytes(args.bytes_per_token, "--bytes-per-token")

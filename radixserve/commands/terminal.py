@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixserve.api.tree_view import escape
@@ -67,3 +70,14 @@ def format_profile(stats: Mapping[str, float]) -> str:
         f"{steps} steps, {total:.3f} s; ms a step: {each}; outside the forward pass "
         f"{host / steps * 1e3:.3f} ({host / total:.1%}){beside}"
     )
+
+
+def as_path(name: str) -> str:
+    """The path of a file that the command line names; "-" is a copy of standard input, which goes
+    with the process."""
+    if name != "-":
+        return name
+    with tempfile.NamedTemporaryFile(prefix="standard input ", delete=False) as copy:
+        copy.write(sys.stdin.buffer.read())
+    atexit.register(Path(copy.name).unlink, missing_ok=True)
+    return copy.name

@@ -12,14 +12,18 @@ A step that cannot be planned before the answer to the one in flight waits for i
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
-from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache
+from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache, SnapshotView
 from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
-from radixserve.errors import EngineDead
+from radixserve.engine.prefetches import Prefetches
+from radixserve.errors import EngineDead, InvalidRequest, request_failed
+from radixserve.hint import Hint, HintAnswer, HintLimits
 from radixserve.output import RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
@@ -32,6 +36,8 @@ class ModelRunner(Protocol):
     """The workers, as the engine sees them: a runner of `radixserve.runner`, or a fake in tests."""
 
     num_pages: int
+    num_states: int  # of a model with recurrent layers; else 0
+    before_wait: Callable[[], None] | None  # called when the host is about to wait for the device
 
     @property
     def overlap_depth(self) -> int:
@@ -46,7 +52,10 @@ class ModelRunner(Protocol):
         ...
 
     def collect(self, pending: Any) -> ModelRunnerOutput:
-        """Wait for the oldest launched step. Its seconds: prepare is what `launch` took."""
+        """Wait for the oldest launched step. Its seconds: prepare is what `launch` took.
+
+        `launch` and `collect` raise EngineDead when no step can be computed any more.
+        """
         ...
 
     def close(self) -> None:
@@ -63,24 +72,32 @@ class Engine:
         """`cache`: over the runner's pages, instead of the one that `config` names."""
         self._runner = runner
         self._overlap_depth = runner.overlap_depth if config.overlap else 0
-        self._cache = make_cache(runner.num_pages, config) if cache is None else cache
-        self.scheduler = Scheduler(
+        self._cache = (
+            make_cache(runner.num_pages, config, runner.num_states) if cache is None else cache
+        )
+        self._scheduler = Scheduler(
             self._cache,
             policy=config.schedule_policy,
             chunked_prefill_size=config.chunked_prefill_size,
             max_running_requests=config.max_running_requests,
             max_overtake=config.max_overtake,
+            hint_limits=HintLimits(
+                config.hint_seconds, config.max_hint_seconds, config.max_hint_share
+            ),
         )
+        self._prefetches = Prefetches(self._scheduler, self._cache)
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._seconds = dict.fromkeys(_PARTS, 0.0)
+        self._busy_since = 0.0  # nothing before it was counted in the two below
+        self._prefill_s = self._decode_s = 0.0
 
     def add(self, request: Request, is_stopped: StopCheck | None = None) -> None:
         """Queue a checked request; it takes part from the next step on.
 
         `is_stopped` finds the stop strings of a beam search.
         """
-        self.scheduler.add(request)
+        self._scheduler.add(request)
         if request.beams is not None:
             self._searches[request.request_id] = BeamGroup(request, is_stopped)
 
@@ -94,28 +111,40 @@ class Engine:
         """End a request for a reason from outside, such as a stop string in its text."""
         search = self._searches.pop(request_id, None)
         if search is None:
-            return self.scheduler.finish(request_id, reason, error)
+            return self._scheduler.finish(request_id, reason, error)
         answers = search.answers()
         lens = [len(answer.token_ids) for answer in answers]
-        output = self.scheduler.finish(request_id, reason, error, lens)
+        output = self._scheduler.finish(request_id, reason, error, lens)
         return None if output is None else output._replace(beams=answers)
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`; waits for the steps in flight."""
-        outputs = self._without_searches(self.scheduler.fail_all(error))
+        self._prefetches.forget(None)
+        outputs = self._without_own(self._scheduler.fail_all(error))
         while self._in_flight:
-            assert not self._collect(), "a request has not ended"
+            try:
+                assert not self._collect(), "a request has not ended"
+            except EngineDead:  # of the runner; all have ended already
+                continue
         return outputs
 
+    def call_before_wait(self, function: Callable[[], None]) -> None:
+        """Have it called in each step when the host has nothing to do until the device is through;
+        not by every runner."""
+        self._runner.before_wait = function
+
     def has_work(self) -> bool:
-        """Requests are left, or a step is in flight."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        """Requests or prefetches are left, or a step is in flight."""
+        return self._scheduler.has_work or bool(self._in_flight) or len(self._prefetches) > 0
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and collect the oldest one beyond the overlap depth.
 
-        When a step fails, its requests end with EngineDead and the others continue.
+        When a step fails, its requests end with RequestFailed and the others continue. Raises
+        EngineDead when the runner can compute no step any more: `fail_all` is left to do.
         """
+        if self._prefetches:
+            self._prefetches.take_turn()
         has_older = bool(self._in_flight)
         outputs = self._launch()
         if has_older or len(self._in_flight) > self._overlap_depth:
@@ -126,46 +155,95 @@ class Engine:
 
     def open_session(self, name: str, lease_s: float | None = None) -> None:
         """Open a session, see `Scheduler.open_session`."""
-        self.scheduler.open_session(name, lease_s)
+        self._scheduler.open_session(name, lease_s)
 
     def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
         """Let a session claim the cached part of `tokens`; returns its length. Computes nothing."""
-        return self.scheduler.claim(name, tokens, namespace)
+        return self._scheduler.claim(name, tokens, namespace)
 
     def close_session(self, name: str) -> None:
         """Close a session; an unknown name does nothing."""
-        self.scheduler.close_session(name)
+        self._scheduler.close_session(name)
 
-    def lookup(self, token_ids: IntArray, namespace: str = "") -> Lookup:
+    def hint(self, hint: Hint) -> HintAnswer:
+        """Carry out a hint and say what became of it."""
+        if hint.verb == "prefetch":
+            return self._prefetches.add(hint)
+        return self._scheduler.hint(hint)
+
+    def held_by_hints(self, owner: str) -> dict[str, int]:
+        """What the pins and retains of an owner hold now."""
+        return self._scheduler.held_by_hints(owner)
+
+    def lookup(
+        self, token_ids: IntArray, namespace: str = "", *, compare_namespaces: bool = True
+    ) -> Lookup:
         """How much of a prompt is cached, and why not more. Changes nothing."""
-        return self._cache.lookup(token_ids, namespace)
+        return self._cache.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
 
     def reset_cache(self, namespace: str | None = None) -> None:
-        """Drop all cached prefixes; running requests continue."""
+        """Drop all cached prefixes and what hints keep of them; running requests continue."""
         self._cache.reset(namespace)
+        self._scheduler.forget_hints(namespace)
+        self._prefetches.forget(namespace)
+
+    def queue_stats(self) -> dict[str, int]:
+        """The scheduler's part of `stats`: cheap enough for every step."""
+        return self._scheduler.stats()
 
     def stats(self) -> dict[str, Any]:
         """The cache's and the scheduler's counters and gauges, and seconds spent by part.
 
+        hit_rate is the scheduler's: of prompts, where the cache's own also counts sequences that
+        sessions claim and those that resume after a preemption.
         overlapped_s is the host's time in other parts while the device had a step to compute.
+        prefill_s and decode_s are the seconds in which steps were under way; a step with rows of
+        both kinds counts for each by its share of the step's tokens.
         """
         seconds = {f"{part}_s": spent for part, spent in self._seconds.items()}
-        return {**self._cache.stats(), **self.scheduler.stats(), **seconds}
+        seconds |= {"prefill_s": self._prefill_s, "decode_s": self._decode_s}
+        cache, scheduler = self._cache.stats(), self._scheduler.stats()
+        scheduler["prefetches"] = len(self._prefetches)
+        last_minute = {**cache["last_minute"], **scheduler["last_minute"]}
+        return {**cache, **scheduler, **seconds, "last_minute": last_minute}
 
-    def tree(self, max_nodes: int = 10_000) -> dict[str, object]:
-        """A picture of the tree, see `RadixCache.dump`."""
-        return self._cache.dump(max_nodes)
+    def tree(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, object]:
+        """See `PrefixCache.dump`; the sequences have "request_id", too."""
+        tables = self._scheduler.page_tables(namespace)
+        return {**self._cache.dump(max_nodes, namespace), "sequences": tables}
+
+    def eviction_preview(self, count: int) -> list[dict[str, Any]]:
+        """See `PrefixCache.eviction_preview`."""
+        return self._cache.eviction_preview(count)
+
+    def snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        """See `Runtime.cache_snapshot`."""
+        start, collects = time.thread_time(), gc.isenabled()
+        gc.disable()  # the records hold no cycle; a collection would visit every node of the tree
+        try:
+            found = {**self._cache.snapshot(view), **self._scheduler.view_requests(view)}
+        finally:
+            if collects:
+                gc.enable()
+        found |= {
+            "at": time.monotonic(),
+            "counters": {**self._cache.gauges(), **self.queue_stats()},
+        }
+        return {**found, "engine_s": time.thread_time() - start}
 
     def check(self) -> None:
-        """Audit the cache; AssertionError names the first broken law."""
+        """Audit cache and scheduler; AssertionError names the first broken law."""
         self._cache.check()
+        self._scheduler.check()
 
     # -- one step -----------------------------------------------------------------------------
 
     def _launch(self) -> list[RequestOutput]:
         start = time.perf_counter()
         is_overlapped = bool(self._in_flight)
-        schedule = self.scheduler.schedule()
+        if not is_overlapped:
+            self._busy_since = start
+        schedule = self._scheduler.schedule()
         spent = time.perf_counter() - start
         self._seconds["schedule"] += spent
         if is_overlapped:
@@ -175,7 +253,7 @@ class Engine:
         try:
             pending = self._runner.launch(schedule)
         except Exception as error:
-            return self._without_searches(self.scheduler.fail(schedule, _step_failed(error)))
+            return self._fail(schedule, error)
         if is_overlapped:
             self._seconds["overlapped"] += time.perf_counter() - start - spent
         self._in_flight.append((schedule, pending))
@@ -186,29 +264,46 @@ class Engine:
         try:
             output = self._runner.collect(pending)
         except Exception as error:
-            return self._without_searches(self.scheduler.fail(schedule, _step_failed(error)))
+            return self._fail(schedule, error)
         for part, seconds in output.seconds.items():
             self._seconds[part] += seconds
         start = time.perf_counter()
-        outputs = self._advance_searches(self.scheduler.update(schedule, output))
-        spent = time.perf_counter() - start
-        self._seconds["commit"] += spent
+        counts = self._scheduler.counts
+        prefilled, decoded = counts.prefilled_tokens, counts.decoded_tokens
+        outputs = self._advance_searches(self._scheduler.update(schedule, output))
+        now = time.perf_counter()
+        self._seconds["commit"] += now - start
         if self._in_flight:
-            self._seconds["overlapped"] += spent
+            self._seconds["overlapped"] += now - start
+        self._divide_time(now, counts.prefilled_tokens - prefilled, counts.decoded_tokens - decoded)
         return outputs
+
+    def _divide_time(self, now: float, prefilled: int, decoded: int) -> None:
+        """Count the time since the last step for the tokens that this one computed."""
+        spent, self._busy_since = now - self._busy_since, now
+        share = prefilled / max(1, prefilled + decoded)
+        self._prefill_s += spent * share
+        self._decode_s += spent * (1.0 - share)
+
+    def _fail(self, schedule: SchedulerOutput, cause: Exception) -> list[RequestOutput]:
+        if isinstance(cause, EngineDead):
+            self._scheduler.fail(schedule, cause)
+            raise cause
+        error = request_failed(f"the step that computed this request failed: {cause!r}", cause)
+        return self._without_own(self._scheduler.fail(schedule, error))
 
     # -- beam searches ------------------------------------------------------------------------
 
     def _advance_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """`outputs`, where those of beam searches that have drawn become their answers or go."""
         if not self._searches:
-            return outputs
+            return self._prefetches.without_own(outputs)
         found: list[RequestOutput] = []
         for output in outputs:
             last = self._advance_search(output) if output.draws else output
             if last is not None:
                 found.append(last)
-        return self._without_searches(found)
+        return self._without_own(found)
 
     def _advance_search(self, output: RequestOutput) -> RequestOutput | None:
         """Choose the next beams; the search's answers when it is over."""
@@ -217,37 +312,41 @@ class Engine:
         try:
             children = search.advance(output.draws)
         except Exception as cause:  # in the check for stop strings, which decodes text
-            error = EngineDead(f"the next step of a beam search could not be chosen: {cause!r}")
-            error.__cause__ = cause
+            message = f"the next step of a beam search could not be chosen: {cause!r}"
+            error = request_failed(message, cause)
             return self.finish(request_id, "error", error)
         if children:
-            self.scheduler.continue_beams(request_id, children)
+            self._scheduler.continue_beams(request_id, children)
             return None
         answers = search.answers()
         if not answers:
-            error = EngineDead("no token can be drawn: none is possible")
+            error = request_failed("no token can be drawn: none is possible")
             return self.finish(request_id, "error", error)
         return self.finish(request_id, answers[0].reason)
 
-    def _without_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs`; forgets the searches that ended with them."""
+    def _without_own(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """`outputs` without those of prefetches; forgets the searches that ended with them."""
+        outputs = self._prefetches.without_own(outputs)
         for output in outputs:
             if output.finish is not None:
                 self._searches.pop(output.request_id, None)
         return outputs
 
 
-def make_cache(num_pages: int, config: EngineConfig) -> PrefixCache:
-    """The cache that the config names, over `num_pages` pages."""
+def make_cache(num_pages: int, config: EngineConfig, num_states: int = 0) -> PrefixCache:
+    """The cache that the config names, over `num_pages` pages and `num_states` recurrent states."""
     if config.cache == "hash":
-        return HashBlockCache(num_pages, config.page_size)
-    return RadixCache(num_pages, config.page_size, config.eviction, reuse=config.cache != "off")
-
-
-def _step_failed(cause: BaseException) -> EngineDead:
-    """The error that a request's caller sees when its step failed."""
-    if isinstance(cause, EngineDead):  # the runner already raised the specific error
-        return cause
-    error = EngineDead(f"the step that computed this request failed: {cause!r}")
-    error.__cause__ = cause
-    return error
+        if num_states:
+            raise InvalidRequest(
+                'cache="hash" keeps no states of recurrent layers; this model needs cache="radix" '
+                'or "off"'
+            )
+        return HashBlockCache(num_pages, config.page_size, hash_algorithm=config.hash_algorithm)
+    return RadixCache(
+        num_pages,
+        config.page_size,
+        config.eviction,
+        reuse=config.cache != "off",
+        num_states=num_states,
+        checkpoint_interval=config.checkpoint_interval,
+    )

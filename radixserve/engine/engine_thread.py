@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from radixserve.engine import messages
 from radixserve.engine.engine import Engine
@@ -21,10 +24,35 @@ from radixserve.engine.messages import (
 )
 from radixserve.engine.ticket import Ticket
 from radixserve.engine.trace_recorder import TraceRecorder
-from radixserve.errors import EngineDead, InvalidRequest, RadixServeError
-from radixserve.output import RequestOutput
+from radixserve.errors import (
+    EngineDead,
+    InvalidRequest,
+    RadixServeError,
+    fresh,
+    request_failed,
+)
+from radixserve.output import EngineStatus, RequestOutput
 
 _log = logging.getLogger("radixserve")
+_MANY_OUTPUTS = 8
+_STATS_EVERY_S = 0.25  # while it steps
+_FORKED = (
+    "this process was forked from the one that runs the engine, and its thread did not come along: "
+    "make the Runtime in the process that uses it, or start processes by multiprocessing's "
+    '"spawn" instead of "fork"'
+)
+
+
+class Readers(Protocol):
+    """What wakes the tasks that read the outputs."""
+
+    def hold(self) -> None:
+        """Wake none until the release."""
+        ...
+
+    def release(self) -> None:
+        """Wake those whose outputs came meanwhile. Can be called again."""
+        ...
 
 
 class EngineThread:
@@ -34,10 +62,18 @@ class EngineThread:
     EngineDead.
     """
 
-    def __init__(self, engine: Engine, recorder: TraceRecorder | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        recorder: TraceRecorder | None = None,
+        readers: Readers | None = None,
+    ) -> None:
         """`recorder`: records every finished request; closed with the thread."""
         self._engine = engine
         self._recorder = recorder
+        self._readers = readers
+        if readers is not None:
+            engine.call_before_wait(readers.release)
         # Messages with where their answer goes; None where it is time to stop.
         self._inbox: queue.SimpleQueue[tuple[Message[Any], Future[Any] | None] | None] = (
             queue.SimpleQueue()
@@ -49,9 +85,13 @@ class EngineThread:
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
         self._death: EngineDead | None = None
-        self._is_closing = False
+        self._is_closing = self._is_forked = False
+        self._num_unread = [0, 0]  # requests in the inbox and their tokens, under the lock
+        self._status = EngineStatus(True, True, time.monotonic(), 0, 0, 0, engine.stats())
+        self._stats_at = 0.0
         self._thread = threading.Thread(target=self._run, name="radixserve-engine", daemon=True)
         self._thread.start()
+        _threads.add(self)
 
     # -- called from any thread ---------------------------------------------------------------
 
@@ -65,6 +105,8 @@ class EngineThread:
         for ticket in tickets:
             ticket.submission = number
         self._submitted[number] = tickets
+        with self._lock:
+            self._count_unread(tickets, 1)
         if not self.post(AddRequests(number, tuple(ticket.request for ticket in tickets))):
             self._refuse(self._submitted.pop(number))
 
@@ -88,47 +130,100 @@ class EngineThread:
                 self._inbox.put((message, None))
             return self._death is None
 
+    def status(self) -> EngineStatus:
+        """What the thread last said, and what it has not read yet. Does not wait for it."""
+        with self._lock:
+            status, (requests, tokens) = self._status, self._num_unread
+            is_alive = self._death is None and self._thread.is_alive()
+        return status._replace(
+            is_alive=is_alive,
+            waiting=status.waiting + requests,
+            waiting_tokens=status.waiting_tokens + tokens,
+        )
+
     def check_alive(self) -> None:
         """Raise EngineDead when the thread has ended."""
         if self._death is not None:
-            raise _fresh(self._death)
+            raise fresh(self._death)
 
     def call(self, message: Message[Answer]) -> Answer:
         """Have `message` carried out between two steps and return its answer."""
+        return self.ask(message).result()
+
+    def ask(self, message: Message[Answer]) -> Future[Answer]:
+        """Have `message` carried out between two steps; its answer comes in the future."""
         reply: Future[Answer] = Future()
         with self._lock:
             if self._death is not None:
-                raise _fresh(self._death)
+                raise fresh(self._death)
             self._inbox.put((message, reply))
-        return reply.result()
+        return reply
 
     def close(self) -> None:
         """End everything that is open with EngineDead and stop the thread. Can be called again."""
+        if self.is_forked:
+            return
         self._is_closing = True
         self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    # -- in a process that was forked ----------------------------------------------------------
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the copy in a forked process, where no thread runs."""
+        return self._is_forked
+
+    def note_fork(self) -> None:
+        """In the forked process: every call gets EngineDead. What was held is the parent's."""
+        self._is_forked, self._death = True, EngineDead(_FORKED)
+        self._lock = threading.RLock()  # another thread may have held the old one
+        self._inbox, self._submitted = queue.SimpleQueue(), {}
 
     # -- in the engine's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._read_inbox():
-                for output in self._engine.step():
-                    self._deliver(output)
+                self._step()
+                self._note_status(is_idle=False)
             death = EngineDead("the Runtime was closed")
+        except EngineDead as error:
+            _log.error("the engine ends: %s", error)
+            death = error
         except BaseException as error:
             _log.exception("the engine failed")
             death = EngineDead(f"the engine failed: {error!r}")
             death.__cause__ = error
         self._die(death)
 
+    def _step(self) -> None:
+        """A frame of its own: while the thread waits it holds no output, and no error of one.
+
+        Those that read many outputs would keep this thread from preparing the next step: they are
+        woken when that computes.
+        """
+        outputs = self._engine.step()
+        self._wake_readers()  # where the step did not wait
+        if self._readers is not None and len(outputs) >= _MANY_OUTPUTS:
+            self._readers.hold()
+        for output in outputs:
+            self._deliver(output)
+
+    def _wake_readers(self) -> None:
+        if self._readers is not None:
+            self._readers.release()
+
     def _read_inbox(self) -> bool:
         """Carry out what waits, block while there is no work; False when it is time to stop."""
         while not self._is_closing:
             is_idle = not self._engine.has_work()
-            if is_idle and self._recorder is not None:
-                self._recorder.flush()
+            if is_idle:
+                self._wake_readers()
+                self._note_status(is_idle=True)
+                if self._recorder is not None:
+                    self._recorder.flush()
             try:
                 item = self._inbox.get(block=is_idle)
             except queue.Empty:
@@ -140,6 +235,7 @@ class EngineThread:
     def _die(self, death: EngineDead) -> None:
         with self._lock:
             self._death = death
+        self._wake_readers()
         self._refuse(list(self._tickets.values()))
         self._tickets.clear()
         try:
@@ -157,7 +253,8 @@ class EngineThread:
                 continue
             message, reply = item
             if reply is not None:
-                reply.set_exception(death)
+                if reply.set_running_or_notify_cancel():
+                    reply.set_exception(death)
             elif isinstance(message, AddRequests):
                 self._refuse(self._submitted.pop(message.submission))
 
@@ -173,6 +270,8 @@ class EngineThread:
             number = message.submission
             self._abort([name for name, t in self._tickets.items() if t.submission == number])
             return
+        if reply is not None and not reply.set_running_or_notify_cancel():
+            return  # its caller has left
         try:
             answer = self._answer(message)
         except Exception as error:
@@ -189,21 +288,29 @@ class EngineThread:
         match message:
             case AbortRequests(request_ids):
                 return self._abort(list(self._tickets) if request_ids is None else request_ids)
-            case messages.LookUpPrompt(token_ids, namespace):
-                return engine.lookup(token_ids, namespace)
+            case messages.LookUpPrompt(token_ids, namespace, compare_namespaces):
+                return engine.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
             case messages.GetStats():
                 return engine.stats()
-            case messages.DumpTree(max_nodes):
-                return engine.tree(max_nodes)
+            case messages.DumpTree(max_nodes, namespace):
+                return engine.tree(max_nodes, namespace)
+            case messages.PreviewEviction(count):
+                return engine.eviction_preview(count)
+            case messages.TakeSnapshot(view):
+                return engine.snapshot(view)
             case messages.ResetCache(namespace):
                 return engine.reset_cache(namespace)
+            case messages.GetHeld(owner):
+                return engine.held_by_hints(owner)
+            case messages.ApplyHints(hints):
+                return [engine.hint(one) for one in hints]
             case messages.CheckCache():
                 return engine.check()
             case messages.ClaimSessions(claims):
                 for claim in claims:
                     engine.claim(claim.name, claim.tokens, claim.namespace)
-            case messages.CloseSession(name, heirs, reopened):
-                for claim in heirs:
+            case messages.CloseSession(name, successors, reopened):
+                for claim in successors:
                     engine.claim(claim.name, claim.tokens, claim.namespace)
                 engine.close_session(name)
                 if reopened is not None:
@@ -212,6 +319,14 @@ class EngineThread:
 
     def _add(self, message: AddRequests) -> None:
         tickets = self._submitted.pop(message.submission)
+        try:
+            self._add_all(tickets, message)
+        finally:
+            with self._lock:
+                self._count_unread(tickets, -1)
+                self._note_status(is_idle=False)
+
+    def _add_all(self, tickets: Sequence[Ticket], message: AddRequests) -> None:
         error: RadixServeError | None = None
         for request in message.requests:
             if request.request_id in self._tickets:
@@ -226,11 +341,23 @@ class EngineThread:
         for ticket, request in pairs:
             self._engine.add(request, ticket.is_stopped)
 
+    def _note_status(self, *, is_idle: bool) -> None:
+        now, stats = time.monotonic(), self._status.stats
+        if is_idle or now - self._stats_at > _STATS_EVERY_S:
+            stats, self._stats_at = self._engine.stats(), now
+        counts = self._engine.queue_stats()
+        running, waiting, tokens = counts["running"], counts["waiting"], counts["waiting_tokens"]
+        self._status = EngineStatus(True, is_idle, now, running, waiting, tokens, stats)
+
+    def _count_unread(self, tickets: Sequence[Ticket], sign: int) -> None:
+        self._num_unread[0] += sign * len(tickets)
+        self._num_unread[1] += sign * sum(len(ticket.request.token_ids) for ticket in tickets)
+
     def _refuse(self, tickets: Sequence[Ticket]) -> None:
         """The thread has ended, or is about to."""
         assert self._death is not None
         for ticket in tickets:
-            ticket.fail(_fresh(self._death))
+            ticket.fail(fresh(self._death))
 
     def _abort(self, request_ids: Sequence[str]) -> int:
         outputs = [self._engine.abort(request_id) for request_id in request_ids]
@@ -245,7 +372,7 @@ class EngineThread:
             must_stop = ticket.push(output)
         except Exception as error:  # its text cannot be made: only this request suffers
             _log.exception("request %s failed", output.request_id)
-            ticket.fail(_broken(error))
+            ticket.fail(request_failed(f"the request's text could not be made: {error!r}", error))
             self._engine.abort(output.request_id)
             del self._tickets[output.request_id]
             return
@@ -260,14 +387,13 @@ class EngineThread:
                 self._deliver(last)
 
 
-def _broken(cause: Exception) -> EngineDead:
-    error = EngineDead(f"the request's text could not be made: {cause!r}")
-    error.__cause__ = cause
-    return error
+_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-def _fresh(death: EngineDead) -> EngineDead:
-    """A copy for each caller: a raised exception collects the traceback of its thread."""
-    copy = EngineDead(*death.args)
-    copy.__cause__ = death.__cause__
-    return copy
+def _note_fork() -> None:
+    for thread in list(_threads):
+        thread.note_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)

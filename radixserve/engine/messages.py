@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from radixserve.arrays import IntArray
-from radixserve.cache import Lookup
+from radixserve.cache import Lookup, SnapshotView
+from radixserve.hint import Hint, HintAnswer
 from radixserve.request import Request
 
 Answer = TypeVar("Answer")
@@ -46,10 +47,11 @@ class AbortRequests(Message[int]):
 
 @dataclass(frozen=True, slots=True)
 class LookUpPrompt(Message[Lookup]):
-    """How much of a prompt is cached, and why not more."""
+    """How much of a prompt is cached, and why not more; see `PrefixCache.lookup`."""
 
     token_ids: IntArray
     namespace: str
+    compare_namespaces: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,24 @@ class GetStats(Message[dict[str, Any]]):
 
 @dataclass(frozen=True, slots=True)
 class DumpTree(Message[dict[str, Any]]):
-    """The cache's tree as nested dicts."""
+    """The cache's tree as nested dicts, of one namespace where it is given."""
 
     max_nodes: int
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewEviction(Message[list[dict[str, Any]]]):
+    """What eviction would take next."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot(Message[dict[str, Any]]):
+    """A bounded snapshot of the cache and of the requests."""
+
+    view: SnapshotView
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +111,22 @@ class ClaimSessions(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class CloseSession(Message[None]):
-    """Close a session after its `heirs` have claimed; where `reopened`, it claims anew then."""
+    """Close a session after its `successors` have claimed; `reopened`: it claims anew then."""
 
     name: str
-    heirs: tuple[SessionClaim, ...] = ()
+    successors: tuple[SessionClaim, ...] = ()
     reopened: SessionClaim | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetHeld(Message[dict[str, int]]):
+    """What the pins and retains of an owner hold now."""
+
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyHints(Message[list[HintAnswer]]):
+    """Carry out hints in order; an answer each."""
+
+    hints: tuple[Hint, ...]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from radixserve.engine.beam_group import StopCheck
 from radixserve.output import Chunk, Completion, Finish, RequestOutput
 from radixserve.request import Request
-from radixserve.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
+from radixserve.text.tokenizer import StopStringMatcher, Tokenizer
 
 Event = Chunk | Completion | tuple[Completion, ...] | BaseException
 
@@ -37,17 +37,26 @@ class Ticket:
         self.submission = -1  # set when it is submitted
         self.is_stopped: StopCheck | None = None  # of a beam search with stop strings
         self._text = None
+        params = request.params
         if tokenizer is not None:
-            self._text = IncrementalDetokenizer(tokenizer, request.token_ids.tolist())
-        self._stop = StopStringMatcher(tuple(request.params.stop))
-        self._is_eager = streams or bool(request.params.stop)  # text is needed at once
+            self._text = tokenizer.detokenizer(
+                request.token_ids[: request.num_prompt].tolist(),
+                keep_special=tuple(params.keep_special_ids) if params.skip_special_tokens else True,
+            )
+        self._stop = StopStringMatcher(
+            tuple(params.stop), include=params.include_stop_str_in_output
+        )
+        self._is_eager = streams or bool(params.stop)  # text is needed at once
         self._pieces: list[str] = []  # of the text so far
         self._pending_text: list[str] = []  # of these, not yet sent in a chunk
-        self._token_ids: list[int] = []
-        self._num_sent = 0  # tokens sent in chunks
+        self._token_ids: list[int] = request.token_ids[request.num_prompt :].tolist()
+        self._num_sent = len(self._token_ids)  # tokens sent in chunks, here or before
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
         self._has_ended = False
+        if self._is_eager and self._text is not None and self._token_ids:
+            self._add_text(self._text.push(self._token_ids))
+            self._pending_text.clear()
 
     @property
     def token_ids(self) -> list[int]:
@@ -66,7 +75,7 @@ class Ticket:
             self.fail(finish.error)
             return False
         if self._is_eager and self._text is not None and output.token_ids:
-            visible = output.token_ids[: -1 if self._ends_by_token(finish) else None]
+            visible = output.token_ids[: -1 if self._hides_last(finish) else None]
             self._add_text(self._text.push(visible))
         if finish is not None:
             self._complete(finish)
@@ -80,8 +89,12 @@ class Ticket:
             self._has_ended = True
             self._notify(error)
 
+    def _hides_last(self, finish: Finish | None) -> bool:
+        """Whether the last token is an end token that is not part of the text."""
+        return self._ends_by_token(finish) and not self.request.params.include_stop_str_in_output
+
     def _ends_by_token(self, finish: Finish | None) -> bool:
-        """Whether the last token is an end token, which is not part of the text."""
+        """Whether the last token is an end token."""
         if finish is None or finish.reason != "stop" or not self._token_ids:
             return False
         return self._token_ids[-1] in self.request.end_ids and not self._stop.is_stopped
@@ -99,7 +112,7 @@ class Ticket:
         """Build the completion, then notify; errors before that can still be reported by `fail`."""
         if self._text is not None:
             if not self._is_eager:
-                ids = self._token_ids[: -1 if self._ends_by_token(finish) else None]
+                ids = self._token_ids[: -1 if self._hides_last(finish) else None]
                 self._add_text(self._text.push(ids))
             self._add_text(self._text.finish())
             self._keep(self._stop.finish())
@@ -118,6 +131,7 @@ class Ticket:
             text="".join(self._pieces),
             token_ids=list(self._token_ids),
             finish_reason=self._reason(finish),
+            stop_reason=self._stop_reason(finish),
             usage=finish.usage,
             metrics=finish.metrics,
             miss=finish.miss,
@@ -137,7 +151,7 @@ class Ticket:
         if wanted is None:
             return None, None
         scores = finish.prompt_scores
-        rest = [None] * (len(self.request.token_ids) - 1 - len(scores))
+        rest = [None] * (self.request.num_prompt - 1 - len(scores))
         own = [None, *(one.logprob for one in scores), *rest]
         return own, [None, *(dict(one.top_logprobs) for one in scores), *rest] if wanted else None
 
@@ -145,11 +159,26 @@ class Ticket:
         """A stop string in the last text counts even where the length ended the request."""
         return "stop" if self._stop.is_stopped and finish.reason == "length" else finish.reason
 
+    def _stop_reason(self, finish: Finish) -> str | int | None:
+        if self._stop.found is not None or not self._ends_by_token(finish):
+            return self._stop.found
+        last = self._token_ids[-1]
+        return last if last in tuple(self.request.params.stop_token_ids) else None
+
     def _send_chunk(self, completion: Completion | None = None) -> None:
         if not self._pending_text and completion is None and self._text is not None:
             return
-        token_ids = self._token_ids[self._num_sent :]
-        self._num_sent = len(self._token_ids)
+        start, self._num_sent = self._num_sent, len(self._token_ids)
         text = "".join(self._pending_text)
         self._pending_text.clear()
-        self._notify(Chunk(self.request.request_id, text, token_ids, completion))
+        wanted = self.request.params.logprobs
+        self._notify(
+            Chunk(
+                self.request.request_id,
+                text,
+                self._token_ids[start:],
+                completion,
+                None if wanted is None else self._logprobs[start:],
+                self._top_logprobs[start:] if wanted else None,
+            )
+        )

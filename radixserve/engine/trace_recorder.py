@@ -115,13 +115,13 @@ class TraceRecorder:
         line["cached_tokens"] = finish.usage.cached_tokens
         for name, text in (("session", request.session), ("namespace", namespace)):
             if text:
-                line[name] = text if self._hash_block is None else self._hash(text.encode()).hex()
+                line[name] = text if self._hash_block is None else self._hash(_bytes_of(text)).hex()
         return line
 
     def _hash_ids(self, token_ids: IntArray, namespace: str, block: int) -> list[int]:
         """63-bit hashes of the whole blocks, each of all tokens up to its end."""
         data, width = token_ids.tobytes(), 4 * block
-        ids, digest = [], self._hash(namespace.encode())
+        ids, digest = [], self._hash(_bytes_of(namespace))
         for at in range(0, len(data) - width + 1, width):
             digest = self._hash(digest + data[at : at + width])
             ids.append(int.from_bytes(digest) >> 1)
@@ -140,6 +140,10 @@ class TraceRecorder:
         self._lines, file, self._file = [], self._file, None
         if file is not None:
             file.close()
+
+
+def _bytes_of(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # names may be no text: they are still names
 
 
 def _cut_broken_line(file: BinaryIO) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve_kernels.quantized import BITS, FORMS
+
+
+class StateShape(NamedTuple):
+    """A state that a recurrent layer keeps of each sequence."""
+
+    layer: int
+    kind: str  # "conv" or "recurrent"
+    number: int  # among those of its kind in the layer
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +40,37 @@ class ModelInfo:
     eos_ids: tuple[int, ...]  # ascending; of generation_config.json and config.json
     dtype: torch.dtype
     num_parameters: int  # tied ones once
+    weight_forms: tuple[
+        tuple[str, int], ...
+    ] = ()  # form, parameters in it; the others are in dtype
+    attention_features: tuple[str, ...] = ()  # fields of AttentionFeatures that any layer uses
+
+    num_kv_layers: int | None = None  # layers that attend; None: all
+    states: tuple[StateShape, ...] = ()  # of recurrent layers
+
+    @property
+    def kv_layers(self) -> int:
+        return self.num_layers if self.num_kv_layers is None else self.num_kv_layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, however long it is."""
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.states)
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * self.dtype.itemsize
+        others = self.num_parameters - sum(count for _, count in self.weight_forms)
+        packed = sum(count * BITS[form] // 8 for form, count in self.weight_forms)
+        return others * self.dtype.itemsize + int(packed)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether activations are rounded to 8 bits."""
+        return any(form in FORMS for form, _ in self.weight_forms)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.kv_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class LanguageModel(ABC):

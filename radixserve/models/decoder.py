@@ -8,6 +8,7 @@ graph can capture it. Which tokens belong together is the batch's and the backen
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,19 +17,16 @@ from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.models.base import LanguageModel, ModelInfo
-from radixserve.models.decoder_tensors import (
-    DecoderTensors,
-    LayerTensors,
-    WeightAndBias,
-    check_decoder,
-    decoder_shape,
-    read_decoder,
-)
+from radixserve.models.decoder_shape import check_decoder, decoder_shape
+from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
+from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias
 from radixserve.models.parallel import TPGroup, check_split, shard_head, shard_layer, shard_shape
 from radixserve.models.source import ModelSource
-from radixserve_kernels.decoder_layer import DecoderLayer
-from radixserve_kernels.gpu_ops import add_rms_norm, rms_norm, rope_and_store, silu_and_mul
+from radixserve_kernels.decoder_layer import DecoderLayer, Mlp
+from radixserve_kernels.experts import GroupedExperts
+from radixserve_kernels.gpu_ops import act_and_mul, add_rms_norm, rms_norm, rope_and_store
 from radixserve_kernels.linear import Linear
+from radixserve_kernels.quantized import concat_rows, dense
 
 logger = logging.getLogger("radixserve")
 
@@ -46,58 +44,99 @@ class Decoder(LanguageModel):
 
     def __init__(
         self,
-        tensors: DecoderTensors,  # the rank's; layers are DecoderLayer[Linear]
-        cos_sin: Tensor,  # [max positions, D] float32
+        tensors: DecoderTensors,  # the rank's; layers are DecoderLayer[Linear, GroupedExperts]
+        tables: tuple[Tensor, ...],  # of each rotary [max positions, D] float32
         group: TPGroup | None,
     ) -> None:
         self.info: ModelInfo = tensors.info
         self._shape, self._group = tensors.shape, group
-        self._embedding, self._norm = tensors.embedding, tensors.norm
-        self._lm_head = Linear(tensors.lm_head)  # H -> V, or the rank's part of V
-        self._layers: tuple[DecoderLayer[Linear], ...] = tensors.layers
-        self.cos_sin = cos_sin
+        self._embedding, self._norm = dense(tensors.embedding), tensors.norm
+        self._lm_head = Linear(dense(tensors.lm_head))  # H -> V, or the rank's part of V
+        self._layers: tuple[DecoderLayer[Linear, GroupedExperts], ...] = tensors.layers
+        self.tables = tables
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        eps, last = self._shape.eps, len(self._layers) - 1
+        last = len(self._layers) - 1
         slots = backend.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
         residual = F.embedding(batch.input_ids, self._embedding)  # [T, H]
-        x = rms_norm(residual, self._layers[0].input_norm, eps)
+        if self._shape.embedding_scale != 1:
+            residual = residual * self._shape.embedding_scale
+        x = self._normed(residual, self._layers[0].pre_attention_norm)
         for number, layer in enumerate(self._layers):
-            x = self._attend(layer, x, batch, backend, number, slots[number])  # [T, Hq * D]
+            attended = self._attend(layer, x, batch, backend, number, slots[number])  # [T, Hq * D]
             if number == last:  # from here on every token is on its own
                 if not len(batch.logits_indices):
                     return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
-                x, residual = _sampled_rows(x, batch), _sampled_rows(residual, batch)
-            x = self._sum_over_ranks(layer.o(x))
-            x, residual = add_rms_norm(x, residual, layer.post_norm, eps, x)
-            x = silu_and_mul(layer.gate_up(x))
-            x = self._sum_over_ranks(layer.down(x))
-            norm = self._norm if number == last else self._layers[number + 1].input_norm
-            x, residual = add_rms_norm(x, residual, norm, eps, x)
+                attended, residual = _sampled_rows(attended, batch), _sampled_rows(residual, batch)
+                x = _sampled_rows(x, batch) if self._shape.is_parallel else x
+            next_norm = (
+                self._norm if number == last else self._layers[number + 1].pre_attention_norm
+            )
+            if self._shape.is_parallel:
+                out = self._sum_over_ranks(layer.o(attended) + self._mlp(layer.mlp, x))
+            else:
+                out = self._sum_over_ranks(layer.o(attended))
+                x = self._add(out, residual, layer.post_attention_norm, layer.pre_mlp_norm)
+                out = self._sum_over_ranks(self._mlp(layer.mlp, x))
+            x = self._add(out, residual, layer.post_mlp_norm, next_norm)
         return self._logits(x)
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """A norm, or x itself."""
+        if weight is None:
+            return x
+        return rms_norm(x, weight, self._shape.eps, is_centered=self._shape.norm_type == "layer")
+
+    def _add(
+        self, x: Tensor, residual: Tensor, post_norm: Tensor | None, next_norm: Tensor | None
+    ) -> Tensor:
+        """Adds x [T, H], normed by post_norm and scaled, to the residual in place; returns the next
+        product's input."""
+        x = self._normed(x, post_norm)
+        if self._shape.residual_scale != 1:
+            x = x * self._shape.residual_scale
+        if next_norm is None:
+            return residual.add_(x)
+        is_centered = self._shape.norm_type == "layer"
+        return add_rms_norm(x, residual, next_norm, self._shape.eps, x, is_centered=is_centered)[0]
+
+    def _mlp(self, mlp: Mlp[Linear] | GroupedExperts, x: Tensor) -> Tensor:
+        if isinstance(mlp, GroupedExperts):
+            return mlp(x)
+        return mlp.down(act_and_mul(mlp.gate_up(x), self._shape.activation))
 
     def _attend(
         self,
-        layer: DecoderLayer[Linear],
+        layer: DecoderLayer[Linear, GroupedExperts],
         x: Tensor,  # [T, H]
         batch: ForwardBatch,
         backend: AttentionBackend,
         number: int,
         slots: Tensor,  # [2, num_slots, Hkv, D]
     ) -> Tensor:
-        q = rope_and_store(
-            layer.qkv(x),
+        shape = self._shape
+        qkv, qk_norm = layer.qkv(x), layer.qk_norm
+        if qk_norm is not None and shape.has_whole_qk_norm:
+            q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+            weights = qk_norm.flatten()
+            for part, weight in ((qkv[:, :q], weights[:q]), (qkv[:, q : q + k], weights[q:])):
+                rms_norm(part, weight, shape.eps, part)
+            qk_norm = None
+        queries = rope_and_store(
+            qkv,
             batch.positions,
             batch.slot_mapping,
-            self.cos_sin,
+            None if layer.rotary is None else self.tables[layer.rotary],
             slots[0],
             slots[1],
-            self._shape.num_heads,
-            self._shape.num_kv_heads,
-            layer.qk_norm,
-            self._shape.eps,
+            shape.num_heads,
+            shape.num_kv_heads,
+            qk_norm,
+            shape.eps,
+            is_centered=shape.norm_type == "layer",
         )
-        return backend.attend(q, number).flatten(1)
+        scale, features = shape.attention_scale, layer.features
+        return backend.attend(queries, number, scale, features).flatten(1)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         return x if self._group is None else self._group.all_reduce(x)
@@ -107,7 +146,12 @@ class Decoder(LanguageModel):
         logits = self._lm_head(x)
         if self._group is not None:
             logits = self._group.gather_columns(logits)[:, : self._shape.vocab_size]
-        return logits.float()
+        logits = logits.float()
+        if self._shape.logit_scale != 1:
+            logits = logits * self._shape.logit_scale
+        if cap := self._shape.logit_soft_cap:
+            logits = (logits / cap).tanh_().mul_(cap)
+        return logits
 
 
 def load_decoder(
@@ -132,28 +176,48 @@ def load_decoder(
         tensors = _read_part(source, dtype, device, group)
     tensors = _with_positions(tensors, num_positions)
     longest = tensors.info.max_positions
-    cos_sin = tensors.rotary.cos_sin(min(num_positions or longest, longest))
-    return Decoder(tensors, cos_sin, group)
+    num_rows = min(num_positions or longest, longest)
+    tables = tuple(rotary.cos_sin(num_rows) for rotary in tensors.rotaries)
+    return Decoder(tensors, tables, group)
 
 
-def _pack_layer(tensors: LayerTensors) -> DecoderLayer[Linear]:
+def _pack_layer(tensors: LayerTensors) -> DecoderLayer[Linear, GroupedExperts]:
+    mlp = tensors.mlp
     return DecoderLayer(
-        input_norm=tensors.input_norm,
-        qkv=Linear(*tensors.qkv),
-        qk_norm=tensors.qk_norm,
-        o=Linear(*tensors.o),
-        post_norm=tensors.post_norm,
-        gate_up=Linear(*_stacked(tensors.gate, tensors.up)),
-        down=Linear(*tensors.down),
+        **tensors.norms,
+        qkv=Linear(*_stacked(tensors.q, tensors.k, tensors.v)),
+        o=Linear(*_stacked(tensors.o)),
+        mlp=_pack_experts(mlp) if isinstance(mlp, ExpertTensors) else _pack_mlp(mlp),
+        features=tensors.features,
+        rotary=tensors.rotary,
     )
 
 
-def _stacked(first: WeightAndBias, second: WeightAndBias) -> WeightAndBias:
-    """One projection that gives the features of both, concatenated; bias both or neither."""
-    bias = None
-    if first[1] is not None and second[1] is not None:
-        bias = torch.cat((first[1], second[1]))
-    return torch.cat((first[0], second[0])), bias
+def _pack_mlp(mlp: MlpTensors) -> Mlp[Linear]:
+    return Mlp(Linear(*_stacked(mlp.gate, mlp.up)), Linear(*_stacked(mlp.down)))
+
+
+def _pack_experts(mlp: ExpertTensors) -> GroupedExperts:
+    """The shared expert, which every token has, is a product of its own."""
+    experts = mlp.experts[: mlp.routing.num_experts]
+    shared = _pack_mlp(mlp.experts[-1]) if mlp.routing.has_shared else None
+    gate_up = [_stacked(one.gate, one.up) for one in experts]
+    down = [_stacked(one.down) for one in experts]
+    router = Linear(*_stacked(mlp.router))
+    return GroupedExperts(router, *_piled(gate_up), *_piled(down), shared, mlp.routing)
+
+
+def _piled(both: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """[E, N, K] and [E, N] of weights and biases."""
+    biases = [bias for _, bias in both if bias is not None]
+    return torch.stack([weight for weight, _ in both]), torch.stack(biases) if biases else None
+
+
+def _stacked(*parts: WeightAndBias) -> tuple[Tensor, Tensor | None]:
+    """One projection that gives the features of all, concatenated; biases all or none."""
+    biases = [bias for _, bias in parts if bias is not None]
+    weight = dense(concat_rows([weight for weight, _ in parts]))
+    return weight, torch.cat(biases) if biases else None
 
 
 def _read_part(
@@ -164,16 +228,17 @@ def _read_part(
     check_split(whole, group.size)
     num_parameters = 0
 
-    def make_layer(layer: LayerTensors) -> DecoderLayer[Linear]:
+    def make_layer(layer: LayerTensors) -> DecoderLayer[Linear, GroupedExperts]:
         nonlocal num_parameters
         part = shard_layer(layer, whole, group.rank, group.size)
         held = [tensor for both in part.projections for tensor in both if tensor is not None]
-        num_parameters += sum(x.numel() for x in (part.input_norm, part.post_norm, *held))
+        norms = [norm for norm in part.norms.values() if norm is not None]
+        num_parameters += sum(x.shape.numel() for x in (*norms, *held))
         return _pack_layer(part)
 
     read = read_decoder(source, dtype, device, make_layer)
-    lm_head = shard_head(read.lm_head, group.rank, group.size)
-    num_parameters += sum(x.numel() for x in (read.embedding, read.norm, lm_head))
+    lm_head = shard_head(dense(read.lm_head), group.rank, group.size)
+    num_parameters += sum(x.shape.numel() for x in (read.embedding, read.norm, lm_head))
     shape = shard_shape(whole, group.size)
     info = replace(
         read.info,
@@ -186,7 +251,7 @@ def _read_part(
 
 def _with_positions(tensors: DecoderTensors, num_positions: int | None) -> DecoderTensors:
     """Without positions that the table of rotations will not have."""
-    allowed = TABLE_BYTES // (4 * tensors.shape.head_dim)
+    allowed = TABLE_BYTES // (4 * tensors.shape.head_dim * len(tensors.rotaries))
     if num_positions is not None or tensors.info.max_positions <= allowed:
         return tensors
     logger.warning(

@@ -1,11 +1,12 @@
-"""The tensors of a native decoder's checkpoint: Llama, Mistral, Qwen2 and Qwen3.
+"""The tensors of a native decoder's checkpoint, in one layout for all families.
 
-One layout for all families. Projections that read the same input are fused where it is read or
+Tensors that a checkpoint has fused are taken apart; projections that read the same input are fused
 where a decoder packs them: q, k, v into one, gate and up into one.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,50 +14,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radixserve.errors import ModelNotSupported
+from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
+from radixserve.models.decoder_shape import DecoderShape, check_decoder, decoder_shape
+from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias, read_experts
+from radixserve.models.rope import RotaryTable, rope_frequencies
 from radixserve.models.source import ModelSource, TensorSource
-from radixserve.models.weights import architecture_of, check_sliding_window
-from radixserve_kernels.decoder_layer import DecoderSizes
-from radixserve_kernels.torch_ops import pair_halves, rotations
-
-WeightAndBias = tuple[Tensor, Tensor | None]
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-FIRST_POSITIONS = 2_048  # whose rotations are made at load
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderShape(DecoderSizes):
-    """The fields of a config that decide its tensors and its arithmetic."""
-
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    is_tied: bool
+from radixserve.models.weights import architecture_of
+from radixserve_kernels.attention_features import AttentionFeatures
+from radixserve_kernels.cpu_weights import return_freed_memory
+from radixserve_kernels.quantized import (
+    BITS,
+    AnyWeight,
+    dense,
+    form_of,
+    is_equal,
+    map_parts,
+    select_rows,
+    to_int8,
+)
+from radixserve_kernels.torch_ops import pair_halves
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """One layer's weights and biases; Q = Hq * D and KV = Hkv * D features, M of the MLP, H hidden.
+    """One layer's weights and biases; Q = Hq * D and KV = Hkv * D features, H hidden.
 
-    Rows of q and k are in the order that `apply_rotary` wants.
+    Norms are [H] float32, None where the family has none. Rows of q and k are in the order that
+    `apply_rotary` wants.
     """
 
-    input_norm: Tensor  # [H]
-    qkv: WeightAndBias  # [Q + 2 KV, H]
-    qk_norm: Tensor | None  # [Hq + Hkv, D] q's weight for the first Hq heads, then k's
+    pre_attention_norm: Tensor | None
+    post_attention_norm: Tensor | None
+    pre_mlp_norm: Tensor | None
+    post_mlp_norm: Tensor | None
+    qk_norm: Tensor | None  # [Hq + Hkv, D] float32: q's weight for the first Hq heads, then k's
+    q: WeightAndBias  # [Q, H]
+    k: WeightAndBias  # [KV, H]
+    v: WeightAndBias  # [KV, H]
     o: WeightAndBias  # [H, Q]
-    post_norm: Tensor  # [H]
-    gate: WeightAndBias  # [M, H]
-    up: WeightAndBias  # [M, H]
-    down: WeightAndBias  # [H, M]
+    mlp: MlpTensors | ExpertTensors
+    features: AttentionFeatures
+    rotary: int | None  # see DecoderLayer
+
+    @property
+    def norms(self) -> dict[str, Tensor | None]:
+        """By their names here."""
+        names = ("pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")
+        return {name: getattr(self, name) for name in (*names, "qk_norm")}
 
     @property
     def projections(self) -> tuple[WeightAndBias, ...]:
-        return self.qkv, self.o, self.gate, self.up, self.down
+        return self.q, self.k, self.v, self.o, *self.mlp.projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,35 +74,11 @@ class DecoderTensors:
 
     info: ModelInfo
     shape: DecoderShape
-    embedding: Tensor  # [V, H]
+    embedding: Any  # [V, H], an AnyWeight or what `make_ends` made of it
     layers: tuple[Any, ...]  # made from each LayerTensors
-    norm: Tensor  # [H]
-    lm_head: Tensor  # [V, H]
-    rotary: RotaryTable
-
-
-class RotaryTable:
-    """The rotation of every position, [n, 1, D/2] complex64; as many as were needed so far."""
-
-    def __init__(self, inv_freq: Tensor, scaling: float) -> None:
-        """`inv_freq` [D/2] float32; cosines and sines are multiplied by `scaling`."""
-        self._inv_freq, self._scaling = inv_freq, scaling
-        self._rows = self._make(FIRST_POSITIONS)
-
-    def up_to(self, end: int) -> Tensor:
-        """[n >= end, 1, D/2] of positions 0, 1, 2 ..."""
-        if end > len(self._rows):
-            self._rows = self._make(max(end, 2 * len(self._rows)))
-        return self._rows
-
-    def cos_sin(self, num_positions: int) -> Tensor:
-        """[n, D] float32 of positions 0 to n - 1: the cosines of the D/2 pairs, then the sines."""
-        rows = self._make(num_positions)[:, 0]
-        return torch.cat((rows.real, rows.imag), -1)
-
-    def _make(self, num_positions: int) -> Tensor:
-        positions = torch.arange(num_positions, device=self._inv_freq.device)
-        return rotations(positions, self._inv_freq, self._scaling)
+    norm: Tensor  # [H] float32
+    lm_head: Any  # [V, H], as the embedding; the embedding itself if tied
+    rotaries: tuple[RotaryTable, ...]  # one for each of shape.ropes
 
 
 def read_decoder(
@@ -101,25 +86,31 @@ def read_decoder(
     dtype: torch.dtype,
     device: torch.device,
     make_layer: Callable[[LayerTensors], Any],
+    weight_dtype: str | None = None,
+    make_ends: Callable[[AnyWeight, AnyWeight], tuple[Any, Any]] = lambda *ends: ends,
 ) -> DecoderTensors:
-    """Read a model; layers go through `make_layer` one by one, so that no two copies of all of
-    them exist at a time."""
+    """Read a model; embedding and head go through `make_ends` first, then the layers through
+    `make_layer` one by one, so that no two copies of all of them exist at a time.
+
+    weight_dtype: of matrices, "auto" (as they are stored, where that is 8 bits or less), "int8", or
+    None for `dtype`.
+    """
     config = source.config
     check_decoder(config)
-    shape = decoder_shape(config)
-    inv_freq, scaling = rope_frequencies(config, shape.head_dim)
-    if (factors := source.rope_factors()) is not None:
-        inv_freq = inv_freq / factors
-    reader = source.tensors(dtype, device)
-    reader.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-    embedding = reader.take("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
-    lm_head = _load_head(reader, shape, embedding)
-    norm = reader.take("model.norm.weight", (shape.hidden_size,))
+    shape = _rounded_scale(decoder_shape(config), dtype)
+    rotaries = _rotary_tables(source, shape, device)
+    tensors = source.tensors(dtype, device, keeps_forms=weight_dtype is not None)
+    reader = _FormReader(tensors, dtype, to_int8=weight_dtype == "int8")
+    tensors.skip(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    embedding = reader.matrix("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
+    embedding, lm_head = make_ends(embedding, _load_head(reader, shape, embedding))
+    return_freed_memory()  # the largest matrices of most models, as they were read
+    norm = tensors.take("model.norm.weight", (shape.hidden_size,)).float()
+    norm = norm + shape.family.norm_offset
     layers = tuple(
-        make_layer(_load_layer(reader, f"model.layers.{number}.", shape))
-        for number in range(shape.num_layers)
+        make_layer(_LayerReader(reader, shape, number).read()) for number in range(shape.num_layers)
     )
-    reader.finish()
+    tensors.finish()
     info = ModelInfo(
         architecture=architecture_of(config),
         is_native=True,
@@ -129,13 +120,14 @@ def read_decoder(
         head_dim=shape.head_dim,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=shape.max_positions,
         eos_ids=source.eos_ids(),
         dtype=dtype,
-        num_parameters=reader.num_parameters,
+        num_parameters=tensors.num_parameters - reader.num_twice,
+        weight_forms=tuple(sorted(reader.forms.items())),
+        attention_features=tuple(sorted(shape.feature_names)),
     )
-    rotary = RotaryTable(inv_freq.to(device), scaling)
-    return DecoderTensors(info, shape, embedding, layers, norm, lm_head, rotary)
+    return DecoderTensors(info, shape, embedding, layers, norm, lm_head, rotaries)
 
 
 def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
@@ -149,102 +141,183 @@ def describe(source: ModelSource, dtype: torch.dtype) -> ModelInfo:
     return replace(info, eos_ids=source.eos_ids())
 
 
-def check_decoder(config: Any) -> None:
-    """Raise ModelNotSupported naming what of `config` the native decoder does not compute."""
-    name = architecture_of(config)
-    if name not in ARCHITECTURES:
-        raise ModelNotSupported(f"{name} is not one of {', '.join(ARCHITECTURES)}")
-    check_sliding_window(config)
-    activation = config.hidden_act
-    if activation not in ("silu", "swish"):
-        raise ModelNotSupported(f"{name} with activation {activation!r}; only silu is computed")
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type not in ROPE_TYPES:
-        raise ModelNotSupported(
-            f"{name} with rope scaling {rope_type!r}; possible are {', '.join(ROPE_TYPES)}"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelNotSupported(f"{name} with quantized weights")
+def _rounded_scale(shape: DecoderShape, dtype: torch.dtype) -> DecoderShape:
+    if not shape.family.has_rounded_scale:
+        return shape
+    return replace(shape, embedding_scale=float(torch.tensor(shape.embedding_scale, dtype=dtype)))
 
 
-def decoder_shape(config: Any) -> DecoderShape:
-    """Shapes and switches of a checked config of any of ARCHITECTURES."""
-    name = architecture_of(config)
-    attention_bias = bool(getattr(config, "attention_bias", False))
-    num_heads = config.num_attention_heads
-    return DecoderShape(
-        num_layers=config.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=config.num_key_value_heads or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        eps=config.rms_norm_eps,
-        qkv_bias=attention_bias or name == "Qwen2ForCausalLM",
-        o_bias=attention_bias and name != "Qwen2ForCausalLM",
-        mlp_bias=bool(getattr(config, "mlp_bias", False)) and name == "LlamaForCausalLM",
-        qk_norm=name == "Qwen3ForCausalLM",
-        is_tied=bool(config.tie_word_embeddings),
-    )
+def _rotary_tables(
+    source: ModelSource, shape: DecoderShape, device: torch.device
+) -> tuple[RotaryTable, ...]:
+    factors, tables = source.rope_factors(), []
+    for rope in shape.ropes:
+        inv_freq, scaling = rope_frequencies(source.config, shape.rotary_dim, rope)
+        if factors is not None:
+            inv_freq = inv_freq / factors
+        tables.append(RotaryTable(inv_freq.to(device), scaling, shape.head_dim))
+    return tuple(tables)
 
 
-def rope_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """(inv_freq [D/2] float32, attention scaling), made by transformers' own rotary module."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+class _FormReader:
+    """Takes matrices from a source, and counts them by form."""
 
-    module = LlamaRotaryEmbedding(config)
-    inv_freq = module.inv_freq.detach().float()
-    if 2 * inv_freq.shape[0] != head_dim:
-        raise ModelNotSupported(
-            f"rotary embedding of {2 * inv_freq.shape[0]} features in heads of {head_dim}"
-        )
-    return inv_freq, float(module.attention_scaling)
+    def __init__(self, source: TensorSource, dtype: torch.dtype, *, to_int8: bool) -> None:
+        self.take = source.take
+        self.forms: Counter[str] = Counter()  # form, if not the dtype -> parameters
+        self.num_twice = 0  # parameters of a head that is the embedding
+        self._source, self._to_int8 = source, to_int8
+        self._dtype = str(dtype).removeprefix("torch.")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def matrix(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
+        """In the form that it is computed with. Raises InvalidRequest where it has none."""
+        weight = self._computed(name, self._source.take_weight(name, shape))
+        self._count(weight, 1)
+        return weight
+
+    def matrices(
+        self, name: str, shape: tuple[int, int, int], *, is_transposed: bool = False
+    ) -> list[AnyWeight]:
+        """See `MatrixReader`."""
+        found = dense(self._source.take_weight(name, shape))
+        each = [self._computed(name, one.T if is_transposed else one) for one in found]
+        for weight in each:
+            self._count(weight, 1)
+        return each
+
+    def drop(self, weight: AnyWeight) -> None:
+        """Uncount a matrix that is the same as another one."""
+        self.num_twice += weight.shape.numel()
+        self._count(weight, -1)
+
+    def _computed(self, name: str, weight: AnyWeight) -> AnyWeight:
+        if not self._to_int8:
+            return weight
+        try:
+            return to_int8(weight)
+        except ValueError as error:
+            raise InvalidRequest(f"tensor {name} has {error}") from error
+
+    def _count(self, weight: AnyWeight, factor: int) -> None:
+        if form_of(weight) in BITS and form_of(weight) != self._dtype:
+            self.forms[form_of(weight)] += factor * weight.shape.numel()
 
 
-def _load_head(reader: TensorSource, shape: DecoderShape, embedding: Tensor) -> Tensor:
+def _load_head(reader: _FormReader, shape: DecoderShape, embedding: AnyWeight) -> AnyWeight:
     """[V, H]; the embedding itself if tied, unless the checkpoint brings another one."""
     if shape.is_tied and "lm_head.weight" not in reader:
         return embedding
-    head = reader.take("lm_head.weight", (shape.vocab_size, shape.hidden_size))
-    if shape.is_tied and torch.equal(head, embedding):
-        reader.num_parameters -= head.numel()
+    head = reader.matrix("lm_head.weight", (shape.vocab_size, shape.hidden_size))
+    if shape.is_tied and is_equal(head, embedding):
+        reader.drop(head)
         return embedding
     return head
 
 
-def _load_layer(reader: TensorSource, prefix: str, shape: DecoderShape) -> LayerTensors:
-    hidden, inner, head_dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    q, kv = shape.num_heads * head_dim, shape.num_kv_heads * head_dim
+class _LayerReader:
+    """Reads one layer."""
 
-    def take(name: str, size: tuple[int, ...]) -> Tensor:
-        tensor = reader.take(prefix + name, size)
-        is_rotated = name.startswith(("self_attn.q_", "self_attn.k_"))
-        return pair_halves(tensor, head_dim) if is_rotated else tensor
+    def __init__(self, reader: _FormReader, shape: DecoderShape, number: int) -> None:
+        self._reader, self._shape, self._number = reader, shape, number
+        self._prefix = f"model.layers.{number}."
 
-    def both(name: str, num_out: int, num_in: int, *, has_bias: bool) -> WeightAndBias:
-        weight = take(f"{name}.weight", (num_out, num_in))
-        return weight, take(f"{name}.bias", (num_out,)) if has_bias else None
+    def read(self) -> LayerTensors:
+        shape = self._shape
+        names, hidden = shape.family.norms, shape.hidden_size
+        q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        fused = "self_attn.qkv_proj" if "qkv" in shape.family.fuses else None
+        attention = [(f"self_attn.{one}_proj", q if one == "q" else kv) for one in "qkv"]
+        q_proj, k_proj, v_proj = self._parts(attention, fused, hidden, has_bias=shape.qkv_bias)
+        return LayerTensors(
+            pre_attention_norm=self._norm(names.pre_attention),
+            post_attention_norm=self._norm(names.post_attention),
+            pre_mlp_norm=self._norm(names.pre_mlp),
+            post_mlp_norm=self._norm(names.post_mlp),
+            qk_norm=self._qk_norm(),
+            q=self._turned(q_proj),
+            k=self._turned(k_proj),
+            v=v_proj,
+            o=self._both("self_attn.o_proj", hidden, q, has_bias=shape.o_bias),
+            mlp=self._mlp(),
+            features=self._features(),
+            rotary=shape.rotary[self._number],
+        )
 
-    parts = [
-        both(f"self_attn.{name}_proj", size, hidden, has_bias=shape.qkv_bias)
-        for name, size in (("q", q), ("k", kv), ("v", kv))
-    ]
-    biases = [bias for _, bias in parts if bias is not None]
-    qkv = torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
-    qk_norm = None
-    if shape.qk_norm:
-        q_norm = take("self_attn.q_norm.weight", (head_dim,))
-        k_norm = take("self_attn.k_norm.weight", (head_dim,))
-        repeats = (q_norm.expand(shape.num_heads, -1), k_norm.expand(shape.num_kv_heads, -1))
-        qk_norm = torch.cat(repeats)
-    return LayerTensors(
-        input_norm=take("input_layernorm.weight", (hidden,)),
-        qkv=qkv,
-        qk_norm=qk_norm,
-        o=both("self_attn.o_proj", hidden, q, has_bias=shape.o_bias),
-        post_norm=take("post_attention_layernorm.weight", (hidden,)),
-        gate=both("mlp.gate_proj", inner, hidden, has_bias=shape.mlp_bias),
-        up=both("mlp.up_proj", inner, hidden, has_bias=shape.mlp_bias),
-        down=both("mlp.down_proj", hidden, inner, has_bias=shape.mlp_bias),
-    )
+    def _features(self) -> AttentionFeatures:
+        features = self._shape.features[self._number]
+        if not self._shape.family.has_sinks:
+            return features
+        sinks = self._reader.take(f"{self._prefix}self_attn.sinks", (self._shape.num_heads,))
+        return replace(features, sinks=sinks.float())
+
+    def _mlp(self) -> MlpTensors | ExpertTensors:
+        shape = self._shape
+        if (experts := shape.experts[self._number]) is not None:
+            return read_experts(self._reader, self._prefix, experts, shape.hidden_size)
+        hidden, inner, has_bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+        fused = "mlp.gate_up_proj" if "gate_up" in shape.family.fuses else None
+        halves = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+        gate, up = self._parts(halves, fused, hidden, has_bias=has_bias)
+        return MlpTensors(gate, up, self._both("mlp.down_proj", hidden, inner, has_bias=has_bias))
+
+    def _norm(self, name: str | None) -> Tensor | None:
+        return None if name is None else self._weights(name, (self._shape.hidden_size,))
+
+    def _weights(self, name: str, size: tuple[int, ...]) -> Tensor:
+        """Of a norm, float32."""
+        found = self._reader.take(f"{self._prefix}{name}.weight", size)
+        return found.float() + self._shape.family.norm_offset
+
+    def _qk_norm(self) -> Tensor | None:
+        shape, kind = self._shape, self._shape.qk_norm
+        if kind is None:
+            return None
+        rows = []
+        for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads)):
+            sizes = {
+                "shared": (shape.head_dim,),
+                "head": (heads, shape.head_dim),
+                "whole": (heads * shape.head_dim,),
+            }
+            weights = self._weights(f"self_attn.{name}_norm", sizes[kind])
+            weights = self._order(weights.reshape(-1)).view(-1, shape.head_dim)
+            rows.append(weights.expand(heads, -1))
+        return torch.cat(rows)
+
+    def _order(self, rows: Tensor) -> Tensor:
+        """Rows of q or k [n * D, ...] such that those of a pair are neighbours."""
+        shape = self._shape
+        if shape.family.has_pairs:
+            return rows
+        if shape.rotary_dim == shape.head_dim:
+            return pair_halves(rows, shape.head_dim)
+        heads = rows.view(-1, shape.head_dim, *rows.shape[1:])
+        turned, rest = heads[:, : shape.rotary_dim], heads[:, shape.rotary_dim :]
+        turned = pair_halves(turned.flatten(0, 1), shape.rotary_dim).view(turned.shape)
+        return torch.cat((turned, rest), 1).view(rows.shape)
+
+    def _turned(self, both: WeightAndBias) -> WeightAndBias:
+        weight, bias = both
+        return map_parts(weight, self._order), None if bias is None else self._order(bias)
+
+    def _both(self, name: str, num_out: int, num_in: int, *, has_bias: bool) -> WeightAndBias:
+        weight = self._reader.matrix(f"{self._prefix}{name}.weight", (num_out, num_in))
+        if not has_bias:
+            return weight, None
+        return weight, self._reader.take(f"{self._prefix}{name}.bias", (num_out,))
+
+    def _parts(
+        self, parts: list[tuple[str, int]], fused: str | None, num_in: int, *, has_bias: bool
+    ) -> list[WeightAndBias]:
+        """Projections of that many features each; of one tensor where it is `fused`."""
+        if fused is None:
+            return [self._both(name, size, num_in, has_bias=has_bias) for name, size in parts]
+        sizes = [size for _, size in parts]
+        weight, bias = self._both(fused, sum(sizes), num_in, has_bias=has_bias)
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        indices = torch.arange(sum(sizes)).split(sizes)
+        weights = [select_rows(weight, rows) for rows in indices]
+        return list(zip(weights, biases, strict=True))

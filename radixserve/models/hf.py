@@ -1,11 +1,12 @@
 """Every other decoder: transformers' own modelling code with its attention function replaced.
 
 The rows of a step are one sequence [1, T] with their own positions and without a mask; each
-attention layer calls `_attention`, which passes q, k, v to the backend of the call. Not every
-architecture hands keyword arguments down to its attention, so that the backend lies in a `_Slot`
-that the model's own modules carry. A model that cannot run so is refused at load: by rule where the
-config shows it, by a probe that looks at the arguments of the attention function, and by comparing
-a few tokens with the model's eager attention, which finds what rule and probe missed.
+attention layer calls `attention_forward`, which passes q, k, v to the call's backend with what
+attention_probe.py found of the layer: its window, soft cap and sinks. Not every architecture hands
+keyword arguments down to its attention, so that the backend lies in a `_Slot` that the model's own
+modules carry. A model that cannot run so is refused at load: by rule where the config shows it, by
+the probe, and by comparing a few tokens with the model's eager attention, which finds what rule and
+probe missed. recurrent.py runs the layers that keep a state instead of keys and values.
 """
 
 from __future__ import annotations
@@ -21,46 +22,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
+from radixserve.attention.base import (
+    AttentionBackend,
+    ForwardBatch,
+    HostIndex,
+    RecurrentPiece,
+    RecurrentRow,
+    RecurrentRows,
+)
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
+from radixserve.models.attention_probe import ProbedLayers, probe, register
 from radixserve.models.base import LanguageModel, ModelInfo
+from radixserve.models.recurrent import Mixers
 from radixserve.models.weights import (
     architecture_of,
-    check_sliding_window,
+    is_finite,
     read_eos_ids,
     tensor_files,
+    warn_of_broken_weights,
 )
 
 ATTENTION_NAME = "radixserve"  # in transformers' registry of attention functions
 NUM_CHECKED = 13  # tokens of the comparison with eager attention
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}  # of the logits' norm
 UNPLACED_ROPE = ("dynamic", "longrope")  # depend on the longest sequence in the batch
-REFUSED_ARGUMENTS = {  # what a model may hand to its attention, and what that means
-    "softcap": "soft-capped attention scores",
-    "s_aux": "attention sinks",
-    "position_bias": "a position bias added to attention scores",
-    "alibi": "ALiBi position biases",
-    "head_mask": "masked attention heads",
-}
+INEXACT = ("nemotron_h",)  # model types whose recurrent layers do not go on exactly
 
 
 class _Slot:
     """Holds the backend of the call in progress; one for each loaded model, on its modules."""
 
     def __init__(self, model: Any) -> None:
-        self.backend: Any = None
+        self.backend: AttentionBackend | None = None
+        self.probed: ProbedLayers
+        self.kv_index: dict[int, int] = {}  # layer -> its place in the pool
+        self.mixers = Mixers(model)
         for module in model.modules():
             module.radixserve_slot = self
 
     @contextmanager
-    def holding(self, backend: AttentionBackend | _Probe) -> Iterator[None]:
-        self.backend = backend
+    def holding(self, backend: AttentionBackend, recurrent: RecurrentRows | None) -> Iterator[None]:
+        self.backend, self.mixers.rows = backend, recurrent
         try:
             yield
         finally:
-            self.backend = None
+            self.backend = self.mixers.rows = None
 
 
 class TransformersModel(LanguageModel):
@@ -73,7 +81,7 @@ class TransformersModel(LanguageModel):
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         wanted = {"logits_to_keep": batch.logits_indices} if self._keeps_logits else {}
-        with self._slot.holding(backend):
+        with self._slot.holding(backend, batch.recurrent):
             logits: Tensor = self._model(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
@@ -85,71 +93,33 @@ class TransformersModel(LanguageModel):
         return logits.float()
 
 
-def _attention(
+def attention_forward(
     module: Any,
     query: Tensor,  # [1, Hq, T, D]
     key: Tensor,  # [1, Hkv, T, D]
-    value: Tensor,
+    value: Tensor,  # [1, Hkv, T, Dv]
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: returns [1, T, Hq, D] and no weights."""
-    backend = module.radixserve_slot.backend
-    if isinstance(backend, _Probe):
-        backend.note(module, query, key, value, attention_mask, kwargs)
+    """transformers' attention interface: returns [1, T, Hq, Dv] and no weights.
+
+    The narrower of keys and values gets zeros, which change neither scores nor results.
+    """
+    del attention_mask, kwargs
+    slot: _Slot = module.radixserve_slot
+    layer: int = module.layer_idx
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    if dim != value_dim:
+        scaling = dim**-0.5 if scaling is None else scaling
+        query, key, value = (
+            F.pad(x, (0, max(dim, value_dim) - x.shape[-1])) for x in (query, key, value)
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    return backend.run(q, k, v, module.layer_idx, scaling)[None], None
-
-
-class _Probe:
-    """Stands in for a backend: attends over one sequence, notes what it is handed."""
-
-    name = "probe"
-
-    def __init__(self, architecture: str, max_positions: int) -> None:
-        self.architecture, self._max_positions = architecture, max_positions
-        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> (Hq, Hkv, D)
-
-    def plan(self, batch: ForwardBatch) -> None:
-        pass
-
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None = None
-    ) -> Tensor:
-        del layer
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    def note(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        arguments: dict[str, Any],
-    ) -> None:
-        """Raise ModelNotSupported if the layer wants more than plain causal attention."""
-        wanted = [
-            what for name, what in REFUSED_ARGUMENTS.items() if arguments.get(name) is not None
-        ]
-        window = arguments.get("sliding_window")
-        if window is not None and window < self._max_positions:
-            wanted.append(f"sliding window attention over {window} positions")
-        if mask is not None:
-            wanted.append("an attention mask of its own")
-        if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-            wanted.append("attention that is not causal")
-        if key.shape[-1] != value.shape[-1]:
-            wanted.append(f"values of {value.shape[-1]} features beside keys of {key.shape[-1]}")
-        layer: int | None = getattr(module, "layer_idx", None)
-        if layer is None or layer in self.shapes:
-            wanted.append("attention layers without a number of their own")
-        if wanted or layer is None:
-            raise ModelNotSupported(f"{self.architecture} needs {', '.join(wanted)}")
-        self.shapes[layer] = (query.shape[1], key.shape[1], key.shape[-1])
+    assert slot.backend is not None, "the model is called outside of `forward`"
+    at = slot.kv_index[layer]
+    out = slot.backend.run(q, k, v, at, scaling, slot.probed.features[layer])
+    return out[..., :value_dim].contiguous()[None], None
 
 
 def load_transformers(
@@ -162,25 +132,54 @@ def load_transformers(
     """
     check_architecture(config)
     tensor_files(folder)
-    model = _read_model(folder, config, dtype).to(device).eval().requires_grad_(False)
     architecture = architecture_of(config)
-    max_positions: int = config.max_position_embeddings
+    try:
+        return _load_checked(folder, config, dtype, device)
+    except (RadixServeError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # in the model's own code
+        raise ModelNotSupported(
+            f"{architecture} failed in the check of its first steps: {error!r}"
+        ) from error
+
+
+def _load_checked(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
+    model = _read_model(folder, config, dtype).to(device).eval().requires_grad_(False)
+    broken = [name for name, tensor in model.named_parameters() if not is_finite(tensor)]
+    warn_of_broken_weights(folder, broken)
+    architecture = architecture_of(config)
+    text = config.get_text_config()
+    max_positions: int = text.max_position_embeddings
     slot = _Slot(model)
-    with torch.inference_mode(), slot.holding(_Probe(architecture, max_positions)):
-        num_heads, num_kv_heads, head_dim = _probe(model, slot.backend, device)
+    slot.probed = ProbedLayers(architecture, max_positions)
+    with torch.inference_mode():
+        slot.mixers.found = {}
+        try:
+            probe(model, slot.probed, text.num_hidden_layers, slot.mixers.layers, device)
+        finally:
+            model.set_attn_implementation(ATTENTION_NAME)
+        states = slot.mixers.set_shapes()
+    slot.kv_index = {layer: at for at, layer in enumerate(sorted(slot.probed.shapes))}
+    num_heads, num_kv_heads, head_dim = next(iter(slot.probed.shapes.values()))
+    layers = slot.probed.features.values()
     info = ModelInfo(
         architecture=architecture,
         is_native=False,
-        num_layers=config.num_hidden_layers,
+        num_layers=text.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        hidden_size=config.hidden_size,
+        hidden_size=text.hidden_size,
         vocab_size=model.get_output_embeddings().weight.shape[0],
         max_positions=max_positions,
         eos_ids=read_eos_ids(folder, config),
         dtype=dtype,
         num_parameters=sum(p.numel() for p in model.parameters()),
+        num_kv_layers=len(slot.kv_index),
+        states=states,
+        attention_features=tuple(sorted(frozenset().union(*(one.names for one in layers)))),
     )
     wrapped = TransformersModel(model, slot, info)
     is_current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -200,16 +199,19 @@ def check_architecture(config: Any) -> None:
     model_class = known.get(type(config), None)
     if model_class is None or model_class.__name__ != name:
         raise ModelNotSupported(f"{name} is not a causal language model that transformers knows")
-    check_sliding_window(config)
     _check_fields(name, config)
 
 
 def _check_fields(name: str, config: Any) -> None:
     reasons = {
-        "attn_logit_softcapping": "soft-capped attention scores",
-        "attention_chunk_size": "attention in chunks",
         "quantization_config": "quantized weights",
+        "attn_temperature_tuning": "queries scaled by their place in the batch",
     }
+    config = config.get_text_config()
+    if config.model_type in INEXACT:
+        raise ModelNotSupported(
+            f"{name}: chunks that go on from a state differ from the whole by more than rounding"
+        )
     for field, reason in reasons.items():
         if getattr(config, field, None):
             raise ModelNotSupported(f"{name} needs {reason}")
@@ -225,10 +227,11 @@ def _check_fields(name: str, config: Any) -> None:
 
 
 def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The model with its weights, ready to call `_attention`; every tensor accounted for."""
+    """The model with its weights, ready to call `attention_forward`; every tensor accounted for."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)  # the same function each time
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)  # the same function each time
+    register()
     auto_model: Any = AutoModelForCausalLM
     try:
         model, loading = auto_model.from_pretrained(
@@ -258,32 +261,6 @@ def _read_model(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _probe(model: Any, probe: _Probe, device: torch.device) -> tuple[int, int, int]:
-    """(Hq, Hkv, D) of every layer. Raises ModelNotSupported if layers differ or do not attend."""
-    architecture = probe.architecture
-    tokens = torch.arange(4, device=device)[None]
-    try:
-        model(input_ids=tokens, position_ids=tokens, use_cache=False)
-    except RadixServeError:
-        raise
-    except Exception as error:
-        raise ModelNotSupported(
-            f"{architecture} cannot run with another attention function: {error}"
-        ) from error
-    num_layers = model.config.num_hidden_layers
-    if not probe.shapes:
-        raise ModelNotSupported(f"{architecture} does not use transformers' attention interface")
-    if sorted(probe.shapes) != list(range(num_layers)):
-        raise ModelNotSupported(
-            f"{architecture} attends in layers {sorted(probe.shapes)} of {num_layers}; "
-            "linear attention and state space layers cannot be run"
-        )
-    shapes = set(probe.shapes.values())
-    if len(shapes) > 1:
-        raise ModelNotSupported(f"{architecture} has layers of different head shapes: {shapes}")
-    return shapes.pop()
-
-
 def _compare_with_eager(wrapped: TransformersModel, model: Any, device: torch.device) -> None:
     """Raise ModelNotSupported if chunks through the cache differ from eager attention."""
     info = wrapped.info
@@ -308,19 +285,22 @@ def _run_in_chunks(wrapped: TransformersModel, tokens: Tensor, device: torch.dev
     """Logits [n, V] of all tokens, computed in three chunks over scattered pages of one token."""
     info = wrapped.info
     size = len(tokens)
-    shape = (info.num_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
+    shape = (info.kv_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
     make = TritonBackend if info.dtype == torch.float16 else ReferenceBackend
     backend = make(torch.zeros(shape, dtype=info.dtype, device=device), info.num_heads)
     pages = np.arange(size)[::-1].astype(np.int32)
+    states = [torch.zeros((1, *one.shape), dtype=one.dtype, device=device) for one in info.states]
     parts = []
     for start, end in ((0, 6), (6, size - 1), (size - 1, size)):
-        batch = _one_row(tokens[start:end], start, pages[:end], device)
+        batch = _one_row(tokens[start:end], start, pages[:end], device, states)
         backend.plan(batch)
         parts.append(wrapped.forward(batch, backend))
     return torch.cat(parts)
 
 
-def _one_row(tokens: Tensor, start: int, pages: np.ndarray, device: torch.device) -> ForwardBatch:
+def _one_row(
+    tokens: Tensor, start: int, pages: np.ndarray, device: torch.device, states: list[Tensor]
+) -> ForwardBatch:
     """A batch of one sequence on pages of one token, with logits after every token."""
     num_new, end = len(tokens), start + len(tokens)
     host = HostIndex(
@@ -337,4 +317,7 @@ def _one_row(tokens: Tensor, start: int, pages: np.ndarray, device: torch.device
         logits_indices=torch.arange(num_new, device=device),
         host=host,
         page_size=1,
+        recurrent=RecurrentRows(
+            states, [RecurrentRow(0, start == 0, num_new, (RecurrentPiece(0, num_new, -1),))]
+        ),
     )

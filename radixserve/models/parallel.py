@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.decoder_tensors import DecoderShape, LayerTensors, WeightAndBias
+from radixserve.models.decoder_shape import DecoderShape
+from radixserve.models.decoder_tensors import LayerTensors
+from radixserve.models.mlp_tensors import MlpTensors, WeightAndBias
+from radixserve_kernels.quantized import dense
 
 MAX_RANKS = 64
 
@@ -59,6 +62,10 @@ def check_split(shape: DecoderShape, size: int) -> None:
 
 
 def _unsupported_reason(shape: DecoderShape, size: int) -> str:
+    if shape.has_whole_qk_norm and size > 1:
+        return "its queries and keys are normed over all heads"
+    if any(shape.experts) and size > 1:
+        return "its experts are not split"
     for count, what in (
         (shape.num_heads, "query heads"),
         (shape.intermediate_size, "columns of the MLP"),
@@ -82,31 +89,28 @@ def shard_shape(shape: DecoderShape, size: int) -> DecoderShape:
 
 def shard_layer(layer: LayerTensors, shape: DecoderShape, rank: int, size: int) -> LayerTensors:
     """A rank's part of a layer; `shape` is that of the whole. Copies: nothing whole stays alive."""
-    heads = _part(shape.num_heads, rank, size)
-    kv_heads = _kv_heads(shape, rank, size)
-    dim, num_heads = shape.head_dim, shape.num_heads
-    parts = (
-        slice(heads.start * dim, heads.stop * dim),
-        *(
-            slice((first + kv_heads.start) * dim, (first + kv_heads.stop) * dim)
-            for first in (num_heads, num_heads + shape.num_kv_heads)
-        ),
-    )
+    heads, kv_heads = _part(shape.num_heads, rank, size), _kv_heads(shape, rank, size)
+    q_rows, kv_rows = _features(heads, shape), _features(kv_heads, shape)
     columns = _part(shape.intermediate_size, rank, size)
     qk_norm = layer.qk_norm
     if qk_norm is not None:
+        num_heads = shape.num_heads
         k_norm = qk_norm[num_heads + kv_heads.start : num_heads + kv_heads.stop]
         qk_norm = torch.cat((qk_norm[heads], k_norm))
-    qkv, bias = layer.qkv
-    return LayerTensors(
-        input_norm=layer.input_norm,
-        qkv=(_rows(qkv, *parts), None if bias is None else _rows(bias, *parts)),
+    mlp = layer.mlp
+    assert isinstance(mlp, MlpTensors), "check_split refuses experts"
+    return replace(
+        layer,
         qk_norm=qk_norm,
-        o=_columns(layer.o, parts[0], rank),
-        post_norm=layer.post_norm,
-        gate=_both_rows(layer.gate, columns),
-        up=_both_rows(layer.up, columns),
-        down=_columns(layer.down, columns, rank),
+        q=_both_rows(layer.q, q_rows),
+        k=_both_rows(layer.k, kv_rows),
+        v=_both_rows(layer.v, kv_rows),
+        o=_columns(layer.o, q_rows, rank),
+        mlp=MlpTensors(
+            gate=_both_rows(mlp.gate, columns),
+            up=_both_rows(mlp.up, columns),
+            down=_columns(mlp.down, columns, rank),
+        ),
     )
 
 
@@ -128,16 +132,16 @@ def _kv_heads(shape: DecoderShape, rank: int, size: int) -> slice:
     return slice(first, first + max(1, shape.num_kv_heads // size))
 
 
-def _rows(tensor: Tensor, *parts: slice) -> Tensor:
-    return torch.cat([tensor[part] for part in parts])
+def _features(heads: slice, shape: DecoderShape) -> slice:
+    return slice(heads.start * shape.head_dim, heads.stop * shape.head_dim)
 
 
 def _both_rows(both: WeightAndBias, part: slice) -> WeightAndBias:
     weight, bias = both
-    return weight[part].clone(), None if bias is None else bias[part].clone()
+    return dense(weight)[part].clone(), None if bias is None else bias[part].clone()
 
 
 def _columns(both: WeightAndBias, part: slice, rank: int) -> WeightAndBias:
     """The bias is added once, by rank 0."""
-    weight, bias = both
+    weight, bias = dense(both[0]), both[1]
     return weight[:, part].clone(memory_format=torch.contiguous_format), bias if rank == 0 else None

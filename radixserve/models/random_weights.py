@@ -60,6 +60,8 @@ class RandomWeights:
             part.copy_(drawn.mul_(self._std).add_(mean))
         return out
 
+    take_weight = take
+
 
 def _key(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()

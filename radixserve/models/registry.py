@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from radixserve.attention.choice import choose_backend
@@ -10,10 +12,13 @@ from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
-from radixserve.models.decoder_tensors import ARCHITECTURES, decoder_shape
+from radixserve.models.decoder_config import DecoderConfig
+from radixserve.models.decoder_shape import check_decoder, decoder_shape, unsupported_reason
 from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
-from radixserve.models.weights import architecture_of, choose_dtype
+from radixserve.models.weights import choose_dtype, transformers_config
+
+logger = logging.getLogger("radixserve")
 
 
 def load_model(
@@ -25,16 +30,38 @@ def load_model(
     naming the reason, InvalidRequest if its folder is broken or it cannot be split so.
     """
     dtype = choose_dtype(config.dtype, source.config, device)
-    is_native = architecture_of(source.config) in ARCHITECTURES
+    if config.model_impl == "native":
+        check_decoder(source.config)
+    is_native = config.model_impl != "transformers" and not unsupported_reason(source.config)
     asked = config.attention_backend
+    packs = config.weight_dtype != "auto"
+    if packs and not is_native:
+        raise ModelNotSupported(_refusal(config, "transformers' code"))
     if not is_native:  # its heads are known once it has run
         model = _load_other(source, dtype, device, ranks)
-        return model, choose_backend(asked, dtype, device, head_dim=model.info.head_dim)
-    dim = decoder_shape(source.config).head_dim
-    backend = choose_backend(asked, dtype, device, head_dim=dim)
+        dim, features = model.info.head_dim, frozenset(model.info.attention_features)
+        return model, choose_backend(asked, dtype, device, dim, features)
+    shape = decoder_shape(source.config)
+    if shape.max_positions < (longest := source.config.max_position_embeddings):
+        logger.warning(
+            "sequences are limited to %d of the model's %d positions: beyond them longrope changes "
+            "the keys of all tokens",
+            *(shape.max_positions, longest),
+        )
+    backend = choose_backend(asked, dtype, device, shape.head_dim, shape.feature_names)
     if backend == "cpu" and ranks is None:
-        return load_cpu_decoder(source, dtype), backend
+        return load_cpu_decoder(source, dtype, config.weight_dtype), backend
+    if packs:
+        where = "several ranks" if ranks is not None else f"the {backend} attention backend"
+        raise ModelNotSupported(_refusal(config, where))
     return load_decoder(source, dtype, device, ranks, config.max_seq_len), backend
+
+
+def _refusal(config: EngineConfig, where: str) -> str:
+    return (
+        f'weight_dtype="{config.weight_dtype}" needs the native decoder on the cpu attention '
+        f'backend; this model runs on {where}: "auto" is possible there'
+    )
 
 
 def _load_other(
@@ -42,10 +69,13 @@ def _load_other(
 ) -> LanguageModel:
     from radixserve.models.hf import load_transformers
 
-    if ranks is not None:
+    if ranks is not None or source.path is None or source.path.is_file():
+        check_decoder(source.config)
         raise ModelNotSupported(
-            f"{architecture_of(source.config)} cannot be split over several ranks; possible are "
-            f"{', '.join(ARCHITECTURES)}"
+            'model_impl="transformers" runs checkpoint folders, and not over several ranks; '
+            '"auto" and "native" can'
         )
-    assert source.path is not None, "sizes.py names native families only"
-    return load_transformers(source.path, source.config, dtype, device)
+    config = source.config
+    if isinstance(config, DecoderConfig):
+        config = transformers_config(source.path)
+    return load_transformers(source.path, config, dtype, device)

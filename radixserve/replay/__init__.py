@@ -3,6 +3,7 @@
 from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.caches import CacheSpec, ReplayResult, cross, parse_tokens
 from radixserve.replay.direct import replay_direct
+from radixserve.replay.document import study_document
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.reader import read_trace
 from radixserve.replay.scheduled import replay_scheduled
@@ -26,5 +27,6 @@ __all__ = [
     "read_trace",
     "replay_direct",
     "replay_scheduled",
+    "study_document",
     "study_trace",
 ]

@@ -149,18 +149,9 @@ class ReuseDistances:
     edges: Floats  # [k + 1] distances
     tokens: Floats  # [k] reused tokens with a distance in (edges[k], edges[k + 1]]
 
-    def share_within(self, distance: float) -> float:
-        """The share of reused tokens whose distance is at most that; linear between edges.
-
-        0.0 when nothing is reused.
-        """
-        total = self.tokens.sum()
-        reached = np.concatenate(([0.0], np.cumsum(self.tokens)))
-        return float(np.interp(distance, self.edges, reached) / total) if total else 0.0
-
 
 def reuse_distances(spans: Ints) -> ReuseDistances:
-    """The distribution in steps of an eighth of an octave."""
+    """The distribution of `reuse_spans` in steps of an eighth of an octave."""
     farthest = int((spans[:, 1] + spans[:, 2]).max(initial=1))
     steps = int(np.ceil(np.log2(farthest) * _PER_OCTAVE)) + 1
     edges = np.concatenate(([0.0], 2.0 ** (np.arange(steps + 1) / _PER_OCTAVE)))
@@ -174,26 +165,22 @@ def reuse_distances(spans: Ints) -> ReuseDistances:
 def reuse_spans(paths: PathTable) -> Ints:
     """[k, 3]: request, least distance less one, number of tokens with distances from there on.
 
-    Each row is a run of prompt tokens at distances least + 1, least + 2, ... O(log requests) for
-    each run of tokens last used together.
+    Each row is a run of prompt tokens at distances least + 1, least + 2, ... O(requests) in numpy
+    for each run of tokens last used together.
     """
     last = np.full(len(paths.lengths), -1, np.int64)  # by segment: the request that used it last
-    sums, total, spans = _PrefixSums(len(paths)), 0, []
+    held = np.zeros(len(paths), np.int64)  # by request: tokens that it used last
+    spans = []
     for request in range(len(paths)):
         path, usable = paths.path(request), int(paths.num_usable[request])
         lengths, before = paths.lengths[path], last[path]
-        moved = []
+        known = before >= 0
         for low, high in _equal_runs(before):
-            then, size = int(before[low]), int(lengths[low:high].sum())
-            if then >= 0:
-                moved.append((then, size))
-                count = int(lengths[low : min(high, usable)].sum())
-                if count:
-                    spans.append((request, total - sums.before(then + 1), count))
-        for then, size in moved:
-            sums.add(then, -size)
-        sums.add(request, int(lengths.sum()))
-        total += int(lengths.sum()) - sum(size for _, size in moved)
+            count = int(lengths[low : min(high, usable)].sum())
+            if known[low] and count:
+                spans.append((request, int(held[before[low] + 1 : request].sum()), count))
+        np.subtract.at(held, before[known], lengths[known])
+        held[request] = lengths.sum()
         last[path] = request
     return np.asarray(spans, np.int64).reshape(-1, 3)
 
@@ -202,23 +189,3 @@ def _equal_runs(values: Ints) -> list[tuple[int, int]]:
     """[low, high) of each run of equal neighbours."""
     cuts = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return list(pairwise(cuts))
-
-
-class _PrefixSums:
-    """Counters with sums over their first ones (a Fenwick tree): O(log n) to add and to sum."""
-
-    def __init__(self, size: int) -> None:
-        self._sums = [0] * (size + 1)
-
-    def add(self, at: int, value: int) -> None:
-        at += 1
-        while at < len(self._sums):
-            self._sums[at] += value
-            at += at & -at
-
-    def before(self, at: int) -> int:
-        total = 0
-        while at:
-            total += self._sums[at]
-            at -= at & -at
-        return total

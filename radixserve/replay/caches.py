@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
 from radixserve.checks import check_choice, check_int, shown
@@ -21,6 +20,7 @@ GIB = 1 << 30
 DEFAULT_KV_BYTES = 131_072  # Llama-3-8B in bfloat16: 2 x 32 layers x 8 heads x 128 x 2 bytes
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+SPARE_STATES = 64
 _MAX_PAGES = 2**31 - 1
 
 
@@ -29,7 +29,8 @@ class CacheSpec:
     """A cache to replay a trace through. InvalidRequest for names that no cache knows.
 
     `use_sessions`: each session of the trace is a session of the cache, open from its first
-    request to the end of its last one.
+    request to the end of its last one. `checkpoint_interval`: of a model with recurrent layers,
+    tokens from one kept state to the next; 0: of one without. `num_states` of them have room.
     """
 
     cache_tokens: int
@@ -37,6 +38,8 @@ class CacheSpec:
     page_size: int = 1
     index: str = "radix"
     use_sessions: bool = False
+    checkpoint_interval: int = 0
+    num_states: int = 0
 
     def __post_init__(self) -> None:
         check_choice("index", self.index, INDEXES)
@@ -48,6 +51,8 @@ class CacheSpec:
             )
         if self.index == "radix":
             RadixCache(1, 1, self.policy)  # refuses an unknown policy
+        if self.checkpoint_interval:
+            check_int("num_states", self.num_states, 1)
 
     @property
     def num_pages(self) -> int:
@@ -57,15 +62,23 @@ class CacheSpec:
     def label(self) -> str:
         """Its name in tables: "lru", "arc+sessions", "hash"."""
         name = self.policy if self.index == "radix" else self.index
+        name += "+states" if self.checkpoint_interval else ""
         return f"{name}+sessions" if self.use_sessions else name
 
     def make(self, clock: Callable[[], float]) -> PrefixCache:
         """An empty cache; `clock` gives the time (seconds) by which leases end."""
         if self.index == "radix":
-            return RadixCache(self.num_pages, self.page_size, self.policy, clock=clock)
+            return RadixCache(
+                self.num_pages,
+                self.page_size,
+                self.policy,
+                num_states=self.num_states,
+                checkpoint_interval=max(1, self.checkpoint_interval),
+                clock=clock,
+            )
         # The hash function changes the time of a replay, not its hits.
-        hash_name = "sha256" if find_spec("xxhash") is None else "xxh3"
-        return HashBlockCache(self.num_pages, self.page_size, hash_name=hash_name)
+        hash_algorithm = "sha256" if find_spec("xxhash") is None else "xxh3"
+        return HashBlockCache(self.num_pages, self.page_size, hash_algorithm=hash_algorithm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +125,31 @@ def cross(
     indexes: Sequence[str],
     *,
     use_sessions: bool,
+    checkpoint_interval: int = 0,
+    num_states: int | None = None,
 ) -> list[CacheSpec]:
     """Every combination that makes sense, by page size, then by policy, then by size.
 
     Hash caches have one policy, LRU, and ignore sessions. With `use_sessions` every radix cache
-    appears without sessions and with them.
+    appears without sessions and with them; with `checkpoint_interval` without states and with them,
+    by default SPARE_STATES and two for each interval of tokens.
     """
+
+    def states(size: int) -> int:
+        per_interval = 2 * (size // checkpoint_interval)
+        return SPARE_STATES + per_interval if num_states is None else num_states
+
     return [
-        CacheSpec(size, policy, page_size, index, has_sessions)
+        CacheSpec(size, policy, page_size, index, has_sessions, interval, count)
         for page_size in page_sizes
         for index in indexes
         for policy in (policies if index == "radix" else ("lru",))
         for has_sessions in ((False, True) if use_sessions and index == "radix" else (False,))
+        for interval in (
+            (0, checkpoint_interval) if checkpoint_interval and index == "radix" else (0,)
+        )
         for size in sizes
+        for count in ((states(size),) if interval else (0,))
     ]
 
 
@@ -157,32 +182,27 @@ def kv_bytes_per_token(path: str | os.PathLike[str]) -> int:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidRequest(f"{file}: not a JSON file: {error}") from None
-    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
-        config = {**config, **config["text_config"]}
     if not isinstance(config, dict):
         raise InvalidRequest(f"{file}: a model config must be a JSON object, got {shown(config)}")
+    text_config = config.get("text_config")
+    config |= text_config if isinstance(text_config, dict) else {}
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype = dtype.removeprefix("torch.")
     if dtype not in _DTYPE_BYTES:
         raise InvalidRequest(f"{file}: dtype must be one of {', '.join(_DTYPE_BYTES)}, got {dtype}")
-    size = _count(file, config, "num_hidden_layers", "n_layer") * _DTYPE_BYTES[dtype]
+
+    def count(*names: str) -> int:
+        """The first of these fields that is a positive integer."""
+        for value in map(config.get, names):
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        raise InvalidRequest(f"{file}: {' or '.join(names)} is missing or no positive number")
+
+    size = count("num_hidden_layers", "n_layer") * _DTYPE_BYTES[dtype]
     if config.get("kv_lora_rank"):
-        rank = _count(file, config, "kv_lora_rank")
-        return size * (rank + _count(file, config, "qk_rope_head_dim"))
-    heads = kv_heads = _count(file, config, "num_attention_heads", "n_head")
-    if config.get("num_key_value_heads"):
-        kv_heads = _count(file, config, "num_key_value_heads")
+        return size * (count("kv_lora_rank") + count("qk_rope_head_dim"))
+    heads = count("num_attention_heads", "n_head")
+    kv_heads = count("num_key_value_heads") if config.get("num_key_value_heads") else heads
     if config.get("head_dim"):
-        head_dim = _count(file, config, "head_dim")
-    else:
-        head_dim = _count(file, config, "hidden_size", "n_embd") // heads
-    return 2 * size * kv_heads * head_dim
-
-
-def _count(file: Path, config: dict[str, Any], *names: str) -> int:
-    """The first of these fields that is a positive integer."""
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    raise InvalidRequest(f"{file}: {' or '.join(names)} is missing or no positive number")
+        return 2 * size * kv_heads * count("head_dim")
+    return 2 * size * kv_heads * (count("hidden_size", "n_embd") // heads)

@@ -70,12 +70,15 @@ def _serve(cache: PrefixCache, request: TraceRequest, session: CacheSession | No
     try:
         cached = sequence.cached_len
         sequence.extend(prompt[cached:])
+        sequence.take_checkpoints(cached)
         sequence.commit(len(prompt))
         if len(kept) > len(prompt):
             sequence.extend(kept[len(prompt) :])
+            sequence.take_checkpoints(len(prompt))
             sequence.commit(len(kept))
     except OutOfPages:  # the copy of a page's head was one page too many
         return None
     finally:
+        cache.take_state_copies()
         sequence.release()
     return cached

@@ -32,48 +32,44 @@ class Line(NamedTuple):
         """An error that names file and line."""
         return InvalidRequest(f"{self.path}:{self.number}: {what}")
 
-    def list_error(self, name: str, what: str) -> InvalidRequest:
+    def wrong(self, name: str, what: str) -> InvalidRequest:
+        """An error for a field that is not what it must be."""
         return self.error(f'"{name}" must be {what}, got {shown(self.fields.get(name))}')
 
-    def number_at(self, name: str, *, least: float = 0.0) -> float | None:
-        """A finite number field; None when missing."""
+    def number_at(self, name: str) -> float | None:
+        """A number field in [0, 1e15); None when missing."""
         value = self.fields.get(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f'"{name}" must be a number, got {shown(value)}')
-        if not least <= value < 1e15:
-            raise self.error(f'"{name}" must be >= {least:g}, got {shown(value)}')
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.wrong(name, "a number")
+        if value is not None and not 0 <= value < 1e15:
+            raise self.wrong(name, ">= 0")
         return value
 
     def length_at(self, name: str) -> int | None:
         """A token count; None when missing."""
         value = self.number_at(name)
         if value is not None and (not isinstance(value, int) or value >= 2**31):
-            raise self.error(f'"{name}" must be a number of tokens, got {shown(value)}')
+            raise self.wrong(name, "a number of tokens")
         return value
 
     def text_at(self, name: str) -> str | None:
         """A string field, numbers as text; None when missing or null."""
         value = self.fields.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return str(value)
-        if value is not None and not isinstance(value, str):
-            raise self.error(f'"{name}" must be text, got {shown(value)}')
-        return value
+        if isinstance(value, bool) or not isinstance(value, int | str | None):
+            raise self.wrong(name, "text")
+        return None if value is None else str(value)
 
     def integers_at(self, name: str, *, width: int) -> Ints | None:
         """[n], or [n, width] for a width above 1: integers >= 0; None if the field is not so."""
-        given = self.fields.get(name)
-        shape: tuple[int, ...] = (-1,) if width == 1 else (-1, width)
+        given, row = self.fields.get(name), () if width == 1 else (width,)
+        if given == []:
+            return np.empty((0, *row), np.int64)
         try:
-            numbers = np.asarray(given if isinstance(given, list) else None)
+            numbers = np.asarray(given)
         except (ValueError, OverflowError, TypeError):
             return None
-        if not numbers.size and numbers.ndim == 1:
-            return np.empty(0, np.int64).reshape(shape)
-        is_good = numbers.dtype == np.int64 and numbers.shape[1:] == shape[1:] and numbers.ndim
-        return numbers if is_good and numbers.min() >= 0 else None
+        is_good = isinstance(given, list) and numbers.dtype == np.int64
+        return numbers if is_good and numbers.shape[1:] == row and numbers.min() >= 0 else None
 
 
 def read_lines(path: str) -> tuple[dict[str, Any], Iterator[Line]]:
@@ -98,7 +94,7 @@ def _requests(header: dict[str, Any], lines: Iterator[Line]) -> Iterator[Line]:
         if line.fields.get("kind") != LOG_KIND:
             yield line
         elif line.fields.get("block_size") != header.get("block_size"):
-            raise line.error("from here on the requests are recorded in another form")
+            raise line.error("from here on the requests are recorded in another format")
 
 
 def _objects(path: str) -> Iterator[Line]:

@@ -14,13 +14,14 @@ from collections.abc import Callable
 import numpy as np
 from sortedcontainers import SortedList
 
+from radixserve.arrays import IntArray
 from radixserve.output import RequestOutput
 from radixserve.replay.caches import CacheSpec, TraceClock
 from radixserve.replay.paths import PathTable
-from radixserve.replay.serving import ComputeLedger, RecordedDevice, ScheduledResult, Serving
+from radixserve.replay.serving import ComputeLedger, ScheduledResult, Serving
 from radixserve.replay.trace import Ints, Trace
 from radixserve.request import Request, SamplingParams
-from radixserve.schedule import SchedulerOutput
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest
 from radixserve.scheduler import Scheduler
 
 
@@ -66,19 +67,18 @@ class _Run:
             max_overtake=serving.max_overtake,
             clock=self._clock,
         )
-        self._device = RecordedDevice()
         self._ledger = ComputeLedger(trace, paths)
-        self._arrivals = trace.times * serving.time_scale  # [requests] seconds
         self._num_arrived = 0
+        self._arrivals = trace.times * serving.time_scale  # [requests] seconds
         self._predecessors = predecessors(trace, paths)
         self._held: dict[int, list[int]] = {}  # {predecessor: arrived requests that wait for it}
         self._has_ended = np.zeros(len(trace), np.bool_)
         self._hits = np.zeros(len(trace), np.int64)
+        self._sent_at = np.full(len(trace), np.nan)  # [requests] seconds
         self._ttft = np.full(len(trace), np.nan)
-        self._sent_at: dict[int, float] = {}
+        self._outputs: dict[str, IntArray] = {}  # recorded ones, of requests in the scheduler
         self._sent_as: dict[int, int] = {}  # {request: its place in the order of sending}
-        self._admitted: list[int] = []  # those places, in order of admission
-        self._is_admitted = np.zeros(len(trace), np.bool_)
+        self._admitted: dict[int, None] = {}  # requests in order of admission
         self._num_left = trace.session_sizes()  # requests of each session that have not ended
 
     def drain(self) -> None:
@@ -91,26 +91,31 @@ class _Run:
             schedule = scheduler.schedule()
             if schedule is None:
                 continue
-            self._note_rows(schedule)
+            for row in schedule.rows:
+                self._admitted.setdefault(int(row.request_id))
+                self._ledger.note(int(row.request_id), row.start, row.end)
             clock.now += self._serving.step.seconds(schedule)
-            for output in scheduler.update(schedule, self._device.answer(schedule)):
+            drawn = ModelRunnerOutput(tuple(self._draw(row) for row in schedule.rows), {})
+            for output in scheduler.update(schedule, drawn):
                 self._note_output(output)
 
     def result(self, seconds: float) -> ScheduledResult:
         self._cache.check()
         stats, ledger = self._scheduler.stats(), self._ledger
+        is_served = np.zeros(len(self._trace), np.bool_)
+        is_served[list(self._admitted)] = True
         return ScheduledResult(
             spec=self._spec,
             serving=self._serving,
             hits=self._hits,
-            is_served=self._is_admitted,
+            is_served=is_served,
             ttft_s=self._ttft,
             prompt_tokens=self._trace.prompt_tokens,
             computed_tokens=ledger.computed,
             needed_tokens=ledger.needed,
             repeated_tokens=ledger.repeated,
             compute_ratio=ledger.ratio,
-            max_overtaken=_max_overtaken(self._admitted),
+            max_overtaken=_max_overtaken([self._sent_as[index] for index in self._admitted]),
             preemptions=stats["preemptions"],
             steps=stats["steps"],
             span_s=self._clock.now,
@@ -119,16 +124,14 @@ class _Run:
         )
 
     def _take_arrivals(self) -> None:
-        while self._num_arrived < len(self._trace):
-            index = self._num_arrived
-            if self._arrivals[index] > self._clock.now:
-                return
-            self._num_arrived += 1
+        due = int(np.searchsorted(self._arrivals, self._clock.now, "right"))
+        for index in range(self._num_arrived, due):
             before = int(self._predecessors[index])
             if before < 0 or self._has_ended[before]:
                 self._send(index, float(self._arrivals[index]))
             else:
                 self._held.setdefault(before, []).append(index)
+        self._num_arrived = max(self._num_arrived, due)
 
     def _send(self, index: int, now: float) -> None:
         trace, name = self._trace, str(index)
@@ -142,7 +145,7 @@ class _Run:
         session = one.session if self._spec.use_sessions else None
         if session is not None:
             self._scheduler.open_session(session, self._lease_s)
-        self._device.expect(name, one.output)
+        self._outputs[name] = one.output
         self._scheduler.add(
             Request(
                 request_id=name,
@@ -155,13 +158,12 @@ class _Run:
             )
         )
 
-    def _note_rows(self, schedule: SchedulerOutput) -> None:
-        for row in schedule.rows:
-            index = int(row.request_id)
-            if not self._is_admitted[index]:
-                self._is_admitted[index] = True
-                self._admitted.append(self._sent_as[index])
-            self._ledger.note(index, row.start, row.end)
+    def _draw(self, row: ScheduledRequest) -> SampleOutput | None:
+        """The recorded token of a row, and token 0 after them."""
+        if row.sample is None:
+            return None
+        output, index = self._outputs[row.request_id], row.end - row.sample.num_prompt
+        return SampleOutput(int(output[index]) if index < len(output) else 0, None, ())
 
     def _note_output(self, output: RequestOutput) -> None:
         index = int(output.request_id)
@@ -169,7 +171,7 @@ class _Run:
             self._ttft[index] = self._clock.now - self._sent_at[index]
         if output.finish is not None:
             self._hits[index] = output.finish.usage.cached_tokens
-            self._device.forget(output.request_id)
+            del self._outputs[output.request_id]
             self._ledger.close(index)
             self._end(index)
 

@@ -1,19 +1,17 @@
-"""The parts of a scheduled replay: settings, a modelled device, the ledger, the result."""
+"""The parts of a scheduled replay: settings, the model of a step, the ledger, the result."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.arrays import IntArray
 from radixserve.checks import check_choice, check_float, check_int
 from radixserve.replay.caches import ReplayResult
 from radixserve.replay.paths import PathTable
 from radixserve.replay.trace import Floats, Trace
-from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
+from radixserve.schedule import SchedulerOutput
 
 ORDERS = ("lpm", "fcfs", "dfs-weight")
 
@@ -37,12 +35,11 @@ class StepModel:
             check_float(one.name, getattr(self, one.name), 0.0, 1e6)
 
     def seconds(self, schedule: SchedulerOutput) -> float:
-        num_read = sum(row.end for row in schedule.rows)
         return (
             self.fixed_s
             + self.prefill_token_s * schedule.num_prefill_tokens
             + self.decode_row_s * schedule.num_decode_tokens
-            + self.kv_token_s * num_read
+            + self.kv_token_s * sum(row.end for row in schedule.rows)
         )
 
 
@@ -82,44 +79,23 @@ class ScheduledResult(ReplayResult):
 
     def ttft_at(self, percentile: float) -> float:
         """nan when nothing was served."""
-        served = self.ttft_s[~np.isnan(self.ttft_s)]
-        return float(np.percentile(served, percentile)) if len(served) else math.nan
+        return float(np.percentile(self._served_ttft, percentile))
 
     @property
     def mean_ttft_s(self) -> float:
         """nan when nothing was served."""
+        return float(self._served_ttft.mean())
+
+    @property
+    def _served_ttft(self) -> Floats:
+        """[served requests]; [nan] without any."""
         served = self.ttft_s[~np.isnan(self.ttft_s)]
-        return float(served.mean()) if len(served) else math.nan
-
-
-class RecordedDevice:
-    """Answers a `SchedulerOutput` with the outputs that the trace has recorded, in no time."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[str, IntArray] = {}
-
-    def expect(self, request_id: str, output: IntArray) -> None:
-        """That request will draw these tokens, and token 0 after them."""
-        self._outputs[request_id] = output
-
-    def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        del self._outputs[request_id]
-
-    def answer(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        return ModelRunnerOutput(tuple(self._draw(row) for row in schedule.rows), {})
-
-    def _draw(self, row: ScheduledRequest) -> SampleOutput | None:
-        if row.sample is None:
-            return None
-        output, index = self._outputs[row.request_id], row.end - row.sample.num_prompt
-        return SampleOutput(int(output[index]) if index < len(output) else 0, None, ())
+        return served if len(served) else np.full(1, np.nan)
 
 
 @dataclass(slots=True)
 class _Entry:
     slots: NDArray[np.int32]  # [kept tokens] the number of each of a request's token prefixes
-    num_prompt: int
     reached: int = 0  # tokens that the request has computed or found so far
 
 
@@ -154,9 +130,9 @@ class ComputeLedger:
 
     def note(self, request: int, start: int, end: int) -> None:
         """A row has computed the tokens [start, end) of a request. O(end - start)."""
-        entry = self._entries.get(request)
-        if entry is None:
-            entry = self._entries[request] = self._open(request)
+        if request not in self._entries:
+            self._entries[request] = self._open(request)
+        entry = self._entries[request]
         slots = entry.slots[start:end]
         known = self._is_known[slots]
         num_known = int(np.count_nonzero(known))
@@ -164,7 +140,7 @@ class ComputeLedger:
         self.computed += end - start
         self.needed += end - start - num_known
         if num_known:
-            first_excused = max(entry.reached, entry.num_prompt - 1, start)
+            first_excused = max(entry.reached, int(self._num_prompt[request]) - 1, start)
             self.repeated += num_known - int(np.count_nonzero(known[first_excused - start :]))
         entry.reached = max(entry.reached, end)
 
@@ -177,4 +153,4 @@ class ComputeLedger:
         firsts, lengths = self._first_slot[path], self._paths.lengths[path]
         shifts = firsts - (np.cumsum(lengths) - lengths).astype(np.int32)
         slots = np.repeat(shifts, lengths) + np.arange(lengths.sum(), dtype=np.int32)
-        return _Entry(slots, int(self._num_prompt[request]))
+        return _Entry(slots)

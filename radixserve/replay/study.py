@@ -1,12 +1,10 @@
-"""`Study`: one trace through many caches, and the answers in its numbers."""
+"""`Study`: one trace through many caches."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +14,7 @@ from radixserve.replay.bounds import (
     reuse_distances,
     reuse_spans,
 )
-from radixserve.replay.caches import GIB, CacheSpec, ReplayResult
+from radixserve.replay.caches import CacheSpec, ReplayResult
 from radixserve.replay.direct import replay_direct
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.scheduled import replay_scheduled
@@ -27,7 +25,7 @@ from radixserve.replay.trace import Floats, Trace
 Watch = Callable[[str, int], AbstractContextManager[Callable[[], object]]]
 Kind = tuple[str, int]  # label and page size of a cache, without its size
 
-_CURVE_POINTS = 48  # of the clairvoyant bound over the cache size, for the picture
+_CURVE_POINTS = 48  # of the clairvoyant bound over the cache size, for the plot
 _SHARE_STEPS = 100
 
 
@@ -55,10 +53,6 @@ class Study:
     def bound_rate(self, cache_tokens: int) -> float:
         return self.bounds[cache_tokens] / self.trace.prompt_tokens
 
-    def lru_rate(self, cache_tokens: float) -> float:
-        """The hit rate of token-exact LRU by its reuse distances, if every request fits."""
-        return self.reuse.share_within(cache_tokens) * self.ideal_rate
-
     def reusable_shares(self) -> Floats:
         """[101] percentiles over the requests of: reusable part of the prompt, 0.0 to 1.0."""
         shares = self.paths.reusable / self.trace.num_prompt
@@ -67,17 +61,16 @@ class Study:
     def bound_curve(self, low: float, high: float) -> tuple[Floats, Floats]:
         """Cache sizes between the two, evenly on a log scale, and the clairvoyant hit rates."""
         sizes = np.unique(np.geomspace(low, high, _CURVE_POINTS).round())
-        hits = [
-            clairvoyant_hits(self.paths, self.trace.num_kept, int(size)).sum() for size in sizes
-        ]
+        kept = self.trace.num_kept
+        hits = [clairvoyant_hits(self.paths, kept, int(size)).sum() for size in sizes]
         return sizes, np.asarray(hits) / self.trace.prompt_tokens
 
     def by_kind(self) -> dict[Kind, dict[int, ReplayResult]]:
         """The direct replays by kind of cache, then by size."""
-        kinds: dict[Kind, dict[int, ReplayResult]] = defaultdict(dict)
+        kinds: dict[Kind, dict[int, ReplayResult]] = {}
         for result in self.direct:
             spec = result.spec
-            kinds[spec.label, spec.page_size][spec.cache_tokens] = result
+            kinds.setdefault((spec.label, spec.page_size), {})[spec.cache_tokens] = result
         return kinds
 
 
@@ -127,96 +120,3 @@ def _rounded_up(size: float) -> int:
 
 def _title(spec: CacheSpec) -> str:
     return f"{spec.label}, page {spec.page_size}, {spec.cache_tokens:,} tokens"
-
-
-# -- answers --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """The tokens that more memory saves with one kind of cache."""
-
-    label: str
-    page_size: int
-    from_tokens: int
-    to_tokens: int
-    gib: float  # added
-    hit_tokens: int  # gained over the whole trace
-
-    @property
-    def tokens_per_gib(self) -> float:
-        return self.hit_tokens / self.gib
-
-
-@dataclass(frozen=True, slots=True)
-class PageLoss:
-    """The hits that pages or blocks lose against the same policy at page size 1."""
-
-    label: str
-    page_size: int
-    cache_tokens: int
-    hit_tokens: int  # fewer; negative: more
-    rate: float  # difference of the hit rates; 0.01 is a point
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """The best cache of one size, and its distance from the bound. Rates are 0.0 to 1.0."""
-
-    cache_tokens: int
-    label: str
-    page_size: int
-    hit_rate: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        return self.bound - self.hit_rate
-
-
-def next_gigabyte(study: Study, bytes_per_token: int) -> list[Gain]:
-    """For each cache, between each two neighbouring sizes; and for the clairvoyant bound."""
-    hits: dict[Kind, dict[int, int]] = {
-        kind: {size: result.hit_tokens for size, result in by_size.items()}
-        for kind, by_size in study.by_kind().items()
-    }
-    hits["clairvoyant", 1] = study.bounds
-    return [
-        Gain(*kind, low, high, (high - low) * bytes_per_token / GIB, by_size[high] - by_size[low])
-        for kind, by_size in hits.items()
-        for low, high in pairwise(sorted(by_size))
-    ]
-
-
-def page_losses(study: Study) -> list[PageLoss]:
-    """Against page size 1 of the same policy (a hash cache: LRU); empty without that size."""
-    found = {result.spec: result for result in study.direct}
-    losses = []
-    for spec, result in found.items():
-        exact = CacheSpec(spec.cache_tokens, spec.policy, use_sessions=spec.use_sessions)
-        if exact in found and exact != spec:
-            lost = found[exact].hit_tokens - result.hit_tokens
-            rate = lost / study.trace.prompt_tokens
-            losses.append(PageLoss(spec.label, spec.page_size, spec.cache_tokens, lost, rate))
-    return losses
-
-
-def best_fits(study: Study) -> list[Fit]:
-    """The cache with most hits at each size; the first one among equals."""
-    fits = []
-    for size in sorted(study.bounds):
-        results = [result for result in study.direct if result.spec.cache_tokens == size]
-        best = max(results, key=lambda result: result.hit_tokens)
-        bound = study.bound_rate(size)
-        fits.append(Fit(size, best.spec.label, best.spec.page_size, best.hit_rate, bound))
-    return fits
-
-
-def mean_gaps(study: Study) -> dict[Kind, float]:
-    """By kind of cache: the mean distance to the bound over all sizes, smallest first."""
-    gaps = {
-        kind: sum(study.bound_rate(size) - one.hit_rate for size, one in by_size.items())
-        / len(by_size)
-        for kind, by_size in study.by_kind().items()
-    }
-    return dict(sorted(gaps.items(), key=lambda item: item[1]))

@@ -82,48 +82,51 @@ class PackedTokens:
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
         self._index: dict[bytes, int] = {}
-        self._rows: list[array[int]] = []
-        self._tails: list[bytes] = []
-        self._num_prompt = array("q")
+        self._sequences: list[tuple[array[int], bytes, int]] = []  # blocks, rest, prompt's length
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._sequences)
 
-    def add(self, prompt: IntArray, output: IntArray) -> None:
-        """O(tokens)."""
+    def add(self, prompt: IntArray, output: IntArray) -> tuple[int, int]:
+        """Returns both lengths. O(tokens)."""
         data = np.concatenate((prompt, output)).tobytes()
         whole = len(data) - len(data) % _PACKED_BYTES
         rows = array("i")
         for at in range(0, whole, _PACKED_BYTES):
             block = data[at : at + _PACKED_BYTES]
-            row = self._index.get(block)
-            if row is None:
-                row = self._index[block] = len(self._blocks)
+            row = self._index.setdefault(block, len(self._blocks))
+            if row == len(self._blocks):
                 self._blocks.append(block)
             rows.append(row)
-        self._rows.append(rows)
-        self._tails.append(data[whole:])
-        self._num_prompt.append(len(prompt))
+        self._sequences.append((rows, data[whole:], len(prompt)))
+        return len(prompt), len(output)
+
+    def reordered(self, order: Ints) -> PackedTokens:
+        """Those sequences, in that order; shares the blocks."""
+        other = PackedTokens()
+        other._blocks, other._index = self._blocks, self._index
+        other._sequences = [self._sequences[at] for at in order]
+        return other
 
     def tokens(self, index: int) -> tuple[IntArray, IntArray]:
         """Prompt and output. O(tokens), a copy at memory speed."""
-        parts = [self._blocks[row] for row in self._rows[index]]
-        ids = np.frombuffer(b"".join([*parts, self._tails[index]]), np.int32)
-        count = self._num_prompt[index]
-        return ids[:count], ids[count:]
+        rows, tail, num_prompt = self._sequences[index]
+        parts = [self._blocks[row] for row in rows]
+        ids = np.frombuffer(b"".join([*parts, tail]), np.int32)
+        return ids[:num_prompt], ids[num_prompt:]
 
 
 class HashTokens:
     """The distinct blocks as one matrix; a prompt is a selection of its rows.
 
-    Memory: 4 bytes a token of a distinct block and 16 bytes a run of consecutive ids. Making a
-    prompt costs a copy at memory speed.
+    Memory: 4 bytes a token of a distinct block and a block of a request. Making a prompt costs a
+    copy at memory speed.
     """
 
     def __init__(
         self,
         block_size: int,
-        runs: list[Ints],  # by request: [k, 2] first id and count
+        ids: list[Ints],  # by request: [blocks]
         num_prompt: Ints,  # [requests] tokens
         num_output: Ints,  # [requests] tokens
         *,
@@ -131,62 +134,57 @@ class HashTokens:
     ) -> None:
         self._size = block_size
         self._num_prompt, self._num_output = num_prompt, num_output
-        firsts, counts = _merged(runs)
-        starts = np.cumsum(counts) - counts  # the row of each merged run's first id
-        self._num_rows = int(counts.sum())
-        self._matrix = block_matrix(_expanded(np.stack((firsts, counts), 1)), block_size)
-        self._runs = [_as_rows(one, firsts, starts) for one in runs]
-        self._continuations = self._find_continuations() if stitch else {}
+        distinct = np.unique(np.concatenate([*ids, np.empty(0, np.int64)]))
+        self._matrix = block_matrix(distinct, block_size)
+        self._rows: list[IntArray] = [
+            np.searchsorted(distinct, one).astype(np.int32) for one in ids
+        ]
+        # By request: the later one that continues it, and the first block after its own full ones.
+        self._continued: dict[int, tuple[int, int]] = self._find_continued() if stitch else {}
 
     def tokens(self, index: int) -> tuple[IntArray, IntArray]:
         """Prompt and output. O(their tokens)."""
-        rows, num_whole = self._rows_of(index)
+        rows, num_whole = self._rows[index], self._num_whole(index)
         num_output = int(self._num_output[index])
         tail_len = int(self._num_prompt[index]) - num_whole * self._size
         body = self._matrix[rows[:num_whole]].reshape(-1)
-        if index in self._continuations:
-            after = self._continuation_tokens(index, tail_len + num_output)
+        if index in self._continued:
+            after = self._tokens_after(*self._continued[index], index, tail_len + num_output)
             return np.concatenate((body, after[:tail_len])), after[tail_len:]
         output = block_tokens(PRIVATE_OUTPUT + index, num_output)
-        if not tail_len:
-            return body, output
         if num_whole < len(rows):
             tail = self._matrix[rows[num_whole]][:tail_len]
         else:
             tail = block_tokens(PRIVATE_TAIL + index, tail_len)
         return np.concatenate((body, tail)), output
 
-    def continued_by(self) -> dict[int, int]:
-        """{request: the later request that continues it}, as far as stitching found out."""
-        return {index: later for index, (later, _) in self._continuations.items()}
+    def inferred_sessions(self) -> list[str | None]:
+        """Requests that continue each other are a session, named after the first one."""
+        sessions: list[str | None] = [f"#{index}" for index in range(len(self._rows))]
+        for index in range(len(sessions)):
+            if index in self._continued:
+                sessions[self._continued[index][0]] = sessions[index]
+        return sessions
 
-    def _rows_of(self, index: int) -> tuple[Ints, int]:
-        """[blocks] matrix rows of a request's blocks; the number of full blocks in its prompt."""
-        rows = _expanded(self._runs[index])
-        return rows, min(int(self._num_prompt[index]) // self._size, len(rows))
+    def _num_whole(self, index: int) -> int:
+        """Full blocks in a request's prompt."""
+        return min(int(self._num_prompt[index]) // self._size, len(self._rows[index]))
 
-    def _continuation_tokens(self, index: int, count: int) -> IntArray:
-        """[count] the tokens after a request's full blocks, from the request that continues it."""
-        later, first = self._continuations[index]
-        rows, num_whole = self._rows_of(later)
-        last = min(num_whole, first - (-count // self._size))
-        known = self._matrix[rows[first:last]].reshape(-1)[:count]
-        missing = count - len(known)
-        if not missing:
-            return known
-        return np.concatenate((known, block_tokens(PRIVATE_FOLLOW + index, missing)))
+    def _tokens_after(self, later: int, first: int, index: int, count: int) -> IntArray:
+        """[count] the tokens of request `later` from its block `first` on; private ones follow."""
+        last = min(self._num_whole(later), first - (-count // self._size))
+        known = self._matrix[self._rows[later][first:last]].reshape(-1)[:count]
+        private = block_tokens(PRIVATE_FOLLOW + index, count - len(known))
+        return np.concatenate((known, private))
 
-    def _find_continuations(self) -> dict[int, tuple[int, int]]:
-        """{request: (the later request, its first block after this one's)}.
-
-        A request continues an earlier one if it contains and extends that one's last full block,
-        and that block was new in the earlier one. O(blocks of all requests).
-        """
-        first_user = np.full(self._num_rows, -1, np.int64)
-        open_end = np.full(self._num_rows, -1, np.int64)  # by last block: request not yet continued
+    def _find_continued(self) -> dict[int, tuple[int, int]]:
+        """A request continues an earlier one if it contains and extends that one's last full block,
+        and that block was new in the earlier one. O(blocks of all requests)."""
+        first_user = np.full(len(self._matrix), -1, np.int64)
+        open_end = np.full(len(self._matrix), -1, np.int64)  # by last block: request not continued
         found: dict[int, tuple[int, int]] = {}
-        for index in range(len(self._runs)):
-            rows, num_whole = self._rows_of(index)
+        for index, rows in enumerate(self._rows):
+            num_whole = self._num_whole(index)
             for at in np.flatnonzero(open_end[rows[:-1]] >= 0).tolist():
                 found[int(open_end[rows[at]])] = (index, at + 1)
                 open_end[rows[at]] = -1
@@ -194,35 +192,3 @@ class HashTokens:
             if num_whole and first_user[rows[num_whole - 1]] == index:
                 open_end[rows[num_whole - 1]] = index
         return found
-
-
-def runs_of(ids: Ints) -> Ints:
-    """[k, 2]: a list of ids as first ids and counts of runs of consecutive ids."""
-    if not len(ids):
-        return np.empty((0, 2), np.int64)
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
-    return np.stack((ids[starts], np.diff(starts, append=len(ids))), 1)
-
-
-def _merged(runs: list[Ints]) -> tuple[Ints, Ints]:
-    """The union of all runs as disjoint ones: first ids, ascending, and counts."""
-    every = np.unique(np.concatenate([*runs, np.empty((0, 2), np.int64)]), axis=0)
-    ends = np.maximum.accumulate(every[:, 0] + every[:, 1])
-    first_of = np.flatnonzero(every[:, 0] > np.append(-1, ends)[:-1])
-    lasts = np.append(first_of, len(every))[1:] - 1
-    return every[first_of, 0], ends[lasts] - every[first_of, 0]
-
-
-def _as_rows(runs: Ints, firsts: Ints, starts: Ints) -> Ints:
-    """The same runs in rows of the matrix instead of ids."""
-    at = np.searchsorted(firsts, runs[:, 0], "right") - 1
-    return np.stack((starts[at] + runs[:, 0] - firsts[at], runs[:, 1]), 1)
-
-
-def _expanded(runs: Ints) -> Ints:
-    """[n]: every number in the runs, in order."""
-    if len(runs) == 1:
-        return np.arange(runs[0, 0], runs[0, 0] + runs[0, 1])
-    counts = runs[:, 1]
-    shifts = runs[:, 0] - (np.cumsum(counts) - counts)
-    return np.repeat(shifts, counts) + np.arange(counts.sum())

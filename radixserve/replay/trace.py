@@ -21,7 +21,7 @@ class TokenSource(Protocol):
     """Makes a request's tokens. `HashTokens` and `PackedTokens` are the two."""
 
     def tokens(self, index: int) -> tuple[IntArray, IntArray]:
-        """Prompt and output of the request that was read as number `index`, from 0."""
+        """Prompt and output of a request of the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,6 @@ class Trace:
 
     name: str
     source: TokenSource
-    order: Ints  # [requests] the source's number of each
     times: Floats  # [requests] seconds since the first one
     sessions: Sequence[str | None]
     namespaces: Sequence[str]
@@ -59,15 +58,15 @@ class Trace:
     sessions_inferred: bool = False  # from which request continues which, not from the file
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.times)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return (self.request(index) for index in range(len(self)))
 
     def request(self, index: int) -> TraceRequest:
         """O(its tokens)."""
-        tokens = self.source.tokens(int(self.order[index]))
         time, session = float(self.times[index]), self.sessions[index]
+        tokens = self.source.tokens(index)
         return TraceRequest(index, time, session, self.namespaces[index], *tokens)
 
     @property

@@ -67,9 +67,13 @@ class ModelRunner(ABC):
     model_path: Path | None  # a folder or a GGUF file; None: random weights
     info: ModelInfo
     num_pages: int
+    num_states: int = 0  # recurrent states, of a model with such layers
     overlap_depth: int  # steps that may be in flight when the next one is launched: 0 or 1
     backend_name: str
     resolved_config: ResolvedConfig
+    # Called in `launch` or `collect` when the host is about to wait for the device, or to compute
+    # without Python's lock: other threads may run.
+    before_wait: Callable[[], None] | None = None
 
     @abstractmethod
     def launch(self, schedule: SchedulerOutput) -> Any:
@@ -84,6 +88,10 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def memory_plan(self) -> MemoryPlan: ...
+
+    def note_wait(self) -> None:
+        if self.before_wait is not None:
+            self.before_wait()
 
     def close(self) -> None:
         """End the processes that the runner started. Can be called again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
+from radixserve.runner.grammar_masks import StepMasks, begin_masks
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.recurrent_states import RecurrentStates, choose_num_states
 from radixserve.runner.sampler import sample, score, with_scores
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
@@ -37,8 +40,12 @@ class CpuModelRunner(SingleDeviceRunner):
         if tp_group is not None:
             num_pages = tp_group.agree(num_pages)
         self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
+        self.num_states = choose_num_states(config, self.info, num_pages)
+        self._states = RecurrentStates(self.info, self.num_states, self._device)
         self.backend = make_backend(
-            parts.backend_name, self.pool.kv, self.info.num_heads, shares=config.cascade_attention
+            *(parts.backend_name, self.pool.kv, self.info.num_heads),
+            shares=config.cascade_attention,
+            is_exact=self.info.is_quantized,  # rounded to 8 bits, a last bit may become a step
         )
         self._describe()
 
@@ -46,19 +53,27 @@ class CpuModelRunner(SingleDeviceRunner):
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Copy page prefixes, run every row through the model in one forward, draw the tokens.
 
-        Where it raises ValueError the page prefixes were copied.
+        Where it raises ValueError the page prefixes and states were copied.
         """
         began = time.perf_counter()
         self.pool.copy_page_prefixes(schedule.cow_copies)
+        self._states.copy(schedule.state_copies)
         if not schedule.rows:
             return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         batch = inputs.to_device(self._device)
+        if self.num_states:
+            batch = replace(batch, recurrent=self._states.of_rows(schedule.rows))
         self.backend.plan(batch)
+        self.note_wait()
         prepared = time.perf_counter()
+        specs = [row.sample for row in inputs.requests if row.sample is not None]
+        begun = begin_masks(specs, self.info.vocab_size)
         logits = self.model.forward(batch, self.backend)  # [S, V]
         computed = time.perf_counter()
-        outputs = _sample_rows(logits, inputs) if self._draws else (None,) * len(schedule.rows)
+        outputs = (
+            _sample_rows(logits, inputs, begun) if self._draws else (None,) * len(schedule.rows)
+        )
         seconds = {
             "prepare": prepared - began,
             "forward": computed - prepared,
@@ -70,12 +85,14 @@ class CpuModelRunner(SingleDeviceRunner):
         return pending
 
 
-def _sample_rows(logits: Tensor, inputs: InputBatch) -> tuple[SampleOutput | None, ...]:
+def _sample_rows(
+    logits: Tensor, inputs: InputBatch, begun: StepMasks | None
+) -> tuple[SampleOutput | None, ...]:
     """A token or scores for each row that asks for them."""
     rows = inputs.requests
     specs = [row.sample for row in rows if row.sample is not None]
     if len(specs) == len(logits):
-        outputs = sample(logits, specs)
+        outputs = sample(logits, specs, begun)
         if len(outputs) == len(rows):
             return tuple(outputs)
         drawn = iter(outputs)
@@ -83,7 +100,7 @@ def _sample_rows(logits: Tensor, inputs: InputBatch) -> tuple[SampleOutput | Non
     first, counts = inputs.logit_ranges()
     last = (first + counts - 1).tolist()
     sources = [at for at, row in zip(last, rows, strict=True) if row.sample is not None]
-    drawn = iter(sample(logits[sources], specs))
+    drawn = iter(sample(logits[sources], specs, begun))
     answers: list[SampleOutput | None] = []
     for row, begin in zip(rows, first.tolist(), strict=True):
         output = None if row.sample is None else next(drawn)

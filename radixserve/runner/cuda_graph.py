@@ -101,7 +101,7 @@ def capture_decode_steps(
         batch, out = uploader.upload_padding(size), logits[:size]
         backends, replays = [], []
         for num_levels in range(2 if shares else 1):
-            graph_backend = backend.capture_backend(size, max_pages(size), num_levels)
+            graph_backend = backend.make_graph_backend(size, max_pages(size), num_levels)
             graph_backend.plan(batch)
             backends.append(graph_backend)
             run = _forward_into(out, model, batch, graph_backend)
@@ -139,7 +139,7 @@ class GraphCapturer:
         self._side = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
         """Returns a function that repeats `run` over the same tensors."""
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)

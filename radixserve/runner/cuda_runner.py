@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,13 +19,14 @@ from torch import Tensor
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
-from radixserve.errors import ModelNotSupported
+from radixserve.errors import EngineDead, ModelNotSupported
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
 from radixserve.runner.cuda_graph import DecodeGraphs, capture_decode_steps, capture_sizes
 from radixserve.runner.device import choose_device
 from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
+from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import prepare_inputs
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
 from radixserve.runner.profile_run import (
@@ -36,10 +39,10 @@ from radixserve.runner.profile_run import (
     profile_schedules,
     reset_peak,
 )
-from radixserve.runner.sample_plan import SamplePlan, plan_samples
+from radixserve.runner.sample_plan import SamplePlan, begin_device_masks, plan_samples
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue
-from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
 from radixserve_kernels import gpu_ops
 
 logger = logging.getLogger("radixserve")
@@ -47,12 +50,24 @@ logger = logging.getLogger("radixserve")
 GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a row: 64 MiB
 
 
+@dataclass(frozen=True, slots=True)
+class LateSample:
+    """Draws that are not queued yet: masks may need tokens that the host does not know."""
+
+    plan: SamplePlan
+    logits: Tensor
+    device_tensors: dict[str, Tensor]
+    in_graph_buffer: bool
+
+
 @dataclass(slots=True)
 class PendingStep:
     """A queued step. Collect it once."""
 
-    sample: PendingSample | None  # None: nothing is drawn here
+    sample: PendingSample | None  # None: nothing is drawn here, or not yet
     num_outputs: int
+    late: LateSample | None = None  # what is left to queue, once the step before is collected
+    error: Exception | None = None  # of queueing that: `collect` raises it
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prepare", "forward", "sample"), 0.0)
     )
@@ -84,12 +99,18 @@ class CudaModelRunner(SingleDeviceRunner):
             if config.attention_backend == "auto":
                 to_load = replace(config, attention_backend="triton")
         parts = load_on_device(model_path, to_load, device, tp_group)
+        if parts.model.info.states:
+            raise ModelNotSupported(
+                f"{parts.model.info.architecture} has recurrent layers, whose states are kept on "
+                'the CPU only: set device="cpu"'
+            )
         super().__init__(parts, config)
         self._tp_group, self._draws = tp_group, tp_group is None or tp_group.rank == 0
         self._queue = DeviceQueue(device) if queue is None else queue
         self._graphs = DecodeGraphs()
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the last step
         self._is_known = np.zeros(0, bool)  # which of them the device has
+        self._late: PendingStep | None = None  # the last step, while its draws are not queued
         with self._queue.active():
             self._start(parts.backend_name)
         self._describe(self._graphs.sizes)
@@ -100,10 +121,12 @@ class CudaModelRunner(SingleDeviceRunner):
     def launch(self, schedule: SchedulerOutput) -> PendingStep:
         """Queue a step: page prefixes are copied, all rows go through the model, tokens are drawn.
 
-        A row's `future_index` means an output of the schedule launched before.
+        A row's `future_index` means an output of the schedule launched before. Raises EngineDead,
+        as `collect` does, once the device is out of order.
         """
         began = time.perf_counter()
-        with self._queue.active():
+        with self._queue.active(), self._checked():
+            self._sample_late(None)
             if schedule.rows:
                 return self._launch(schedule, began)
             if len(schedule.cow_copies):
@@ -113,17 +136,37 @@ class CudaModelRunner(SingleDeviceRunner):
 
     @torch.inference_mode()
     def collect(self, pending: PendingStep) -> ModelRunnerOutput:
-        """Wait for a launched step and read what it drew."""
+        """Wait for a launched step and read what it drew; then queue the draws of the step after it
+        that wait for these tokens."""
+        with self._queue.active(), self._checked():
+            if pending is self._late:
+                self._sample_late(None)
+            if pending.error is not None:
+                raise pending.error
         if pending.sample is None:
             return ModelRunnerOutput((None,) * pending.num_outputs, pending.seconds)
+        self.note_wait()
         began = time.perf_counter()
-        with self._queue.active():
+        with self._queue.active(), self._checked():
             pending.sample.transfer.event.wait()
             arrived = time.perf_counter()
             outputs = self._sampler.collect(pending.sample)
+            self._sample_late(outputs)
         pending.seconds["forward"] += arrived - began
         pending.seconds["sample"] += time.perf_counter() - arrived
         return ModelRunnerOutput(outputs, pending.seconds)
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """An error that the device does not survive becomes EngineDead. With several ranks each one
+        does, see TPModelRunner, and to wait for a collective that a rank left could take forever.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._tp_group is None:
+                self._queue.check_alive(error)
+            raise
 
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
@@ -135,6 +178,9 @@ class CudaModelRunner(SingleDeviceRunner):
         if self._draws:
             plan = plan_samples(inputs, self.info.vocab_size)
         extra = {} if plan is None else self._sampler.plan(plan, schedule.rows)
+        masks = None
+        if plan is not None and plan.has_grammar and not plan.awaits_tokens:
+            masks = begin_device_masks(plan, self.info.vocab_size)
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
         batch, device_tensors = self._uploader.upload(
@@ -152,36 +198,57 @@ class CudaModelRunner(SingleDeviceRunner):
             logits = replay()
         inputs.host.release()
         computed = time.perf_counter()
-        pending = self._sample(schedule, plan, logits, device_tensors, graph is not None)
+        if plan is None:
+            pending = self._receive_tokens(len(schedule.rows))
+        else:
+            pending = PendingStep(None, plan.num_outputs)
+            late = LateSample(plan, logits, device_tensors, graph is not None)
+            if plan.awaits_tokens:
+                pending.late, self._late = late, pending
+            else:
+                pending.sample = self._queue_draws(late, masks)
         pending.seconds["prepare"] = prepared - began
         pending.seconds["forward"] = computed - prepared
         pending.seconds["sample"] = time.perf_counter() - computed
         return pending
 
-    def _sample(
-        self,
-        schedule: SchedulerOutput,
-        plan: SamplePlan | None,
-        logits: Tensor,
-        device_tensors: dict[str, Tensor],
-        in_graph_buffer: bool,
-    ) -> PendingStep:
-        num_rows = len(schedule.rows)
-        if plan is None:  # rank 0 draws
-            assert self._tp_group is not None
-            self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
-            self._is_known = np.ones(num_rows, bool)
-            self._tp_group.broadcast(self._tokens)
-            return PendingStep(None, num_rows)
+    def _receive_tokens(self, num_rows: int) -> PendingStep:
+        """Of a rank that does not draw."""
+        assert self._tp_group is not None
+        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        self._is_known = np.ones(num_rows, bool)
+        self._tp_group.broadcast(self._tokens)
+        return PendingStep(None, num_rows)
+
+    def _sample_late(self, previous: Sequence[SampleOutput | None] | None) -> None:
+        """Queue the draws that were left, if there are any. previous: the outputs of the step
+        before; None where it failed, and its requests with it."""
+        pending, self._late = self._late, None
+        if pending is not None:
+            assert pending.late is not None
+            began = time.perf_counter()
+            try:
+                masks = begin_device_masks(pending.late.plan, self.info.vocab_size, previous)
+                pending.sample = self._queue_draws(pending.late, masks)
+            except Exception as error:  # of that step, not of the one that is collected now
+                pending.error = error
+                self._is_known = np.zeros(pending.num_outputs, bool)
+            pending.late = None
+            pending.seconds["sample"] += time.perf_counter() - began
+
+    def _queue_draws(self, draws: LateSample, masks: StepMasks | None) -> PendingSample:
+        plan = draws.plan
         sample = self._sampler.launch(
-            logits, plan, device_tensors, self._tokens, in_graph_buffer=in_graph_buffer
+            *(draws.logits, plan, draws.device_tensors, self._tokens),
+            in_graph_buffer=draws.in_graph_buffer,
+            masks=None if masks is None else masks.get(),
         )
         self._tokens = sample.tokens
         if self._tp_group is not None:
-            self._tp_group.broadcast(self._tokens[:num_rows])
+            self._tp_group.broadcast(self._tokens[: plan.num_outputs])
         self._is_known = np.zeros(plan.num_outputs, bool)
         self._is_known[plan.outputs] = True
-        return PendingStep(sample, plan.num_outputs)
+        return sample
 
     # -- start: profile run, pool, graphs ---------------------------------------------------------
 
@@ -213,7 +280,7 @@ class CudaModelRunner(SingleDeviceRunner):
                 self._uploader,
                 sizes,
                 lambda rows: min(rows * row_pages, max(4 * num_pages, GRAPH_PAGES) + rows),
-                shares=config.cascade_attention,
+                shares=self._shares,
             )
             logger.info("decode steps captured in %.1f s", time.perf_counter() - began)
 
@@ -229,16 +296,32 @@ class CudaModelRunner(SingleDeviceRunner):
         self, backend_name: str, longest: int, sizes: tuple[int, ...]
     ) -> tuple[MemoryUse, str]:
         """Run the profile schedules over a pool of their own, which goes; what they needed, and the
-        backend's name. longest: most tokens of a row. sizes: of the graphs to come."""
+        backend's name: where the settings left the choice open and FlashInfer's kernels cannot be
+        had or fail, Triton's, which brings its compiler along.
+
+        longest: most tokens of a row. sizes: of the graphs to come.
+        """
         logger.info("warming up on %s: kernels are compiled when they first run", self._device)
         began, config = time.perf_counter(), self._config
         reset_peak(self._device)
         limits = config.chunked_prefill_size, config.max_running_requests
         num_pages = num_profile_pages(*limits, config.page_size)
         self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
-        self.backend = self._first_ready(backend_name)
-        for schedule in profile_schedules(*limits, longest, config.page_size):
-            self.collect(self.launch(schedule))
+        try:
+            self.backend = self._make_backend(backend_name)
+            self.backend.prepare(frozenset(self.info.attention_features))
+            for schedule in profile_schedules(*limits, longest, config.page_size):
+                self.collect(self.launch(schedule))
+            is_ready = True
+        except Exception as reason:
+            is_open = config.attention_backend == "auto" and backend_name == "flashinfer"
+            if not is_open or isinstance(reason, EngineDead | torch.OutOfMemoryError):
+                raise
+            logger.warning("%s: the next backend is tried", reason)
+            is_ready = False
+        if not is_ready:  # the error, which holds the pool, is gone by now
+            self._release_pool()
+            return self._profile_run("triton", longest, sizes)
         pool_bytes, backend_name = self.pool.num_bytes, self.backend.name
         self._release_pool()
         logger.info("warmed up in %.1f s", time.perf_counter() - began)
@@ -247,21 +330,14 @@ class CudaModelRunner(SingleDeviceRunner):
 
     def _release_pool(self) -> None:
         """Hold no pool: its memory is free for another one."""
-        del self.pool, self.backend
-
-    def _first_ready(self, name: str) -> AttentionBackend:
-        """The backend of that name, prepared; where the settings left the choice open and its
-        kernels cannot be had, Triton's, which brings its compiler along."""
-        backend = self._make_backend(name)
-        try:
-            backend.prepare()
-        except ModelNotSupported as reason:
-            if self._config.attention_backend != "auto" or name != "flashinfer":
-                raise
-            logger.warning("%s: the next backend is tried", reason)
-            return self._first_ready("triton")
-        return backend
+        del self.pool
+        self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:
-        shares = self._config.cascade_attention
-        return make_backend(name, self.pool.kv, self.info.num_heads, shares=shares)
+        return make_backend(name, self.pool.kv, self.info.num_heads, shares=self._shares)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether rows attend together to pages in common: not with windows, which go by place."""
+        spans = {"sliding_window", "attention_chunk_size"}
+        return self._config.cascade_attention and spans.isdisjoint(self.info.attention_features)

@@ -49,19 +49,19 @@ class PageTable:
 
         O(rows + pages that changed). Raises ValueError if a row has more pages than fit.
         """
-        num_pages, num_requests = np.diff(batch.host.kv_indptr), len(batch.requests)
+        host, num_pages = batch.host, np.diff(batch.host.kv_indptr)
+        assert host.row_slots is not None
+        assert host.first_new_page is not None
         if (most := int(num_pages.max())) > self.max_pages:
             name = batch.requests[int(num_pages.argmax())].request_id
             raise ValueError(f"request {name!r} has {most} pages, at most {self.max_pages} fit")
-        table_rows = np.full(batch.num_rows, self.num_rows)
-        table_rows[:num_requests] = batch.column("req_pool_idx")
+        table_rows = np.where(host.row_slots < 0, self.num_rows, host.row_slots)
         begin = table_rows * self.max_pages
-        last_tokens = batch.host.qo_indptr[1:] - 1
-        first = batch.column("first_new_page")
-        several = np.flatnonzero(first < num_pages[:num_requests] - 1)
+        last_tokens, first = host.qo_indptr[1:] - 1, host.first_new_page
+        several = np.flatnonzero(first < num_pages - 1)
         slots = pages = np.empty(0, np.int64)
         if len(several):
-            new = [batch.host.page_tables[at][first[at] : -1] for at in several.tolist()]
+            new = [host.page_tables[at][first[at] : -1] for at in several.tolist()]
             pages = np.concatenate(new, dtype=np.int64)
             bounds = indptr(np.array([len(one) for one in new], np.int64))
             shift = begin[several] + first[several] - bounds[:-1]
@@ -108,7 +108,7 @@ class BatchUploader:
         more = dict(extra)
         if len(update.slots):
             more["table_slots"], more["pages"] = update.slots, _int32(update.pages)
-        if future.size:
+        if len(future[0]):
             more["future_places"], more["future_outputs"] = future
         index: dict[
             str, NDArray[Any]
@@ -127,7 +127,7 @@ class BatchUploader:
         if len(update.slots):
             self._table.write(tensors["table_slots"], tensors["pages"])
         self._table.write(tensors["last_slots"], tensors["last_pages"])
-        if future.size:
+        if len(future[0]):
             drawn = previous.index_select(0, tensors["future_outputs"])
             tensors["input_ids"].index_copy_(0, tensors["future_places"], drawn)
         return self._forward_batch(batch, tensors), tensors

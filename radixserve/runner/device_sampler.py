@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixserve.runner.grammar_masks import GrammarMasks
+from radixserve.runner.logit_changes import add_bias, forbid
 from radixserve.runner.sample_plan import SamplePlan
 from radixserve.runner.sampler import sample, score_tensors, scored_output, with_scores
 from radixserve.runner.token_counts import TokenCounts
-from radixserve.runner.transfers import D2HBuffer, DeviceQueue, PendingD2H
+from radixserve.runner.transfers import D2HBuffer, DeviceQueue, H2DBuffer, PendingD2H
 from radixserve.schedule import SampleOutput, ScheduledRequest
 from radixserve_kernels import gpu_ops
 
@@ -34,6 +37,7 @@ class PendingSample:
     tokens: Tensor  # [num_outputs] int64 on the device, 0 where the host draws or none can be drawn
     transfer: PendingD2H  # drawn tokens; log-probabilities; then each scoring's
     logits: Tensor | None  # [S, V] of the step, kept for the draws on the host
+    masks: GrammarMasks | None  # of the draws with a grammar
 
 
 class DeviceSampler:
@@ -41,6 +45,7 @@ class DeviceSampler:
 
     def __init__(self, queue: DeviceQueue, num_slots: int, vocab_size: int) -> None:
         self._d2h = D2HBuffer(queue)
+        self._bitmasks = H2DBuffer(queue, 0)
         self._counts = TokenCounts(num_slots, vocab_size, queue.device)
 
     def plan(
@@ -57,16 +62,20 @@ class DeviceSampler:
         previous: Tensor,
         *,
         in_graph_buffer: bool,
+        masks: GrammarMasks | None = None,
     ) -> PendingSample:
         """Queue all draws. logits [S, V] float32; in_graph_buffer: the next step overwrites them.
 
         tensors: the arrays of `self.plan` on the device. previous [n] int64: the tokens that the
-        previous step drew, by output.
+        previous step drew, by output. masks: of the draws with a grammar.
         """
         drawn_from = logits[: plan.num_drawn]
         if not plan.is_whole:
             drawn_from = logits.index_select(0, tensors["draw_rows"])
-        changed = self._penalize(drawn_from, plan, tensors, previous)
+        changed = self._penalize(add_bias(drawn_from, tensors), plan, tensors, previous)
+        changed = forbid(changed, tensors, previous)
+        if masks is not None:
+            changed = self._mask(changed if changed is not drawn_from else changed.clone(), masks)
         token_ids, is_finite = _draw(changed, tensors)
         if plan.penalized:
             penalized = token_ids.index_select(0, tensors["penalty_draws"])
@@ -82,7 +91,7 @@ class DeviceSampler:
         kept = None
         if plan.host_sampled:
             kept = logits.clone() if in_graph_buffer else logits
-        return PendingSample(plan, tokens, self._d2h.fetch(results), kept)
+        return PendingSample(plan, tokens, self._d2h.fetch(results), kept, masks)
 
     def collect(self, pending: PendingSample) -> tuple[SampleOutput | None, ...]:
         """Wait for the tokens; one entry for each output of the schedule."""
@@ -90,6 +99,8 @@ class DeviceSampler:
         transfer.event.wait()
         arrays = iter(transfer.arrays)
         drawn = _read_draws(plan, arrays)
+        if pending.masks is not None:
+            pending.masks.note_outputs(drawn)
         outputs: list[SampleOutput | None] = list(drawn)
         if plan.has_gaps:
             outputs = [None] * plan.num_outputs
@@ -103,6 +114,14 @@ class DeviceSampler:
             outputs[scoring.output] = with_scores(outputs[scoring.output], scored_output(*found))
         self._d2h.release(transfer)
         return tuple(outputs)
+
+    def _mask(self, logits: Tensor, masks: GrammarMasks) -> Tensor:
+        """Logits [n, V] of the draws, changed in place."""
+        rows = np.array(masks.rows, np.int64)
+        arrays: dict[str, NDArray[Any]] = {"bitmask": masks.bitmask, "rows": rows}
+        sent = self._bitmasks.send(arrays)
+        gpu_ops.forbid_(logits, sent["bitmask"], sent["rows"])
+        return logits
 
     def _penalize(
         self, logits: Tensor, plan: SamplePlan, tensors: dict[str, Tensor], previous: Tensor
@@ -119,9 +138,6 @@ class DeviceSampler:
 
 def _draw(logits: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Token ids [n] int64, 0 where the best logit is not finite, and whether it is [n] bool."""
-    if "banned_ids" in tensors:
-        banned = tensors["banned_draws"], tensors["banned_ids"]
-        logits = logits.index_put(banned, logits.new_full((), -torch.inf))
     if "temperature" not in tensors:
         return gpu_ops.argmax(logits)
     is_finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from radixserve.config import EngineConfig
 from radixserve.runner.base import ModelRunner, RunnerKind
 from radixserve.runner.cpu_runner import CpuModelRunner
-from radixserve.runner.cuda_runner import CudaModelRunner
 from radixserve.runner.device import choose_device
-from radixserve.runner.tensor_parallel.runner import TPModelRunner
 
 
 def make_runner(model_path: str, config: EngineConfig) -> ModelRunner:
@@ -16,7 +14,13 @@ def make_runner(model_path: str, config: EngineConfig) -> ModelRunner:
     Raises what these raise.
     """
     device = choose_device(config.device, config.attention_backend)
-    kind: RunnerKind = CudaModelRunner if device.type == "cuda" else CpuModelRunner
+    kind: RunnerKind = CpuModelRunner
+    if device.type == "cuda":
+        from radixserve.runner.cuda_runner import CudaModelRunner
+
+        kind = CudaModelRunner
     if config.tensor_parallel_size == 1:
         return kind(model_path, config, None)
+    from radixserve.runner.tensor_parallel.runner import TPModelRunner
+
     return TPModelRunner(model_path, config, kind)

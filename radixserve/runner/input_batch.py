@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from itertools import accumulate
+from operator import methodcaller
+from typing import Any
 
 import numpy as np
 import torch
 
 from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray
 from radixserve.schedule import ScheduledRequest
+
+_ITEM, _LAST_ITEM = methodcaller("item"), methodcaller("item", -1)  # of an array
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,7 @@ class InputBatch:
     sequence of one token, on page 0, whose K and V are not stored."""
 
     requests: Sequence[ScheduledRequest]  # [<= R] of the rows without padding; borrowed for a step
+    columns: Any  # their fields: a ScheduledRequest of tuples [<= R]
     input_ids: IndexArray  # [T]; UNKNOWN where only the device has the token
     positions: IndexArray  # [T]
     slot_mapping: IndexArray  # [T] page id * page size + offset; -1 of padding
@@ -45,16 +50,11 @@ class InputBatch:
         """Page-table entries of all rows; shared pages count once per row."""
         return int(self.host.kv_indptr[-1])
 
-    def column(self, field: str) -> IndexArray:
-        """[len(requests)] an integer field of `ScheduledRequest`."""
-        requests = self.requests
-        return np.fromiter(map(attrgetter(field), requests), np.int64, len(requests))
-
-    def future_tokens(self) -> IndexArray:
-        """[2, n] places in input_ids, and the outputs of the previous step that belong there."""
-        future_index = self.column("future_index")
+    def future_tokens(self) -> tuple[IndexArray, IndexArray]:
+        """[n] places in input_ids, and [n] outputs of the previous step that belong there."""
+        future_index = np.array(self.columns.future_index, np.int64)
         rows = np.flatnonzero(future_index >= 0)
-        return np.stack((self.host.qo_indptr[rows + 1] - 1, future_index[rows]))
+        return self.host.qo_indptr[rows + 1] - 1, future_index[rows]
 
     def logit_ranges(self) -> tuple[IndexArray, IndexArray]:
         """The first of each request's logits, and how many it has: two [len(requests)]."""
@@ -67,7 +67,11 @@ class InputBatch:
         """Rows of one token each with padding up to `num_rows`, and logits after every row."""
         host, missing = self.host, num_rows - self.num_rows
         assert self.num_tokens == self.num_rows == len(self.requests) <= num_rows
+        assert host.row_slots is not None
+        assert host.first_new_page is not None
         zeros, ones = np.zeros(missing, np.int64), np.ones(missing, np.int64)
+        if not missing and len(self.logits_indices) == num_rows:
+            return self
         num_pages = np.concatenate((np.diff(host.kv_indptr), ones))
         return replace(
             self,
@@ -81,6 +85,8 @@ class InputBatch:
                 kv_indptr=indptr(num_pages),
                 seq_lens=np.concatenate((host.seq_lens, ones)),
                 page_tables=(*host.page_tables, np.zeros(missing, np.int32)),
+                row_slots=np.concatenate((host.row_slots, -ones)),
+                first_new_page=np.concatenate((host.first_new_page, ones)),
             ),
         )
 
@@ -98,26 +104,26 @@ class InputBatch:
 
 def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> InputBatch:
     """Concatenate the rows (at least one). Raises ValueError if one's pages do not fit it."""
-    if all(len(row.token_ids) == 1 and row.logprob_targets is None for row in requests):
-        return _single_tokens(requests, page_size)
-    start, num_new, num_pages = np.array(
-        [(row.start, len(row.token_ids), len(row.page_ids)) for row in requests], np.int64
-    ).T.copy()
-    seq_lens = start + num_new
-    unfit = num_pages != -(-seq_lens // page_size)
-    if unfit.any():
-        _check_pages(requests[int(np.argmax(unfit))], page_size)
-    qo_indptr = indptr(num_new)
-    input_ids = np.concatenate([row.token_ids for row in requests], dtype=np.int64)
-    of_row = np.repeat(np.arange(len(requests)), num_new)  # [T]
+    columns = _columns(requests)
+    num_new = list(map(len, columns.token_ids))
+    if max(num_new) == 1 and not any(targets is not None for targets in columns.logprob_targets):
+        return _single_tokens(requests, columns, page_size)
+    start, counts = np.array(columns.start, np.int64), np.array(num_new, np.int64)
+    num_pages = np.fromiter(map(len, columns.page_ids), np.int64, len(requests))
+    seq_lens = start + counts
+    if (num_pages != -(-seq_lens // page_size)).any():
+        raise next(filter(None, (_wrong_pages(row, page_size) for row in requests)))
+    qo_indptr = indptr(counts)
+    of_row = np.repeat(np.arange(len(requests)), counts)  # [T]
     positions = np.arange(len(of_row)) + (start - qo_indptr[:-1])[of_row]
     first_page = start // page_size  # of each row's first new token
-    written = [row.page_ids[at:] for row, at in zip(requests, first_page.tolist(), strict=True)]
+    written = [pages[at:] for pages, at in zip(columns.page_ids, first_page.tolist(), strict=True)]
     begin = indptr(num_pages - first_page)[:-1]
     pages = np.concatenate(written, dtype=np.int64)
     return InputBatch(
         requests=requests,
-        input_ids=input_ids,
+        columns=columns,
+        input_ids=np.concatenate(columns.token_ids, dtype=np.int64),
         positions=positions,
         slot_mapping=pages[(begin - first_page)[of_row] + positions // page_size] * page_size
         + positions % page_size,
@@ -127,45 +133,53 @@ def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> Inpu
             qo_indptr=qo_indptr,
             kv_indptr=indptr(num_pages),
             seq_lens=seq_lens,
-            page_tables=[row.page_ids for row in requests],
+            page_tables=columns.page_ids,
+            row_slots=np.array(columns.req_pool_idx, np.int64),
+            first_new_page=np.array(columns.first_new_page, np.int64),
         ),
         page_size=page_size,
     )
 
 
-def _single_tokens(requests: Sequence[ScheduledRequest], page_size: int) -> InputBatch:
+def _columns(requests: Sequence[ScheduledRequest]) -> Any:
+    """The fields of all rows: a ScheduledRequest of tuples, made without Python for each row."""
+    make: Any = ScheduledRequest
+    return make(*zip(*requests, strict=True)) if requests else make(*[()] * len(make._fields))
+
+
+def _single_tokens(
+    requests: Sequence[ScheduledRequest], columns: Any, page_size: int
+) -> InputBatch:
     """Rows of one token, as nearly every step has them, with few calls of numpy: after a forward
-    pass the code of each has to come from memory again, and costs more than a loop over the rows.
-    """
-    token_ids, positions, slots, kv_indptr, seq_lens, sampled = [], [], [], [0], [0], []
-    num_pages, page_tables = 0, []
-    for at, row in enumerate(requests):
-        pages, start = row.page_ids, row.start
-        if len(pages) != start // page_size + 1:
-            _check_pages(row, page_size)
-        token_ids.append(row.token_ids.item())
-        positions.append(start)
-        slots.append(pages.item(-1) * page_size + start % page_size)
-        seq_lens.append(start + 1)
-        num_pages += len(pages)
-        kv_indptr.append(num_pages)
-        page_tables.append(pages)
-        if row.sample is not None:
-            sampled.append(at)
-    index = np.array([token_ids, positions, slots], np.int64)
-    bounds = np.array([range(len(requests) + 1), kv_indptr, seq_lens], np.int64)
+    pass the code of each has to come from memory again."""
+    num_pages = list(map(len, columns.page_ids))
+    if num_pages != [start // page_size + 1 for start in columns.start]:
+        raise next(filter(None, (_wrong_pages(row, page_size) for row in requests)))
+    token_ids, last_pages = map(_ITEM, columns.token_ids), map(_LAST_ITEM, columns.page_ids)
+    index = np.array([[*token_ids], columns.start, [*last_pages]], np.int64)
+    start, slots = index[1], index[2]
+    slots *= page_size
+    if page_size > 1:
+        slots += start % page_size
+    num_rows, samples = len(requests), columns.sample
+    sampled: Sequence[int] = range(num_rows)
+    if None in samples:
+        sampled = [at for at in sampled if samples[at] is not None]
     return InputBatch(
         requests=requests,
+        columns=columns,
         input_ids=index[0],
-        positions=index[1],
-        slot_mapping=index[2],
+        positions=start,
+        slot_mapping=slots,
         logits_indices=np.array(sampled, np.int64),
         host=HostIndex(
-            start=index[1],
-            qo_indptr=bounds[0],
-            kv_indptr=bounds[1],
-            seq_lens=bounds[2, 1:],
-            page_tables=page_tables,
+            start=start,
+            qo_indptr=np.arange(num_rows + 1),
+            kv_indptr=np.array([*accumulate(num_pages, initial=0)], np.int64),
+            seq_lens=start + 1,
+            page_tables=columns.page_ids,
+            row_slots=np.array(columns.req_pool_idx, np.int64),
+            first_new_page=np.array(columns.first_new_page, np.int64),
         ),
         page_size=page_size,
     )
@@ -174,8 +188,9 @@ def _single_tokens(requests: Sequence[ScheduledRequest], page_size: int) -> Inpu
 def padding_batch(num_rows: int, page_size: int) -> InputBatch:
     """Padding rows alone."""
     none, zero = np.empty(0, np.int64), np.zeros(1, np.int64)
-    host = HostIndex(none, zero, zero, none, page_tables=())
-    return InputBatch((), none, none, none, none, host, page_size).padded(num_rows)
+    host = HostIndex(none, zero, zero, none, (), row_slots=none, first_new_page=none)
+    batch = InputBatch((), _columns(()), none, none, none, none, host, page_size)
+    return batch.padded(num_rows)
 
 
 def build_forward_batch(
@@ -215,10 +230,11 @@ def _logits_indices(counts: IndexArray, qo_indptr: IndexArray) -> IndexArray:
     return last_tokens
 
 
-def _check_pages(row: ScheduledRequest, page_size: int) -> None:
-    """Raise ValueError unless the row has the pages of its tokens."""
-    if len(row.page_ids) != -(-row.end // page_size):
-        raise ValueError(
-            f"request {row.request_id!r} has {len(row.page_ids)} pages of {page_size} tokens "
-            f"for {row.end} tokens"
-        )
+def _wrong_pages(row: ScheduledRequest, page_size: int) -> ValueError | None:
+    """An error unless the row has the pages of its tokens."""
+    if len(row.page_ids) == -(-row.end // page_size):
+        return None
+    return ValueError(
+        f"request {row.request_id!r} has {len(row.page_ids)} pages of {page_size} tokens "
+        f"for {row.end} tokens"
+    )

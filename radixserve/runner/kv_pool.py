@@ -13,12 +13,10 @@ from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
-from radixserve.runner.system_memory import MEMORY_PAGE, free_memory, prefault_async
+from radixserve.runner.system_memory import free_memory, map_on_demand
 from radixserve_kernels.torch_ops import copy_slots
 
 FREE_MEMORY_DIVISOR = 4  # the default pool takes at most this fraction of the free memory: 1 / 4
-PREFAULT_SYNC_BYTES = 256 << 20  # of a pool on the CPU that are mapped before it is used
-PREFAULT_ASYNC_BYTES = 1 << 30  # of it that are mapped by a thread soon after
 
 
 class KVPool:
@@ -28,7 +26,7 @@ class KVPool:
         self, info: ModelInfo, num_pages: int, page_size: int, device: torch.device
     ) -> None:
         self.num_pages, self.page_size = num_pages, page_size
-        shape = (info.num_layers, 2, num_pages, page_size, info.num_kv_heads, info.head_dim)
+        shape = (info.kv_layers, 2, num_pages, page_size, info.num_kv_heads, info.head_dim)
         self.kv = _zeros(shape, info.dtype, device)
         self._by_slot = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
 
@@ -81,21 +79,16 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On the CPU the system maps memory when it is first touched, which would delay a step:
-    the pages that are allocated first are touched here, those after them in a thread."""
+    """Zeros. On the CPU in small memory pages, which the system maps when they are first written:
+    large ones would clear 2 MiB for the first token of every layer."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        flat = np.zeros(num_bytes, np.uint8)
+        flat = map_on_demand(num_bytes)
     except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
         raise InvalidRequest(
             f"the KV pool needs {num_bytes} bytes, which cannot be had; "
             "set a smaller num_pages or kv_cache_memory"
         ) from error
-    runs = flat.reshape(shape[0] * shape[1], -1)  # pages with low ids first, in each
-    soon = min(PREFAULT_ASYNC_BYTES, free_memory() // FREE_MEMORY_DIVISOR) // len(runs)
-    ready = min(PREFAULT_SYNC_BYTES // len(runs), soon)
-    runs[:, :ready:MEMORY_PAGE] = 0
-    prefault_async(flat, len(runs), ready, soon)
     return torch.from_numpy(flat).view(dtype).view(shape)  # which holds `flat`

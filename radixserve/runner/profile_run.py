@@ -98,14 +98,15 @@ def num_profile_pages(chunked_prefill_size: int, max_running_requests: int, page
 def profile_schedules(
     chunked_prefill_size: int, max_running_requests: int, longest: int, page_size: int
 ) -> Iterator[SchedulerOutput]:
-    """The largest step first, chunks and decodes together, then small ones of each kind.
+    """The largest step first, chunks and decodes together, every token of a chunk scored; then
+    small ones of each kind.
 
     longest: most tokens of one row. Of `num_profile_pages` pages no two rows use the same.
     """
     num_chunks = min(-(-chunked_prefill_size // longest), max_running_requests)
     chunks = [min(longest, chunked_prefill_size - at * longest) for at in range(num_chunks)]
     ones = [1] * (max_running_requests - num_chunks)
-    first = _schedule(0, chunks + ones, page_size, _SAMPLED)
+    first = _schedule(0, chunks + ones, page_size, _SAMPLED, scores=True)
     spare_page = num_profile_pages(chunked_prefill_size, max_running_requests, page_size) - 1
     yield replace(first, cow_copies=np.array([[0, spare_page, 1]], np.int32))
     for step, (lengths, params) in enumerate(
@@ -121,7 +122,12 @@ def profile_schedules(
 
 
 def _schedule(
-    step: int, lengths: list[int], page_size: int, params: SamplingParams
+    step: int,
+    lengths: list[int],
+    page_size: int,
+    params: SamplingParams,
+    *,
+    scores: bool = False,
 ) -> SchedulerOutput:
     rows, first = [], 0
     for at, length in enumerate(lengths):
@@ -133,6 +139,7 @@ def _schedule(
                 start=0,
                 page_ids=np.arange(first, first + num_pages, dtype=np.int32),
                 sample=SampleSpec(params, at, 1, np.zeros(1, np.int32), ()),
+                logprob_targets=np.zeros(length - 1, np.int32) if scores and length > 1 else None,
                 req_pool_idx=at,
             )
         )

@@ -1,11 +1,13 @@
 """A step's draws and scores, sorted on the host before anything is queued.
 
 Most rows are drawn by kernels on the device, those with penalties from token counts that lie there.
-Beams need several tokens and go through sampler.py when the step is collected.
+Beams need several tokens, a caller's logits_processors run on the host and jump_forward appends
+more tokens than one: these go through sampler.py when the step is collected.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +18,13 @@ from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray
+from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import InputBatch
+from radixserve.runner.logit_changes import ban_arrays, bias_arrays
 from radixserve.runner.sampler import is_greedy_only, uniform_numbers
-from radixserve.schedule import SampleSpec, ScheduledRequest
+from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest
+
+_NONE: IndexArray = np.empty(0, np.int64)
 
 
 class Draw(NamedTuple):
@@ -50,15 +56,27 @@ class SamplePlan:
     is_whole: bool  # whether draw i is drawn from row i of the logits
     wants_logprobs: IndexArray  # [m] draws that do
     num_top_logprobs: IndexArray  # [m] how many of the best tokens each wants
-    penalized: tuple[Draw, ...]  # device draws with penalties
-    host_sampled: tuple[Draw, ...]  # beams
+    draws: tuple[Draw, ...]  # [n]; none where all are plainly greedy
+    penalized: tuple[Draw, ...]  # those with penalties
+    has_grammar: bool  # whether device draws have one
+    host_sampled: tuple[Draw, ...]  # beams, draws with logits_processors or jump_forward
     scored: tuple[Scoring, ...]
     arrays: dict[str, NDArray[Any]]  # to upload; the names are DeviceSampler's
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether a mask depends on a token that the step in flight draws."""
+        return self.has_grammar and any(
+            draw.spec.num_unknown and draw.spec.matcher is not None for draw in self.draws
+        )
+
 
 def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
-    """Sort the rows of a step. O(rows) of Python."""
-    rows = inputs.requests
+    """Sort the rows of a step. O(rows) of Python, but for steps of greedy rows alone."""
+    rows, specs = inputs.requests, inputs.columns.sample
+    is_decode = inputs.num_tokens == inputs.num_rows and None not in specs
+    if is_decode and all(map(is_greedy_only, specs)):
+        return _greedy_step(len(rows))
     first, counts = inputs.logit_ranges()
     draws = [
         Draw(at, logit, row, row.sample)
@@ -68,7 +86,7 @@ def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
     is_simple = all(is_greedy_only(draw.spec) for draw in draws)
     host_sampled: tuple[Draw, ...] = ()
     if not is_simple:
-        on_host = [draw.spec.num_candidates > 0 for draw in draws]
+        on_host = [draw.spec.on_host for draw in draws]
         host_sampled = tuple(itertools.compress(draws, on_host))
         draws = [draw for draw, is_there in zip(draws, on_host, strict=True) if not is_there]
     scored = tuple(
@@ -89,7 +107,7 @@ def _greedy_plan(
     """Plan for greedy device draws."""
     outputs = np.array([draw.output for draw in draws], np.int64)
     logits = np.array([draw.logit for draw in draws], np.int64)
-    order, none = np.arange(len(draws)), np.empty(0, np.int64)
+    order = np.arange(len(draws))
     has_gaps = len(draws) != num_outputs or bool((outputs != order).any())
     is_whole = bool((logits == order).all())
     arrays: dict[str, NDArray[Any]] = {}
@@ -105,13 +123,22 @@ def _greedy_plan(
         outputs=outputs,
         has_gaps=has_gaps,
         is_whole=is_whole,
-        wants_logprobs=none,
-        num_top_logprobs=none,
+        wants_logprobs=_NONE,
+        num_top_logprobs=_NONE,
         penalized=(),
+        has_grammar=False,
+        draws=tuple(draws),
         host_sampled=host_sampled,
         scored=scored,
         arrays=arrays,
     )
+
+
+@functools.lru_cache(maxsize=512)
+def _greedy_step(num_rows: int) -> SamplePlan:
+    """Plan for a greedy draw after each of so many rows of one token; the draws are not listed."""
+    plan = _greedy_plan(0, (), (), ())
+    return replace(plan, num_outputs=num_rows, num_drawn=num_rows, outputs=np.arange(num_rows))
 
 
 def _with_parameters(plan: SamplePlan, draws: Sequence[Draw], vocab_size: int) -> SamplePlan:
@@ -124,8 +151,8 @@ def _with_parameters(plan: SamplePlan, draws: Sequence[Draw], vocab_size: int) -
     wants_logprobs, num_top = np.array(tops, np.int64).reshape(-1, 2).T
     if tops:
         arrays["logprob_draws"] = np.ascontiguousarray(wants_logprobs)
-    if any(spec.banned_ids for spec in specs):
-        arrays["banned_draws"], arrays["banned_ids"] = _banned(specs)
+    arrays |= bias_arrays(specs)
+    arrays |= ban_arrays(specs, [draw.request.future_index for draw in draws])
     penalized = [at for at, one in enumerate(params) if one.has_penalty]
     if penalized:
         arrays |= _penalties([draws[at] for at in penalized])
@@ -135,6 +162,7 @@ def _with_parameters(plan: SamplePlan, draws: Sequence[Draw], vocab_size: int) -
         wants_logprobs=wants_logprobs,
         num_top_logprobs=np.minimum(num_top, vocab_size),
         penalized=tuple(draws[at] for at in penalized),
+        has_grammar=any(spec.matcher is not None for spec in specs),
         arrays=arrays,
     )
 
@@ -167,8 +195,15 @@ def _penalties(draws: Sequence[Draw]) -> dict[str, NDArray[Any]]:
     }
 
 
-def _banned(specs: Sequence[SampleSpec]) -> tuple[IndexArray, IndexArray]:
-    """(draw, token id) of every token that a row may not draw."""
-    draws = np.repeat(np.arange(len(specs)), [len(spec.banned_ids) for spec in specs])
-    token_ids = [token_id for spec in specs for token_id in spec.banned_ids]
-    return draws, np.array(token_ids, np.int64)
+def begin_device_masks(
+    plan: SamplePlan, vocab_size: int, previous: Sequence[SampleOutput | None] | None = None
+) -> StepMasks:
+    """The masks of the device draws. previous: the outputs of the step before, where a draw follows
+    a token of that."""
+    unknown: dict[int, int] = {}
+    for at, draw in enumerate(plan.draws):
+        if draw.spec.num_unknown and previous is not None:
+            output = previous[draw.request.future_index]
+            if output is not None and output.error is None:
+                unknown[at] = output.token_id
+    return StepMasks([draw.spec for draw in plan.draws], vocab_size, unknown)

@@ -7,7 +7,7 @@ on its own logits, parameters, seed and index alone, whatever else is in the bat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,29 +17,50 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
+from radixserve.runner.grammar_masks import GrammarMasks, StepMasks, begin_masks
+from radixserve.runner.logit_changes import change_logits, column, run_processors
 from radixserve.schedule import Candidates, SampleOutput, SampleSpec
 from radixserve_kernels import cpu_ops
 from radixserve_kernels.cpu_library import is_loaded
 
 TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
+SCORED_AT_ONCE = 512  # rows of logits
 BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
 BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
+def sample(
+    logits: Tensor, specs: Sequence[SampleSpec], begun: StepMasks | None = None
+) -> list[SampleOutput]:
     """Draw one token a row, or list the best ones where they are asked for (of a beam).
 
-    logits [S, V] float32, row r for specs[r]; left unchanged. Order: penalties, banned tokens,
+    logits [S, V] float32, row r for specs[r]; left unchanged. Order: what logit_changes.py does,
     temperature, min_p, top_k, top_p, draw. Log-probabilities are those of `logits` themselves. A
     row without a finite best logit gets an error instead of a token; the others are not touched.
+    begun: the masks of the specs' grammars, where they are being computed already.
     """
     if not specs:
         return []
     if logits.is_cpu and all(is_greedy_only(spec) for spec in specs):
         return _best_tokens(logits)
+    if begun is None:
+        begun = begin_masks(specs, logits.shape[1])
+    masks = None if begun is None else begun.get()
+    outputs = _sample(logits, specs, masks)
+    if masks is not None:
+        masks.note_outputs(outputs)
+    return outputs
+
+
+def _sample(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
+) -> list[SampleOutput]:
     if any(spec.num_candidates for spec in specs):
-        return _sample_with_beams(logits, specs)
-    changed = ban_tokens(apply_penalties(logits, specs), specs)
+        return _sample_with_beams(logits, specs, masks)
+    if masks is not None and logits.is_cpu and is_loaded() and all(map(_takes_best, specs)):
+        return _best_tokens(logits, masks)
+    processed, failed = run_processors(logits, specs)
+    changed = change_logits(processed, specs, masks)
     best = changed.amax(-1)  # [S] NaN where any logit is
     broken = (~best.isfinite()).nonzero()[:, 0].tolist()
     if broken:  # nothing can be drawn there, and nothing there may disturb the other rows
@@ -52,7 +73,9 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
         token_ids.index_copy_(0, index, drawn)
     outputs = _outputs(logits, token_ids, specs)
     for row in broken:
-        outputs[row] = _broken(float(best[row]))
+        outputs[row] = broken_output(float(best[row]))
+    for row, output in failed.items():
+        outputs[row] = output
     return outputs
 
 
@@ -68,13 +91,20 @@ def score(logits: Tensor, targets: IntArray, num_top_logprobs: int = 0) -> Sampl
 
 def score_tensors(logits: Tensor, targets: Tensor, num_top_logprobs: int) -> tuple[Tensor, ...]:
     """`score` on the device of the logits: scores [k] of targets [k] int64; and if there are any,
-    the best log-probabilities [k, num_top_logprobs] and their token ids."""
-    logprobs = logits.log_softmax(-1)
-    scores = logprobs.gather(1, targets[:, None])[:, 0]
-    if not num_top_logprobs:
-        return (scores,)
-    best = logprobs.topk(min(num_top_logprobs, logits.shape[1]), -1)
-    return scores, best.values, best.indices
+    the best log-probabilities [k, num_top_logprobs] and their token ids.
+
+    Takes memory for SCORED_AT_ONCE rows of logits, not for all k.
+    """
+    found: list[list[Tensor]] = []
+    num_top = min(num_top_logprobs, logits.shape[1])
+    for rows, wanted in zip(
+        logits.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True
+    ):
+        logprobs = rows.log_softmax(-1)
+        found.append([logprobs.gather(1, wanted[:, None])[:, 0]])
+        if num_top:
+            found[-1] += logprobs.topk(num_top, -1)
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 def scored_output(
@@ -100,12 +130,24 @@ def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutp
 
 def is_greedy_only(spec: SampleSpec) -> bool:
     """Whether the row's best logit decides, and nothing else is asked for."""
-    return spec.params.is_greedy_only and not spec.banned_ids and not spec.num_candidates
+    is_free = not spec.banned_ids and spec.matcher is None
+    return is_free and spec.params.takes_best and not spec.num_candidates
 
 
-def _best_tokens(logits: Tensor) -> list[SampleOutput]:
-    """`sample` for plain rows, in one pass: after a forward pass code is not in the caches."""
-    if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
+def _takes_best(spec: SampleSpec) -> bool:
+    """Whether the best logit decides of those that a grammar allows, if there is one."""
+    is_free = not spec.banned_ids or spec.matcher is not None  # else its mask says so
+    return spec.params.takes_best and is_free and not spec.num_candidates
+
+
+def _best_tokens(logits: Tensor, masks: GrammarMasks | None = None) -> list[SampleOutput]:
+    """`sample` for plain rows, in one pass: after a forward pass code is not in the caches.
+
+    masks: only where the kernels are loaded.
+    """
+    if masks is not None:
+        token_ids, num_broken = masks.best_tokens(logits)
+    elif is_loaded():  # not compiled for this alone: the torch backend was asked for, then
         token_ids, num_broken = cpu_ops.argmax(logits)
     else:
         rows = logits.numpy()
@@ -115,28 +157,33 @@ def _best_tokens(logits: Tensor) -> list[SampleOutput]:
     outputs = [SampleOutput(token_id, None, ()) for token_id in token_ids]
     if num_broken:
         for row, token_id in enumerate(token_ids):
-            best = float(logits[row, token_id])
+            best = float(logits[row, token_id]) if token_id >= 0 else -math.inf
             if not math.isfinite(best):
-                outputs[row] = _broken(best)
+                outputs[row] = broken_output(best)
     return outputs
 
 
-def _sample_with_beams(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
+def _sample_with_beams(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
+) -> list[SampleOutput]:
     """`sample` where some of the rows are beams: those in one pass, the others in another one."""
     beams = [row for row, spec in enumerate(specs) if spec.num_candidates]
     others = [row for row, spec in enumerate(specs) if not spec.num_candidates]
     if not others:
-        return best_candidates(logits, specs)
+        return best_candidates(logits, specs, masks)
     outputs = [SampleOutput(-1, None, ())] * len(specs)
-    for rows, draw in ((beams, best_candidates), (others, sample)):
+    for rows, draw in ((beams, best_candidates), (others, _sample)):
         index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-        drawn = draw(logits.index_select(0, index), [specs[row] for row in rows])
+        own = None if masks is None else masks.select(rows)
+        drawn = draw(logits.index_select(0, index), [specs[row] for row in rows], own)
         for row, output in zip(rows, drawn, strict=True):
             outputs[row] = output
     return outputs
 
 
-def best_candidates(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:
+def best_candidates(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None = None
+) -> list[SampleOutput]:
     """The best tokens of each row by their log-probability after penalties and bans.
 
     logits [S, V] float32, left unchanged. Penalties change log-probabilities here, not logits, and
@@ -145,8 +192,8 @@ def best_candidates(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleO
     """
     norm = logits.logsumexp(-1, keepdim=True)  # [S, 1]
     num_best = min(max(spec.num_candidates for spec in specs), logits.shape[1])
-    if any(spec.banned_ids or spec.params.has_penalty for spec in specs):
-        changed = ban_tokens(apply_penalties(logits - norm, specs), specs)
+    if any(spec.banned_ids or spec.params.changes_logits for spec in specs):
+        changed = change_logits(logits - norm, specs, masks)
         scores, token_ids = best_tokens(changed, num_best)
         own = logits.gather(1, token_ids) - norm
     else:  # the best logits are the best tokens
@@ -157,7 +204,7 @@ def best_candidates(logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleO
     outputs = []
     for row, (spec, best) in enumerate(zip(specs, lists[1][:, 0].tolist(), strict=True)):
         if not math.isfinite(best):
-            outputs.append(_broken(best))
+            outputs.append(broken_output(best))
             continue
         found = Candidates(*(one[row, : spec.num_candidates] for one in lists))
         outputs.append(SampleOutput(-1, None, top.get(row, ()), candidates=found))
@@ -204,46 +251,12 @@ def _top_logprobs(
     }
 
 
-def _broken(logit: float) -> SampleOutput:
-    return SampleOutput(-1, None, (), f"no token can be drawn: the best logit is {logit}")
-
-
-def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Repetition over prompt and output, presence and frequency over the output, as in vLLM.
-
-    logits [S, V]; returns them untouched where no row has a penalty, else a copy.
-    """
-    rows = [row for row, spec in enumerate(specs) if spec.params.has_penalty]
-    if not rows:
-        return logits
-    params = [specs[row].params for row in rows]
-    vocab_size = logits.shape[1]
-    everything = [specs[row].token_ids for row in rows]
-    outputs = [specs[row].token_ids[specs[row].num_prompt :] for row in rows]
-    flat = logits.flatten().clone()
-
-    cells, _, of_row = _cells(rows, everything, vocab_size)
-    index = torch.from_numpy(cells).to(logits.device)
-    penalty = _column(params, lambda p: p.repetition_penalty, logits)[of_row]
-    seen = flat[index]
-    flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
-
-    cells, counts, of_row = _cells(rows, outputs, vocab_size)
-    index = torch.from_numpy(cells).to(logits.device)
-    times = torch.from_numpy(counts).to(logits)
-    flat[index] -= _column(params, lambda p: p.frequency_penalty, logits)[of_row] * times
-    flat[index] -= _column(params, lambda p: p.presence_penalty, logits)[of_row]
-    return flat.view_as(logits)
-
-
-def ban_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Logits [S, V] with each row's banned tokens at -inf; a copy if there are any."""
-    rows = [row for row, spec in enumerate(specs) for _ in spec.banned_ids]
-    if not rows:
-        return logits
-    columns = [token_id for spec in specs for token_id in spec.banned_ids]
-    banned = torch.tensor([rows, columns], device=logits.device)
-    return logits.index_put((banned[0], banned[1]), logits.new_tensor(-torch.inf))
+def broken_output(best: float) -> SampleOutput:
+    """The output of a row whose best logit is not finite."""
+    reason = f"the best logit is {best}"
+    if best == -math.inf:
+        reason += "; all tokens are forbidden, by the request or by the model"
+    return SampleOutput(-1, None, (), f"no token can be drawn: {reason}")
 
 
 def draw_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
@@ -253,7 +266,7 @@ def draw_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     nearly equal probability never trade places.
     """
     params = [spec.params for spec in specs]
-    temperature = _column(params, lambda p: p.temperature, logits)[:, None]
+    temperature = column(params, lambda p: p.temperature, logits)[:, None]
     # The best logit goes to 0 first: a tiny temperature then makes -inf of the others, never NaN.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
     kept = filter_tokens(scaled, params)
@@ -292,7 +305,7 @@ def filter_tokens(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     floor = torch.full_like(logits[:, :1], -torch.inf)  # [S, 1] least logit kept
     if any(p.min_p > 0 for p in params):
-        log_min_p = _column(params, lambda p: p.min_p, logits).log()[:, None]
+        log_min_p = column(params, lambda p: p.min_p, logits).log()[:, None]
         floor = logits.amax(-1, keepdim=True) + log_min_p
         logits = logits.masked_fill(logits < floor, -torch.inf)
     vocab_size = logits.shape[1]
@@ -350,27 +363,6 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _cells(
-    rows: Sequence[int], tokens: Sequence[NDArray[np.int32]], vocab_size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct (row, token) cells of flattened [S, V] logits that `tokens` of `rows` name.
-
-    Returns flat indices, how often each is named, and which entry of `rows` it belongs to.
-    """
-    lengths = [len(ids) for ids in tokens]
-    base = np.repeat(np.arange(len(rows), dtype=np.int64) * vocab_size, lengths)
-    local, counts = np.unique(base + np.concatenate(tokens), return_counts=True)
-    of_row = local // vocab_size
-    return local + (np.asarray(rows) - np.arange(len(rows)))[of_row] * vocab_size, counts, of_row
-
-
-def _column(
-    params: Sequence[SamplingParams], get: Callable[[SamplingParams], float], like: Tensor
-) -> Tensor:
-    """[S] a parameter of each row, in the dtype and on the device of `like`."""
-    return torch.tensor([get(p) for p in params], dtype=like.dtype, device=like.device)
 
 
 def _outputs(logits: Tensor, token_ids: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:

@@ -68,7 +68,7 @@ class TokenCounts:
         return arrays
 
     def apply(self, logits: Tensor, tensors: dict[str, Tensor], previous: Tensor) -> Tensor:
-        """Logits [m, V] of the draws with penalties, as `sampler.apply_penalties` changes them.
+        """Logits [m, V] of the draws with penalties, as `apply_penalties` changes them.
 
         tensors: the arrays of `plan` and of `SamplePlan` on the device. previous: the tokens that
         the previous step drew, by output.

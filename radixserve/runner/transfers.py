@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from radixserve.errors import EngineDead
+
 Arrays = Mapping[str, NDArray[Any]]
 
 _H2D_ALIGNMENT = 64  # bytes; kernels may read whole vectors
@@ -78,6 +80,18 @@ class DeviceQueue:
         """Return when everything that was queued has run."""
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
+
+    def check_alive(self, cause: Exception) -> None:
+        """After the error `cause`: raise EngineDead where the device does nothing any more.
+
+        A kernel's fault, such as an illegal access, leaves a CUDA context that answers every later
+        call with the same error until the process ends; running out of memory does not.
+        """
+        try:
+            self.wait()
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise EngineDead(f"{self.device} can compute nothing any more: {reason}") from cause
 
 
 class _CompletedEvent:

@@ -12,6 +12,7 @@ from radixserve.scheduler.in_batch_sharing import InBatchSharing
 from radixserve.scheduler.page_budget import PageBudget
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
+from radixserve.scheduler.shared_prefixes import SharedPrefixes
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -24,6 +25,7 @@ class Admission:
         waiting: WaitingQueue,
         running: RunningRequests,
         page_budget: PageBudget,
+        shared: SharedPrefixes,
         max_running_requests: int,
         clock: Callable[[], float],
     ) -> None:
@@ -31,13 +33,14 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._page_budget = page_budget
+        self._shared = shared
         self._max_running_requests = max_running_requests
         self._clock = clock
 
     def admit(self, plan: BatchBuilder) -> None:
         """Start waiting requests in order, looking past those that cannot start now."""
         waiting, budget = self._waiting, self._page_budget
-        if plan.is_out_of_pages or not waiting or not self._has_slots(plan):
+        if plan.is_out_of_pages or not waiting or not self.has_slots(plan):
             return
         waiting.refresh()
         outstanding = budget.num_outstanding()
@@ -51,25 +54,28 @@ class Admission:
                 continue
             if budget.fits(state, spare) and self._start(state, plan):
                 sharing.add(state)
-                if not self._has_slots(plan):
+                if not self.has_slots(plan):
                     return
                 outstanding += budget.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
             if self._running and waiting.least_need > spare:
                 return  # no later candidate fits either
 
-    def _has_slots(self, plan: BatchBuilder) -> bool:
+    def has_slots(self, plan: BatchBuilder) -> bool:
         num_running = len(self._running) - plan.num_ending
         return plan.budget > 0 and num_running < self._max_running_requests
 
     def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
         """Lock its cached prefix, plan its first chunk; False and no change if pages are short."""
-        namespace, prefix = state.request.params.namespace, state.wanted()
+        namespace, prefix = state.request.params.namespace, state.match_tokens()
         lookup = self._cache.lookup(prefix, namespace)
         session = state.session if state.session is not None and state.session.is_open else None
         sequence = self._cache.acquire(
             prefix, namespace, session=session, priority=state.request.params.priority
         )
+        copied = self._shared.copy_into(sequence, prefix)
+        if state.lookup is None:
+            state.cached_on_arrival += copied
         wanted = min(plan.budget, len(state.tokens) - sequence.cached_len)
         state.sequence = sequence
         count = max(1, self._page_budget.num_fitting(state, wanted))
@@ -91,5 +97,6 @@ class Admission:
 
     def is_short(self, spare: int) -> bool:
         """Whether no queued request fits into `spare` pages. O(preempted requests)."""
-        waiting = self._waiting
-        return bool(self._running) and waiting.least_need > spare and waiting.barrier == math.inf
+        if not self._running or self._waiting.least_need <= spare:
+            return False
+        return self._waiting.admission_limit == math.inf

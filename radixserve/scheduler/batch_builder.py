@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixserve.arrays import IntArray
-from radixserve.cache import CacheSequence
+from radixserve.cache import CacheSequence, PrefixCache
 from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput
 from radixserve.scheduler.request_state import RequestState
 
@@ -22,24 +22,22 @@ class BatchBuilder:
         self.states: list[tuple[RequestState, CacheSequence]] = []  # of each row
         self._step = step
         self._rows: list[ScheduledRequest] = []
-        self._arrivals: set[int] = set()
-        self._num_decode = 0
+        self._planned: set[RequestState] = set()  # see `has`
+        self._num_decode = self._num_prefill = 0  # tokens
         self._copies: list[tuple[int, int, int]] = []
+        self._state_copies: list[tuple[int, int]] = []
 
     @property
     def is_empty(self) -> bool:
         return not self._rows
 
     def has(self, state: RequestState) -> bool:
-        return state.arrival in self._arrivals
+        if len(self._planned) < len(self.states):
+            self._planned = {one for one, _ in self.states}
+        return state in self._planned
 
-    def add(
-        self, state: RequestState, num_tokens: int, *, is_decode: bool, future_index: int = -1
-    ) -> None:
-        """Compute `num_tokens` more tokens of `state`, for which its sequence has room.
-
-        `future_index`: of a request whose last token is not known yet, the output that it is.
-        """
+    def add(self, state: RequestState, num_tokens: int, *, is_decode: bool) -> None:
+        """Compute `num_tokens` more tokens of `state`, for which its sequence has room."""
         sequence = state.sequence
         assert sequence is not None
         end = sequence.length
@@ -48,59 +46,83 @@ class BatchBuilder:
         if is_decode:
             self._num_decode += 1
         else:
+            self._num_prefill += num_tokens
             self.budget -= num_tokens
-        targets = _targets(state, start, end)
         request = state.request
-        num_known = len(state.tokens)
-        is_sampled = end >= num_known and (request.logprob_targets is None or request.also_generate)
-        self._arrivals.add(state.arrival)
+        targets = None if request.logprob_targets is None else _targets(state, start, end)
+        num_known, spec = state.tokens.size, None
+        if end >= num_known and (request.logprob_targets is None or request.also_generate):
+            spec = state.greedy_only_spec or _sample_spec(state, end - num_known)
         self.states.append((state, sequence))
         if sequence.cow_copies and start == sequence.committed_len:  # else a step in flight copies
             self._copies += sequence.cow_copies
-        spec = _sample_spec(state, end - num_known) if is_sampled else None
-        tokens = state.tokens.view(start, end) if future_index < 0 else _UNKNOWN_TOKEN
-        pages, first_new = sequence.page_table_delta()
+        pages, first_new = sequence.take_page_table_delta()
         first_new = first_new if state.is_in_page_table else 0
         state.is_in_page_table = True
         row = ScheduledRequest(
-            request.request_id, tokens, start, pages, spec, targets, 0, future_index, first_new,
-            state.req_pool_idx,
+            state.request_id, state.tokens.view(start, end), start, pages, spec, targets, 0, -1,
+            first_new, state.req_pool_idx,
         )  # fmt: skip
         if targets is not None and request.also_generate:
             row = row._replace(num_top_logprobs=request.params.prompt_logprobs or 0)
         self._rows.append(row)
 
+    def add_states(self, cache: PrefixCache) -> None:
+        """Name the recurrent state of each row and those that are kept of it. After all rows."""
+        rows = zip(self._rows, self.states, strict=True)
+        self._rows = [
+            row._replace(
+                state_id=sequence.state_id, checkpoints=sequence.take_checkpoints(row.start)
+            )
+            for row, (_, sequence) in rows
+        ]
+        self._state_copies = cache.take_state_copies()
+
+    def add_unknown(self, state: RequestState, sequence: CacheSequence, future_index: int) -> None:
+        """Compute the token that output `future_index` of the step in flight draws, the last one of
+        the state's sequence."""
+        self._num_decode += 1
+        self.states.append((state, sequence))
+        pages, first_new = sequence.take_page_table_delta()
+        spec = state.greedy_only_spec or _sample_spec(state, 1)
+        self._rows.append(
+            ScheduledRequest(
+                state.request_id, _UNKNOWN_TOKEN, sequence.length - 1, pages, spec, None, 0,
+                future_index, first_new, state.req_pool_idx,
+            )
+        )  # fmt: skip
+
     def build(self) -> SchedulerOutput:
-        num_tokens = sum(len(row.token_ids) for row in self._rows)
         return SchedulerOutput(
             step=self._step,
             rows=tuple(self._rows),
             cow_copies=np.asarray(self._copies, np.int32).reshape(-1, 3),
-            num_prefill_tokens=num_tokens - self._num_decode,
+            num_prefill_tokens=self._num_prefill,
             num_decode_tokens=self._num_decode,
+            state_copies=self._state_copies,
         )
 
 
 def _targets(state: RequestState, start: int, end: int) -> IntArray | None:
     """Targets after the tokens [start, end) that have not been scored yet."""
-    targets = state.request.logprob_targets
-    if targets is None:
+    targets, scores = state.request.logprob_targets, state.scores
+    if targets is None or scores is None:
         return None
     first = state.request.score_start
-    wanted = targets[max(start - first, state.num_scored) : max(0, end - first)]
+    wanted = targets[max(start - first, scores.num_scored) : max(0, end - first)]
     return wanted if len(wanted) else None
 
 
 def _sample_spec(state: RequestState, num_unknown: int = 0) -> SampleSpec:
-    """The sampler's input; cached for a greedy request from min_tokens on. `num_unknown` tokens are
-    drawn by the step in flight."""
-    if state.greedy_only_spec is not None:
-        return state.greedy_only_spec
+    """The sampler's input; kept in `greedy_only_spec` for a greedy request from min_tokens on.
+    `num_unknown` tokens are drawn by the step in flight."""
     request = state.request
     banned: tuple[int, ...] = ()
     min_tokens_pending = state.num_output + num_unknown < request.params.min_tokens
     if min_tokens_pending:
         banned = tuple(sorted(request.end_ids))
+    if request.grammar is not None and state.matcher is None:
+        state.matcher = request.grammar.matcher(request.end_ids)
     is_plain = state.search is None and not min_tokens_pending
     is_greedy_only = is_plain and request.params.is_greedy_only
     spec = SampleSpec(
@@ -111,6 +133,8 @@ def _sample_spec(state: RequestState, num_unknown: int = 0) -> SampleSpec:
         banned_ids=banned,
         num_candidates=request.num_candidates,
         num_unknown=0 if is_greedy_only else num_unknown,
+        bad_words_ids=request.bad_words_ids,
+        matcher=state.matcher,
     )
     if is_greedy_only:
         state.greedy_only_spec = spec

@@ -84,16 +84,30 @@ class BeamSearches:
         state.sequence = None
         del self.parked[state.arrival]
 
+    def unpark_out_of_turn(self) -> None:
+        """Release the pages of parked beams while others of their search wait for some: their turn
+        comes again after those have drawn. O(parked beams, and those of their searches)."""
+        searches = {id(state.search): state.search for state in self.parked.values()}
+        short = {
+            key
+            for key, search in searches.items()
+            if search is not None and any(beam in self._waiting for beam in search.beams)
+        }
+        for state in list(self.parked.values()):
+            if id(state.search) in short:
+                self.unpark(state)
+
     def victim(self, state: RequestState) -> RequestState | None:
-        """The parked one that `state` may take pages from: the lowest in rank of those below it and
-        those of its own search."""
+        """The parked one that `state` may take pages from: the lowest in priority of those below it
+        and those of its own search."""
         search = state.search
         others = [
             one
             for one in self.parked.values()
-            if one.rank > state.rank or (search is not None and one.search is search)
+            if one.priority_key > state.priority_key
+            or (search is not None and one.search is search)
         ]
-        return max(others, key=lambda one: one.rank, default=None)
+        return max(others, key=lambda one: one.priority_key, default=None)
 
     # -- from beams to their children ---------------------------------------------------------
 
@@ -111,7 +125,8 @@ class BeamSearches:
         for state in spare:
             room += state in self._running
             self._stop(state)
-        if leader in spare:  # the request that stands for the search is used again first
+        if leader in spare or leader not in parents:
+            # The request that stands for the search is used again first; it may have been no beam.
             spare = [*(state for state in spare if state is not leader), leader]
         search.beams = self._continue(search, children, spare, room)
         for state in spare:
@@ -133,6 +148,7 @@ class BeamSearches:
                 tokens = parent.tokens.view(0, length)
                 state.tokens = IntBuffer(np.append(tokens, np.int32(child.token_id)))
                 state.sequence = _fork(parent) if room else None
+                state.matcher = None if parent.matcher is None else parent.matcher.fork()
                 room = room - 1 if state.sequence is not None else 0
             else:
                 seen.add(child.parent)
@@ -179,7 +195,7 @@ class BeamSearches:
             request_id += "#"
         request = replace(leader.request, request_id=request_id)
         state = RequestState(
-            request, arrival, leader.prefix_watch, leader.queued_at, leader.session
+            request, arrival, leader.prefix_watch, leader.times.queued, leader.session
         )
         state.become_beam(search)
         self._requests[request_id] = state

@@ -36,7 +36,7 @@ class InBatchSharing:
 
         It then waits until `wake_waiters` releases it.
         """
-        if state.waits_for is not None:
+        if state.producer is not None:
             return True
         limit = state.num_reusable
         start = state.prefix_watch.cached_len
@@ -45,8 +45,10 @@ class InBatchSharing:
         for producer in (*self._prefilling, *self._decoding.get(start, ())):
             agreed = _num_agreed(state, producer, start, limit)
             if agreed > max(start, producer.committed):
-                state.waits_for, state.waits_until = producer, agreed
+                state.producer, state.awaited_len = producer, agreed
                 producer.waiters.append(state)
+                if producer.sequence is not None:
+                    producer.sequence.want_checkpoint(agreed)
                 return True
         return False
 
@@ -56,11 +58,11 @@ def wake_waiters(producer: RequestState) -> list[RequestState]:
     if not producer.waiters:
         return []
     reached = math.inf if producer.sequence is None else producer.committed
-    woken = [state for state in producer.waiters if state.waits_until <= reached]
+    woken = [state for state in producer.waiters if state.awaited_len <= reached]
     if woken:
-        producer.waiters = [state for state in producer.waiters if state.waits_until > reached]
+        producer.waiters = [state for state in producer.waiters if state.awaited_len > reached]
         for state in woken:
-            state.waits_for = None
+            state.producer = None
     return woken
 
 

@@ -31,7 +31,8 @@ class PageBudget:
     def pages_ahead(self, state: RequestState) -> int:
         """Pages that a running request will need soon."""
         assert state.sequence is not None
-        ahead = min(len(state.tokens) + _LOOKAHEAD, state.request.max_len)
+        tokens = _LOOKAHEAD if state.search is None else 1  # a beam stops after its next token
+        ahead = min(len(state.tokens) + tokens, state.request.max_len)
         return max(0, self.pages_for(ahead) - len(state.sequence.pages))
 
     def num_outstanding(self) -> int:
@@ -59,10 +60,10 @@ class PageBudget:
         priority and the overtake bound."""
         waiting = self._waiting
         slots = min(count, self._max_running_requests - len(self._running))
-        if slots <= 0 or waiting.barrier < state.arrival:
+        if slots <= 0 or waiting.admission_limit < state.arrival:
             return 0
         if waiting.highest_priority > state.request.params.priority:
             return 0
-        size = self.pages_for(_LOOKAHEAD) + 1
+        size = 1 if self._cache.page_size == 1 else 2  # the next token's, and a copied page
         spare = self._cache.num_available - self.num_outstanding()
         return max(0, min(slots, spare // size))

@@ -19,7 +19,7 @@ from radixserve.scheduler.request_state import RequestState
 
 
 class PolicyQueue(Protocol):
-    """The waiting requests in the order of a policy. Writes nothing of them but `order_key`."""
+    """The waiting requests in the order of a policy. Writes their `order_key` and nothing else."""
 
     def add(self, state: RequestState) -> None:
         """O(log n)."""
@@ -44,14 +44,14 @@ class SortedQueue:
         self._requests: SortedKeyList = SortedKeyList(key=_order_key)
 
     def add(self, state: RequestState) -> None:
-        state.order_key = self._key(state)
+        state.queue_entry.order_key = self._key(state)
         self._requests.add(state)
 
     def remove(self, state: RequestState) -> None:
         self._requests.remove(state)
 
     def update(self, state: RequestState) -> None:
-        if state.order_key != self._key(state):
+        if state.queue_entry.order_key != self._key(state):
             self.remove(state)
             self.add(state)
 
@@ -67,7 +67,7 @@ class SortedQueue:
         return len(self._requests)
 
     def _key(self, state: RequestState) -> tuple[int, ...]:
-        priority, arrival = state.rank
+        priority, arrival = state.priority_key
         return (priority, -state.prefix_watch.cached_len if self._by_match else 0, arrival)
 
 
@@ -82,22 +82,22 @@ class TreeQueue:
         self._size = 0
 
     def add(self, state: RequestState) -> None:
-        state.order_key = state.prefix_watch.path()
+        state.queue_entry.order_key = state.prefix_watch.path()
         self._size += 1
-        branch = self._roots.setdefault(state.rank[0], _Branch(0))
-        for node_id in state.order_key:
+        branch = self._roots.setdefault(state.priority_key[0], _Branch(0))
+        for node_id in state.queue_entry.order_key:
             branch = branch.grow(node_id)
         branch.states[state.arrival] = state
 
     def remove(self, state: RequestState) -> None:
         self._size -= 1
-        branch = self._roots[state.rank[0]]
-        for node_id in state.order_key:
+        branch = self._roots[state.priority_key[0]]
+        for node_id in state.queue_entry.order_key:
             branch = branch.shrink(node_id)
         del branch.states[state.arrival]
 
     def update(self, state: RequestState) -> None:
-        if state.order_key != state.prefix_watch.path():
+        if state.queue_entry.order_key != state.prefix_watch.path():
             self.remove(state)
             self.add(state)
 
@@ -156,4 +156,4 @@ def make_queue(policy: str) -> PolicyQueue:
 
 
 def _order_key(state: RequestState) -> tuple[int, ...]:
-    return state.order_key
+    return state.queue_entry.order_key

@@ -8,6 +8,7 @@ from radixserve.int_buffer import IntBuffer
 from radixserve.output import Finish, Metrics, PromptScore, RequestOutput, Usage
 from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec
+from radixserve.structured_output import Matcher
 
 
 class BeamSearch:
@@ -23,39 +24,82 @@ class BeamSearch:
         self.draws: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
 
 
+class QueueEntry:
+    """What the waiting queue keeps of a request, however often it is queued."""
+
+    __slots__ = ("bypass_baseline", "order_key", "overtaken", "page_need")
+
+    def __init__(self) -> None:
+        self.order_key: tuple[int, ...] = ()  # set by the queue's policy
+        self.page_need: int | None = None  # as it is counted in the queue; None: not counted
+        self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
+        self.bypass_baseline = 0  # later admissions when it was queued last
+
+
+class TargetScores:
+    """The scores of a request with `logprob_targets`."""
+
+    __slots__ = ("num_scored", "of_prompt")
+
+    def __init__(self) -> None:
+        self.num_scored = 0  # leading targets whose scores are known
+        self.of_prompt: list[PromptScore] = []  # kept for the end where it generates, too
+
+    def note(self, drawn: SampleOutput, *, keep: bool) -> None:
+        self.num_scored += len(drawn.scores)
+        if keep:
+            tops = drawn.top_scores or ((),) * len(drawn.scores)
+            self.of_prompt += map(PromptScore, drawn.scores, tops)
+
+
+class Times:
+    """Seconds on the scheduler's clock; None: not yet."""
+
+    __slots__ = ("admitted", "first_token", "queued")
+
+    def __init__(self, queued: float) -> None:
+        self.queued = queued
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+
+    def metrics(self, now: float) -> Metrics:
+        start, admitted, first_token = self.queued, self.admitted, self.first_token
+        return Metrics(
+            queue_s=None if admitted is None else admitted - start,
+            ttft_s=None if first_token is None else first_token - start,
+            total_s=now - start,
+        )
+
+
 class RequestState:
     """Waiting while `sequence` is None, running otherwise."""
 
     __slots__ = (
-        "admitted_at",
         "arrival",
-        "bypass_baseline",
+        "awaited_len",
         "cached_on_arrival",
-        "first_token_at",
         "greedy_only_spec",
         "is_in_page_table",
+        "length_limit",
         "lookup",
+        "matcher",
         "num_prompt",
         "num_prompt_done",
         "num_reused",
-        "num_scored",
-        "order_key",
-        "overtaken",
         "prefix_watch",
-        "prompt_scores",
-        "queued_at",
-        "queued_page_need",
-        "rank",
+        "priority_key",
+        "producer",
+        "queue_entry",
         "req_pool_idx",
         "request",
         "request_id",
+        "scores",
         "search",
         "sequence",
         "session",
+        "times",
         "tokens",
         "waiters",
-        "waits_for",
-        "waits_until",
     )
 
     def __init__(
@@ -69,37 +113,34 @@ class RequestState:
         self.request = request
         self.request_id = request.request_id
         self.arrival = arrival  # 0, 1, 2 ...
-        # Preemption order: the largest rank (low priority, late arrival) is preempted first.
-        self.rank = (-request.params.priority, arrival)
-        self.num_prompt = len(request.token_ids)
+        # Preemption order: the largest key (low priority, late arrival) is preempted first.
+        self.priority_key = (-request.params.priority, arrival)
+        self.num_prompt = request.num_prompt
+        # Tokens, the prompt's included, at which it ends.
+        self.length_limit = min(self.num_prompt + request.params.max_tokens, request.max_len)
         self.tokens = IntBuffer(request.token_ids)  # prompt and output so far
         self.prefix_watch = prefix_watch  # of `tokens`, while waiting
         self.session = session  # cache session of its sequences, while that is open
         self.sequence: CacheSequence | None = None
         self.req_pool_idx = -1  # slot in the page table while running
         self.is_in_page_table = False  # whether an earlier row wrote that slot
-        self.waits_for: RequestState | None = None  # the producer of tokens it waits for
-        self.waits_until = 0  # number of committed tokens of the producer that it waits for
+        self.producer: RequestState | None = None  # the producer of tokens it waits for
+        self.awaited_len = 0  # number of committed tokens of the producer that it waits for
         self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs
         self.search: BeamSearch | None = None  # of which it is a beam
-        self.order_key: tuple[int, ...] = ()  # set by the queue's policy
-        self.queued_page_need: int | None = None  # page need as stored in WaitingQueue
-        self.overtaken = 0  # admissions of later requests while it waited, up to its last entry
-        self.bypass_baseline = 0  # later admissions when it was queued last
+        self.queue_entry = QueueEntry()
         self.lookup: Lookup | None = None  # at the first admission
         self.cached_on_arrival = prefix_watch.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed
-        self.num_scored = 0  # targets whose scores are known
-        self.prompt_scores: list[PromptScore] = []  # those of the prompt's own tokens
+        self.scores = None if request.logprob_targets is None else TargetScores()
+        self.matcher: Matcher | None = None  # of its answer, from the first draw on
         self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
         self.num_prompt_done = 0  # prompt tokens whose K/V was available to it
-        self.queued_at = now
-        self.admitted_at: float | None = None
-        self.first_token_at: float | None = None
+        self.times = Times(now)
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return self.tokens.size - self.num_prompt
 
     @property
     def committed(self) -> int:
@@ -111,51 +152,66 @@ class RequestState:
         sequence = self.sequence
         if sequence is None or sequence.committed_len != len(self.tokens) - 1:
             return False
-        return self.request.logprob_targets is None or self.only_draws
+        return self.is_scored
 
     @property
-    def is_drawing(self) -> bool:
-        """A row in flight draws its next token."""
-        return self.sequence is not None and self.sequence.length >= len(self.tokens)
-
-    @property
-    def ends_next(self) -> bool:
-        """Its last row was handed out: what comes of it ends the request, whichever token it is."""
-        request, length = self.request, len(self.tokens) + 1
-        if request.logprob_targets is not None and not request.also_generate:
+    def is_ending(self) -> bool:
+        """Its last row is in flight: the output ends the request, whichever token it is."""
+        num_known = self.tokens.size
+        if self.sequence is None or self.sequence.length < num_known:
+            return False
+        if self.scores is not None and not self.request.also_generate:
             return True
-        return length - self.num_prompt >= request.params.max_tokens or length >= request.max_len
+        return num_known + 1 >= self.length_limit
 
-    def end_reason(self, token_id: int) -> str | None:
+    def append(self, drawn: SampleOutput) -> tuple[SampleOutput, str | None]:
+        """Take a drawn token and those forced after it, up to the end; `drawn` without the others,
+        and why the request ends, None where it goes on."""
+        forced = drawn.forced_ids
+        self.tokens.append(drawn.token_id)
+        reason = self._end_reason(drawn.token_id, is_complete=drawn.is_complete and not forced)
+        if not forced:
+            return drawn, reason
+        for at, token_id in enumerate(forced):
+            if reason is not None:
+                return drawn._replace(forced_ids=forced[:at]), reason
+            self.tokens.append(token_id)
+            is_last = at == len(forced) - 1
+            reason = self._end_reason(token_id, is_complete=drawn.is_complete and is_last)
+        return drawn, reason
+
+    def _end_reason(self, token_id: int, *, is_complete: bool) -> str | None:
         """Why the request ends with its last token, `token_id`; None where it goes on."""
-        request, length = self.request, len(self.tokens)
+        request = self.request
+        if is_complete:
+            return "stop"
         if token_id in request.end_ids and self.num_output > request.params.min_tokens:
             return "stop"
-        if self.num_output >= request.params.max_tokens or length >= request.max_len:
-            return "length"
-        return None
+        return "length" if self.tokens.size >= self.length_limit else None
 
     @property
-    def only_draws(self) -> bool:
+    def is_scored(self) -> bool:
         """Whether nothing is left to be scored before tokens are drawn."""
-        targets = self.request.logprob_targets
-        return targets is None or (self.request.also_generate and self.num_scored == len(targets))
+        targets, scores = self.request.logprob_targets, self.scores
+        if targets is None or scores is None:
+            return True
+        return self.request.also_generate and scores.num_scored == len(targets)
 
     @property
     def num_reusable(self) -> int:
         """Leading tokens that may be reused from the cache: no logits are needed for them."""
-        if self.request.logprob_targets is None or self.only_draws:
+        if self.scores is None or self.is_scored:
             return len(self.tokens) - 1
-        return self.request.score_start + self.num_scored
+        return self.request.score_start + self.scores.num_scored
 
-    def wanted(self) -> IntArray:
+    def match_tokens(self) -> IntArray:
         """[num_reusable + 1] tokens to acquire: the cache leaves the last one to be computed."""
         return self.tokens.view(0, self.num_reusable + 1)
 
     def admit(self, sequence: CacheSequence, lookup: Lookup, now: float) -> None:
         cached = min(sequence.cached_len, self.num_prompt)
         if self.lookup is None:
-            self.lookup, self.admitted_at, self.num_reused = lookup, now, cached
+            self.lookup, self.times.admitted, self.num_reused = lookup, now, cached
         else:
             self.num_reused = min(self.num_reused, cached)
         self.num_prompt_done = max(self.num_prompt_done, cached)
@@ -165,7 +221,7 @@ class RequestState:
         """Join `search`, which has computed the prompt already."""
         leader, self.search = search.leader, search
         self.num_reused = self.num_prompt_done = self.num_prompt
-        self.lookup, self.admitted_at = leader.lookup, leader.admitted_at
+        self.lookup, self.times.admitted = leader.lookup, leader.times.admitted
 
     def note_committed(self, length: int) -> None:
         self.num_prompt_done = max(self.num_prompt_done, min(length, self.num_prompt))
@@ -178,19 +234,14 @@ class RequestState:
             completion_tokens=self.num_output,
         )
 
-    def metrics(self, now: float) -> Metrics:
-        start = self.queued_at
-        return Metrics(
-            queue_s=None if self.admitted_at is None else self.admitted_at - start,
-            ttft_s=None if self.first_token_at is None else self.first_token_at - start,
-            total_s=now - start,
-        )
-
     def output(self, drawn: SampleOutput | None, finish: Finish | None) -> RequestOutput:
         """One step's output: the token that was drawn, if any, and the end, if it ended."""
         if drawn is None:
             return RequestOutput(self.request_id, (), (), (), finish)
         if drawn.logprob is None:
-            return RequestOutput(self.request_id, (drawn.token_id,), (), (), finish)
+            token_ids: tuple[int, ...] = (drawn.token_id,)
+            if drawn.forced_ids:
+                token_ids += drawn.forced_ids
+            return RequestOutput(self.request_id, token_ids, (), (), finish)
         top = dict(drawn.top_logprobs)
         return RequestOutput(self.request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)

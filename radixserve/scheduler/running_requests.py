@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from radixserve.cache.audit import page_table
 from radixserve.scheduler.request_state import RequestState
 
 
@@ -23,6 +25,24 @@ class RunningRequests:
     def __contains__(self, state: RequestState) -> bool:
         return state.arrival in self._states
 
+    def page_tables(self, namespace: str | None = None) -> list[dict[str, Any]]:
+        """Their sequences, or those of one namespace, as `PrefixCache.dump` shows them, with
+        "request_id"."""
+        return [
+            {"request_id": state.request.request_id, **page_table(state.sequence)}
+            for state in self
+            if state.sequence is not None and namespace in (None, state.sequence.namespace)
+        ]
+
+    def lowest_below(
+        self, state: RequestState, is_spared: Callable[[RequestState], bool]
+    ) -> RequestState | None:
+        """The lowest in priority below `state` that may be preempted."""
+        others = [
+            one for one in self if one.priority_key > state.priority_key and not is_spared(one)
+        ]
+        return max(others, key=lambda one: one.priority_key, default=None)
+
     def add(self, state: RequestState) -> None:
         """Assign a slot; the runner's page table has no row of it yet."""
         self._states[state.arrival] = state
@@ -30,11 +50,18 @@ class RunningRequests:
         state.is_in_page_table = False
 
     def remove(self, state: RequestState) -> None:
-        self.free_slot(state)
+        self._free_slot(state)
         del self._states[state.arrival]
 
-    def free_slot(self, state: RequestState) -> None:
-        """Its last row was dispatched: another request may use the slot from the next step on."""
+    def free_ending_slots(self) -> int:
+        """Free the slots of requests whose last row is in flight: others may use these from the
+        next step on. Returns the number of such requests."""
+        ending = [state for state in self._states.values() if state.is_ending]
+        for state in ending:
+            self._free_slot(state)
+        return len(ending)
+
+    def _free_slot(self, state: RequestState) -> None:
         if state.req_pool_idx >= 0:
             self._free_slots.append(state.req_pool_idx)
             state.req_pool_idx = -1

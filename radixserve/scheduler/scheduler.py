@@ -13,23 +13,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from radixserve.arrays import IntArray
 from radixserve.cache import PrefixCache
-from radixserve.errors import EngineDead, InvalidRequest, OutOfPages
-from radixserve.output import Finish, PromptScore, RequestOutput
+from radixserve.errors import InvalidRequest, OutOfPages, request_failed
+from radixserve.hint import HintLimits
+from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
+from radixserve.scheduler import audit, request_views
 from radixserve.scheduler.admission import Admission
 from radixserve.scheduler.batch_builder import BatchBuilder
 from radixserve.scheduler.beam_searches import BeamSearches, Child
+from radixserve.scheduler.hints import Hints
 from radixserve.scheduler.in_batch_sharing import wake_waiters
 from radixserve.scheduler.in_flight_step import InFlightStep, plan_ahead
 from radixserve.scheduler.page_budget import PageBudget
 from radixserve.scheduler.request_state import BeamSearch, RequestState
 from radixserve.scheduler.running_requests import RunningRequests
 from radixserve.scheduler.sessions import Sessions
-from radixserve.scheduler.stats import SchedulerStats
+from radixserve.scheduler.stats import RecentTokens, SchedulerStats
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -44,32 +47,38 @@ class Scheduler:
         chunked_prefill_size: int = 512,
         max_running_requests: int = 64,
         max_overtake: int = 64,
+        hint_limits: HintLimits | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._cache = cache
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
+        self.view_requests = request_views.RequestViews(self._requests, clock).take
         self._waiting = WaitingQueue(cache, policy, max_overtake)
         self._running = RunningRequests(max_running_requests)
+        self.page_tables = self._running.page_tables
         self._page_budget = PageBudget(cache, self._running, self._waiting, max_running_requests)
-        self._admission = Admission(
-            cache, self._waiting, self._running, self._page_budget, max_running_requests, clock
-        )
+        self._sessions = sessions = Sessions(cache)
+        self.open_session, self.close_session = sessions.open, sessions.close
+        self.claim = sessions.claim
+        self._hints = Hints(cache, sessions, hint_limits or HintLimits())
+        self.hint, self.forget_hints = self._hints.apply, self._hints.forget
+        self.held_by_hints = self._hints.held
+        lines = cache, self._waiting, self._running, self._page_budget, self._hints.shared
+        self._admission = Admission(*lines, max_running_requests, clock)
         queues = self._requests, self._running, self._waiting
         self._beams = BeamSearches(*queues, self._requeue, self._page_budget.num_startable)
-        self._sessions = Sessions(cache)
         self._in_flight: list[InFlightStep] = []  # at most two, the older one first
         self._num_arrived = 0
-        self._stats = SchedulerStats()
+        self.counts = SchedulerStats()
+        self._recent = RecentTokens(self.counts, clock())
 
     # -- requests and sessions ----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. InvalidRequest if its id is in use or it could never fit.
-
-        A session that it names and that is not open is opened, with the cache's own lease.
-        """
+        """Queue a request, and open the session that it names, with the cache's own lease, unless
+        it is open. InvalidRequest if the id is in use or the request could never fit."""
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         capacity = self._cache.num_pages * self._cache.page_size
@@ -80,7 +89,7 @@ class Scheduler:
                 f"got {request.max_len}"
             )
         session = self._sessions.get(request.session) if request.session else None
-        wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.wanted`
+        wanted = request.token_ids[: request.score_start + 1]  # see `RequestState.match_tokens`
         prefix_watch = self._cache.watch(wanted, request.params.namespace)
         state = RequestState(request, self._num_arrived, prefix_watch, self._clock(), session)
         self._num_arrived += 1 if request.beams is None else request.beams.width
@@ -114,43 +123,28 @@ class Scheduler:
         """
         step = next(one for one in self._in_flight if one.schedule is schedule)
         self._in_flight.remove(step)
-        return [self._end(state, "error", error) for state in step.living_rows()]
+        return [self._end(state, "error", error) for state in step.active_rows()]
 
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`."""
-        states = list(self._requests.values())
-        return [
-            self._end(j, "error", error) for j in states if j.request.request_id in self._requests
-        ]
-
-    def open_session(self, name: str, lease_s: float | None = None) -> None:
-        """Open a session, or do nothing where one of that name is open; see the cache's own.
-
-        It is remembered until `close_session`: close what you name.
-        """
-        self._sessions.open(name, lease_s)
-
-    def claim(self, name: str, tokens: IntArray, namespace: str = "") -> int:
-        """Let a session, opened if need be, claim what is cached of `tokens`; returns how many."""
-        return self._sessions.claim(name, tokens, namespace)
-
-    def close_session(self, name: str) -> None:
-        """Close a session: pages that only closed sessions reach are evicted first. Idempotent.
-
-        Running requests continue. A queued request loses the session, even if the name is
-        reopened.
-        """
-        self._sessions.close(name)
+        ids, living = list(self._requests), self._requests
+        return [self._end(living[one], "error", error) for one in ids if one in living]
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def stats(self) -> dict[str, int]:
-        """SchedulerStats since the start and the queue depths now."""
-        counters = {name: getattr(self._stats, name) for name in self._stats.__slots__}
-        num_waiting = len(self._requests) - len(self._running)
-        return {"waiting": num_waiting, "running": len(self._running), **counters}
+    def stats(self) -> dict[str, Any]:
+        """See `SchedulerStats.report`."""
+        num_open, num_running = len(self._requests), len(self._running)
+        depths = {"waiting": num_open - num_running, "waiting_tokens": self._waiting.num_tokens}
+        report = self.counts.report(self._recent.gains(self._clock()))
+        return {**depths, "running": num_running, **report, **self._hints.stats()}
+
+    def check(self) -> None:
+        """Audit the queues; AssertionError names the first broken law. O(requests)."""
+        audit.check(self._requests, self._waiting, self._running, self._beams.parked)
+        self._hints.check(self._cache.stats()["sessions"])
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -162,35 +156,44 @@ class Scheduler:
         """
         if self._in_flight:
             return self._schedule_ahead()
+        self._hints.expire()
         plan = self._plan()
+        if self._beams.parked and self._admission.has_slots(plan):
+            self._beams.unpark_out_of_turn()
+            plan = self._plan() if plan.is_empty else plan
+            self._admission.admit(plan)
         while plan.is_empty and self._beams.parked:  # they hold pages that the others need
-            self._preempt_parked(max(self._beams.parked.values(), key=lambda state: state.rank))
+            self._preempt_parked(max(self._beams.parked.values(), key=lambda s: s.priority_key))
+            plan = self._plan()
+        while plan.is_empty and self._requests and self._make_way():
             plan = self._plan()
         if plan.is_empty:
             assert not self._requests, "requests are left but none can continue"
             return None
-        return self._hand_out(plan)
+        return self._dispatch(plan)
 
     def _schedule_ahead(self) -> SchedulerOutput | None:
         assert len(self._in_flight) == 1, "two steps are in flight"
-        step = self._in_flight[0]
-        plan = BatchBuilder(self._stats.steps, self._chunked_prefill_size)
-        if not plan_ahead(step, plan, self._running, self._cache):
+        plan = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
+        plan.num_ending = self._running.free_ending_slots()
+        if not plan_ahead(self._in_flight[0], plan, self._running, self._cache):
             return None
         self._admission.admit(plan)
         if plan.is_empty:
             return None
-        self._stats.steps_ahead += 1
-        return self._hand_out(plan)
+        self.counts.steps_ahead += 1
+        return self._dispatch(plan)
 
-    def _hand_out(self, plan: BatchBuilder) -> SchedulerOutput:
+    def _dispatch(self, plan: BatchBuilder) -> SchedulerOutput:
+        if self._cache.num_states:
+            plan.add_states(self._cache)
         schedule = plan.build()
-        self._stats.steps += 1
+        self.counts.steps += 1
         self._in_flight.append(InFlightStep(schedule, plan))
         return schedule
 
     def _plan(self) -> BatchBuilder:
-        plan = BatchBuilder(self._stats.steps, self._chunked_prefill_size)
+        plan = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
         self._plan_running(plan)
         self._admission.admit(plan)
         return plan
@@ -201,6 +204,7 @@ class Scheduler:
         Steps are updated in the order in which they were dispatched.
         """
         assert schedule is self._in_flight[0].schedule
+        self._recent.note(self._clock())
         step = self._in_flight.pop(0)
         drawing, outputs = self._commit_rows(step, output.outputs)
         searches: dict[int, BeamSearch] = {}
@@ -210,15 +214,14 @@ class Scheduler:
                 searches[search.leader.arrival] = search
                 draws = self._beams.note_draw(state, drawn)
                 if draws:
-                    outputs.append(
-                        RequestOutput(search.leader.request_id, (), (), (), None, (), draws)
-                    )
+                    drawn_id = search.leader.request_id
+                    outputs.append(RequestOutput(drawn_id, (), (), (), None, (), draws))
             elif state.sequence is not None:  # else another row has ended its search
                 outputs.append(self._append(state, drawn))
         for search in searches.values():
             assert not self._in_flight, "beams are chosen while a step is in flight"
-            if search.leader.first_token_at is None:
-                search.leader.first_token_at = self._clock()
+            if search.leader.times.first_token is None:
+                search.leader.times.first_token = self._clock()
             self._beams.park_drawn(search)
         return outputs
 
@@ -234,74 +237,72 @@ class Scheduler:
         """Publish what the rows computed. Returns the requests that drew, and outputs of others."""
         drawing: list[tuple[RequestState, SampleOutput]] = []
         outputs: list[RequestOutput] = []
-        rows = zip(step.rows, step.schedule.rows, drawn, strict=True)
-        for (state, sequence), row, one in rows:
+        for (state, sequence), row, one in zip(step.rows, step.schedule.rows, drawn, strict=True):
+            num_tokens = len(row.token_ids)
             if state.sequence is not sequence:  # it has ended
-                self._stats.discarded_tokens += len(row.token_ids)
+                self.counts.discarded_tokens += num_tokens
                 continue
             if one is not None and one.error is not None:
-                outputs.append(self._end(state, "error", EngineDead(one.error)))
+                outputs.append(self._end(state, "error", request_failed(one.error, one.cause)))
                 continue
-            sequence.commit(row.end)
+            sequence.commit(end := row.start + num_tokens)
             if state.waiters:
                 self._waiting.note_woken(wake_waiters(state))
-            self._stats.count_row(row, state.num_prompt, state.num_prompt_done)
-            state.note_committed(row.end)
-            if one is None:
-                continue
-            if row.logprob_targets is not None:
+            if num_tokens == 1 and end > state.num_prompt:
+                self.counts.decoded_tokens += 1
+            else:
+                self.counts.count_prefill(row.start, num_tokens, state.num_prompt_done)
+                state.note_committed(end)
+            if one is not None and row.logprob_targets is not None:
                 outputs += self._note_scores(state, row, one)
-                if row.sample is None:
-                    continue
-            drawing.append((state, one))
+            if one is not None and row.sample is not None:
+                drawing.append((state, one))
         return drawing, outputs
 
     def _requeue(self, state: RequestState) -> None:
-        state.prefix_watch = self._cache.watch(state.wanted(), state.request.params.namespace)
+        state.prefix_watch = self._cache.watch(state.match_tokens(), state.request.params.namespace)
         self._waiting.add(state, is_returning=True)
 
     def _note_scores(
         self, state: RequestState, row: ScheduledRequest, drawn: SampleOutput
     ) -> list[RequestOutput]:
-        state.num_scored += len(drawn.scores)
+        assert state.scores is not None
+        state.scores.note(drawn, keep=state.request.also_generate)
         if state.request.also_generate:  # reported when the request finishes
-            tops = drawn.top_scores or ((),) * len(drawn.scores)
-            state.prompt_scores += map(PromptScore, drawn.scores, tops)
             return []
         finish = self._close(state, "stop") if row.end == state.num_prompt else None
         return [RequestOutput(state.request_id, (), drawn.scores, (), finish)]
 
     def _append(self, state: RequestState, drawn: SampleOutput) -> RequestOutput:
-        state.tokens.append(drawn.token_id)
-        self._stats.generated_tokens += 1
-        if state.first_token_at is None:
-            state.first_token_at = self._clock()
-        reason = state.end_reason(drawn.token_id)
-        if self._in_flight and reason is None and state.sequence is not None and state.is_drawing:
-            # Its row in flight computes it already.
-            state.sequence.fill(state.tokens.view(len(state.tokens) - 1))
-        return state.output(drawn, None if reason is None else self._close(state, reason))
+        drawn, reason = state.append(drawn)
+        self.counts.generated_tokens += 1 + len(drawn.forced_ids)
+        if state.times.first_token is None:
+            state.times.first_token = self._clock()
+        finish = None if reason is None else self._close(state, reason)
+        if (sequence := state.sequence) is not None and sequence.num_unknown:
+            sequence.fill_one(drawn.token_id)  # its row in flight computes it already
+        return state.output(drawn, finish)
 
     # -- running requests ---------------------------------------------------------------------
 
     def _plan_running(self, plan: BatchBuilder) -> None:
-        """Decodes first, then prefill chunks, each in order of rank.
+        """Decodes first, then prefill chunks, each by priority and arrival.
 
-        A request without pages preempts unplanned ones of lower rank, else skips the step. The
-        highest in rank can preempt all others, so at least one request always continues.
+        A request without pages preempts unplanned ones of lower priority, else skips the step. The
+        highest in priority can preempt all others, so at least one request always continues.
         """
-        states = [(not state.is_decoding, state.rank, state) for state in self._running]
-        states.sort()  # ranks differ: requests are never compared
+        states = [(not state.is_decoding, state.priority_key, state) for state in self._running]
+        states.sort()  # keys differ: requests are never compared
         for is_prefill, _, state in states:
             if state.sequence is None:  # preempted for one before it
                 continue
             wanted = min(plan.budget, len(state.tokens) - state.committed) if is_prefill else 1
             if wanted:
-                count = self._grow(state, wanted, plan)
+                count = self._allocate(state, wanted, plan)
                 if count:
                     plan.add(state, count, is_decode=not is_prefill)
 
-    def _grow(self, state: RequestState, wanted: int, plan: BatchBuilder) -> int:
+    def _allocate(self, state: RequestState, wanted: int, plan: BatchBuilder) -> int:
         """Allocate up to `wanted` tokens, preempting if none fits; returns how many."""
         sequence = state.sequence
         assert sequence is not None
@@ -317,15 +318,17 @@ class Scheduler:
                 if parked is not None:
                     self._preempt_parked(parked)
                     continue
-                victim = self._victim(state, plan)
+                victim = self._running.lowest_below(state, plan.has)
                 if victim is None:
                     return 0
                 self._preempt(victim)
 
-    def _victim(self, state: RequestState, plan: BatchBuilder) -> RequestState | None:
-        """The lowest in rank below `state` that is not part of this step."""
-        others = [j for j in self._running if j.rank > state.rank and not plan.has(j)]
-        return max(others, key=lambda j: j.rank, default=None)
+    def _make_way(self) -> bool:
+        """Nothing can go on: end prefetches, else unlock a pin. False where there is neither."""
+        prefetches = [one for one in self._requests.values() if one.request.is_prefetch]
+        for state in prefetches:
+            self._end(state, "abort")
+        return bool(prefetches) or self._hints.break_pin()
 
     def _preempt(self, state: RequestState) -> None:
         """Requeue a running request; its computed K/V stays cached until evicted."""
@@ -334,13 +337,13 @@ class Scheduler:
         state.sequence.release()
         state.sequence = None
         self._running.remove(state)
-        self._stats.preemptions += 1
+        self.counts.preemptions += 1
         self._waiting.note_woken(wake_waiters(state))
         self._requeue(state)
 
     def _preempt_parked(self, state: RequestState) -> None:
         self._beams.unpark(state)
-        self._stats.preemptions += 1
+        self.counts.preemptions += 1
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -352,23 +355,19 @@ class Scheduler:
         return state.output(None, self._close(state, reason, error))
 
     def _end_search(
-        self,
-        search: BeamSearch,
-        reason: str,
-        error: BaseException | None,
-        answer_lens: Sequence[int],
+        self, search: BeamSearch, reason: str, error: BaseException | None, lens: Sequence[int]
     ) -> RequestOutput:
         """The usage is that of the first answer; the others count the prompt as cached."""
-        leader, stats = search.leader, self._stats
+        leader, stats = search.leader, self.counts
         for state in search.beams:
             if state is not leader:
                 self._remove(state)
             state.search = None
         finish = self._close(leader, reason, error)
-        usage = replace(finish.usage, completion_tokens=answer_lens[0] if answer_lens else 0)
-        for _ in answer_lens[1:]:
-            stats.count_prompt(usage.prompt_tokens, usage.prompt_tokens, leader.cached_on_arrival)
-        stats.generated_tokens += sum(answer_lens)
+        usage = finish.usage.with_answer(lens[0] if lens else 0)
+        for num_tokens in lens[1:]:
+            stats.count_prompt(usage.of_other_answer(num_tokens), leader.cached_on_arrival)
+        stats.generated_tokens += sum(lens)
         return RequestOutput(leader.request_id, (), (), (), replace(finish, usage=usage))
 
     def _close(
@@ -377,15 +376,17 @@ class Scheduler:
         """Take a request out of every queue, free its private pages, and add up its numbers."""
         self._remove(state)
         usage = state.usage()
-        self._stats.count_finished(reason, usage, state.cached_on_arrival)
-        scores = tuple(state.prompt_scores) if state.prompt_scores else ()
-        return Finish(reason, usage, state.metrics(self._clock()), state.lookup, error, scores)
+        is_prefetch, on_arrival = state.request.is_prefetch, state.cached_on_arrival
+        self.counts.count_finished(reason, usage, on_arrival, is_prefetch=is_prefetch)
+        scores = () if state.scores is None else tuple(state.scores.of_prompt)
+        metrics = state.times.metrics(self._clock())
+        return Finish(reason, usage, metrics, state.lookup, error, scores)
 
     def _remove(self, state: RequestState) -> None:
         """Take a request out of every queue and free its private pages."""
         if state.sequence is None:
-            if state.waits_for is not None:
-                state.waits_for.waiters.remove(state)
+            if state.producer is not None:
+                state.producer.waiters.remove(state)
             if state in self._waiting:  # else: a beam that has drawn
                 self._waiting.remove(state)
         elif state in self._running:

@@ -36,6 +36,10 @@ class Sessions:
         """The session that a request names: the open one, or a new one."""
         return self._open.get(name) or self.open(name)
 
+    def find(self, name: str) -> CacheSession | None:
+        """The open session of that name."""
+        return self._open.get(name)
+
     def claim(self, name: str, tokens: IntArray, namespace: str) -> int:
         """Let the session of that name claim the whole pages that are cached of `tokens`.
 
@@ -55,7 +59,8 @@ class Sessions:
         return cached_len
 
     def close(self, name: str) -> None:
-        """An unknown name does nothing."""
+        """Pages that only closed sessions reach are evicted first. An unknown name does nothing.
+        Queued requests lose it, even if the name is reopened; running ones continue."""
         self._claimed.pop(name, None)
         session = self._open.pop(name, None)
         if session is not None:

@@ -26,6 +26,7 @@ class WaitingQueue:
         self._by_arrival: SortedDict = SortedDict()
         self._returned: SortedDict = SortedDict()  # of these, the preempted ones
         self._by_watch: dict[PrefixWatch, RequestState] = {}
+        self.num_tokens = 0  # of all of them
         self._admitted: SortedList = SortedList()  # arrivals later than the oldest queued one
         self._priorities: SortedList = SortedList()  # one each
         self._needs: SortedList = SortedList()  # (pages, arrival) of requests without a producer
@@ -42,17 +43,19 @@ class WaitingQueue:
         if is_returning:
             self._returned[state.arrival] = state
         self._priorities.add(state.request.params.priority)
-        state.bypass_baseline = self._num_later(state)
+        self.num_tokens += len(state.tokens)
+        state.queue_entry.bypass_baseline = self._num_later(state)
         self._by_watch[state.prefix_watch] = state
         self._queue.add(state)
         self._note_need(state)
 
     def remove(self, state: RequestState) -> None:
         """O(log n)."""
-        state.overtaken = self.overtaken(state)
+        state.queue_entry.overtaken = self.overtaken(state)
         del self._by_arrival[state.arrival]
         self._returned.pop(state.arrival, None)
         self._priorities.remove(state.request.params.priority)
+        self.num_tokens -= len(state.tokens)
         del self._by_watch[state.prefix_watch]
         state.prefix_watch.close()
         self._queue.remove(state)
@@ -93,24 +96,26 @@ class WaitingQueue:
             self._note_need(state)
 
     def _note_need(self, state: RequestState) -> None:
-        if state.waits_for is not None:
+        if state.producer is not None:
             return
         need = self.need(state)
-        if need != state.queued_page_need:
+        if need != state.queue_entry.page_need:
             self._forget_need(state)
-            state.queued_page_need = need
+            state.queue_entry.page_need = need
             self._needs.add((need, state.arrival))
 
     def _forget_need(self, state: RequestState) -> None:
-        if state.queued_page_need is not None:
-            self._needs.remove((state.queued_page_need, state.arrival))
-            state.queued_page_need = None
+        entry = state.queue_entry
+        if entry.page_need is not None:
+            self._needs.remove((entry.page_need, state.arrival))
+            entry.page_need = None
 
     # -- the overtake bound -------------------------------------------------------------------
 
     def overtaken(self, state: RequestState) -> int:
         """How many later requests were admitted while this one waited. O(log n)."""
-        return state.overtaken + self._num_later(state) - state.bypass_baseline
+        entry = state.queue_entry
+        return entry.overtaken + self._num_later(state) - entry.bypass_baseline
 
     def note_admitted(self, state: RequestState) -> None:
         """`state`, just removed, overtakes all that arrived before it. O(log n) amortised."""
@@ -123,7 +128,7 @@ class WaitingQueue:
         del self._admitted[: self._admitted.bisect_right(oldest)]
 
     @property
-    def barrier(self) -> float:
+    def admission_limit(self) -> float:
         """Arrival number after which no request may start: a request up to it has reached the
         overtake bound; math.inf if none.
 
@@ -140,13 +145,13 @@ class WaitingQueue:
     def candidates(self) -> Iterator[RequestState]:
         """Each request once that may start now, in order; the one just given may be removed.
 
-        With a barrier: only requests up to it, by arrival. Else the policy's order.
+        With an admission limit: only requests up to it, by arrival. Else the policy's order.
         """
         seen: set[int] = set()
         while True:
-            barrier = self.barrier
-            if barrier < math.inf:
-                up_to = self._by_arrival.irange(maximum=barrier)
+            limit = self.admission_limit
+            if limit < math.inf:
+                up_to = self._by_arrival.irange(maximum=limit)
                 state = next((self._by_arrival[a] for a in up_to if a not in seen), None)
                 if state is None:
                     return
@@ -159,7 +164,7 @@ class WaitingQueue:
                 seen.add(state.arrival)
                 yield state
                 was_admitted = state.arrival not in self._by_arrival
-                if was_admitted and self.barrier < math.inf:
+                if was_admitted and self.admission_limit < math.inf:
                     break
             else:
                 return

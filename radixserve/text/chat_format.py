@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from radixserve.text.chat_options import ChatOptions
 from radixserve.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -30,12 +31,9 @@ class ChatFormat:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: ChatOptions,
     ) -> None:
-        """`template`: Jinja, None is the tokenizer's own. `tools`: JSON schemas of functions."""
-        self.template = template
-        self.tools = None if tools is None else [dict(tool) for tool in tools]
+        self._options = options
         self._tokenizer = tokenizer
         self._literal_ids: dict[str, list[int]] = {}
         self._rendered: dict[str, str] = {}  # an answer's text -> as the template renders it
@@ -77,7 +75,10 @@ class ChatFormat:
     # -- text ---------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.render_chat(messages, template=self.template, tools=self.tools)
+        how = self._options
+        return self._tokenizer.render_chat(
+            messages, template=how.template, tools=how.tools, variables=how.template_kwargs
+        )
 
     def _answer_texts(
         self,

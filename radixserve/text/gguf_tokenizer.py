@@ -1,52 +1,90 @@
 """The tokenizer that a GGUF file describes, built from its tokens, merges and pre-tokenizer.
 
 `tokenizer.ggml.pre` names how text is split before merges are applied; a wrong split gives tokens
-that the model was never trained on, so an unknown name is refused.
+that the model was never trained on, so an unknown name is refused. The expressions are those of the
+models' own tokenizers, as llama.cpp names them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from radixserve.errors import ModelNotSupported
 from radixserve.gguf_file import GgufFile
+from radixserve.text.fast_tokenizer import FastTokenizer, add_missing
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-_WORDS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+"
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+_SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_WORDS = _SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
-QWEN2 = _WORDS + r"|\p{N}" + _REST
+_LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
+_QWEN2 = _WORDS + r"|\p{N}" + _REST
+_QWEN35 = (
+    _SUFFIX + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?%s*%s+{0}|[^\r\n\p{L}\p{N}]?%s+%s*{0}" % ((_UPPER, _LOWER) * 2)
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = _CASED.replace("{0}", "") + r"|\p{N}" + _CASED_REST
+_GPT4O = _CASED.replace("{0}", _SUFFIX + "?") + r"|\p{N}{1,3}" + _CASED_REST
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class PreTokenizer(NamedTuple):
     """How text is split before merges are applied."""
 
-    expression: str | None = None  # None: GPT-2's
-    has_single_digits: bool = False
+    expressions: tuple[str, ...]  # matches of each are cut out of what the one before left
     takes_whole_words: bool = False  # a piece that is a token is not built from merges
     adds_bos: bool = False  # unless tokenizer.ggml.add_bos_token says otherwise
 
 
-PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "roberta-bpe"), PreTokenizer()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), PreTokenizer(None, True)),
-    **dict.fromkeys(("llama-bpe", "llama3"), PreTokenizer(LLAMA3, False, True, True)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer(QWEN2)),
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "exaone4"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"),
+        PreTokenizer((r"\p{N}", _GPT2)),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        PreTokenizer((_LLAMA3,), takes_whole_words=True, adds_bos=True),
+    ),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,), takes_whole_words=True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), PreTokenizer((_QWEN2,))
+    ),
+    "qwen35": PreTokenizer((_QWEN35,)),
+    "deepseek-llm": PreTokenizer(
+        (
+            r"[\r\n]",
+            # cased letters, but for Armenian and Georgian small ones and mathematical ones
+            "\\s?[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10d0-\u10ff\U0001d400-\U0001d7ff]]+",
+            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+            r"\s+$",
+            _CJK,
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK3)),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "tekken": PreTokenizer((_TEKKEN,), takes_whole_words=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
 }
 
 
-def gguf_tokenizer(file: GgufFile) -> Any:
-    """A transformers tokenizer. ModelNotSupported where its kind or pre-tokenizer is unknown."""
-    import transformers
-    from tokenizers import (
-        AddedToken,
-        Regex,
-        Tokenizer,
-        decoders,
-        models,
-        pre_tokenizers,
-        processors,
-    )
+def gguf_tokenizer(file: GgufFile) -> FastTokenizer:
+    """The tokenizer. ModelNotSupported where its kind or pre-tokenizer is unknown."""
+    from tokenizers import AddedToken, processors
 
     fields = {
         name.removeprefix("tokenizer.ggml."): value
@@ -54,44 +92,84 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         if name.startswith("tokenizer.")
     }
     kind, pre = fields.get("model"), fields.get("pre")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    if kind == "llama":
+        bpe, adds_bos = _sentencepiece(fields), True
+        fields = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields}
+    elif kind == "gpt2" and pre in PRE_TOKENIZERS:
+        bpe, adds_bos = _byte_level(fields, PRE_TOKENIZERS[pre]), PRE_TOKENIZERS[pre].adds_bos
+    else:
         raise ModelNotSupported(
             f"{file.path} has a tokenizer of the kind {kind!r} with the pre-tokenizer {pre!r}; "
-            f"possible are gpt2 with {', '.join(PRE_TOKENIZERS)}"
+            f"possible are llama, and gpt2 with {', '.join(PRE_TOKENIZERS)}"
         )
-    split = PRE_TOKENIZERS[pre]
     tokens = fields.get("tokens", [])
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.takes_whole_words))
-    steps: list[Any] = []
-    if split.has_single_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if split.expression is not None:
-        steps.append(pre_tokenizers.Split(Regex(split.expression), "isolated"))
-    steps.append(
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.expression is None)
-    )
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    bpe.decoder = decoders.ByteLevel()
     types = fields.get("token_type") or [1] * len(tokens)
     for token, token_type in zip(tokens, types, strict=True):
         if token_type in (_CONTROL, _USER_DEFINED):
             added = AddedToken(token, special=token_type == _CONTROL, normalized=False)
             bpe.add_special_tokens([added]) if added.special else bpe.add_tokens([added])
     special = _special_tokens(fields, tokens)
-    if fields.get("add_bos_token", split.adds_bos) and "bos_token" in special:
+    if fields.get("add_bos_token", adds_bos) and "bos_token" in special:
         bos = special["bos_token"]
         bpe.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, fields["bos_token_id"])]
         )
-    fast_tokenizer: Any = transformers.PreTrainedTokenizerFast
-    return fast_tokenizer(
-        tokenizer_object=bpe,
-        chat_template=fields.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **special,
+    add_missing(bpe, special)
+    return FastTokenizer(bpe, fields.get("tokenizer.chat_template"), special)
+
+
+def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
+    """Merges of the bytes of each piece, as GPT-2's tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
+    vocabulary = {token: token_id for token_id, token in enumerate(fields.get("tokens", ()))}
+    bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.takes_whole_words))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(one), "isolated") for one in split.expressions),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
+    bpe.decoder = decoders.ByteLevel()
+    return bpe
+
+
+def _sentencepiece(fields: dict[str, Any]) -> Any:
+    """Merges of characters in the order of the tokens' scores, bytes where there is no token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, types = fields.get("tokens", []), fields.get("token_type") or ()
+    has_prefix = fields.get("add_space_prefix", True)
+    unknown = next((t for t, kind in zip(tokens, types, strict=False) if kind == _UNKNOWN), None)
+    bpe = Tokenizer(
+        models.BPE(
+            {token: token_id for token_id, token in enumerate(tokens)},
+            _merges_of_scores(tokens, fields.get("scores", ())),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    bpe.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+    )
+    return bpe
+
+
+def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every pair of tokens that makes a token, that with the highest score first."""
+    known = {token: token_id for token_id, token in enumerate(tokens)}
+    order = sorted(range(len(tokens)), key=lambda token_id: -scores[token_id])
+    return [
+        (left, right)
+        for token in (tokens[token_id] for token_id in order)
+        for left, right in ((token[:at], token[at:]) for at in range(1, len(token)))
+        if left in known and right in known
+    ]
 
 
 def _special_tokens(fields: dict[str, Any], tokens: list[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
+from radixserve.text.chat_options import ChatOptions
 from radixserve.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -28,9 +29,16 @@ class PromptReader:
     max_seq_len: int  # of prompt and output together
     limit_name: str  # for errors: the setting or size that limits it
 
-    def read(self, prompt: Prompt) -> IntArray:
-        """[n] token ids, 1 <= n < max_seq_len. Raises InvalidRequest."""
-        ids = self._ids(prompt)
+    def read(
+        self, prompt: Prompt, *, keep_last: int | None = None, options: ChatOptions | None = None
+    ) -> IntArray:
+        """[n] token ids, 1 <= n < max_seq_len: of the prompt, or its last `keep_last` ones.
+
+        `options`: of chat messages. Raises InvalidRequest, also where they are given for others.
+        """
+        ids = self._ids(prompt, options)
+        if keep_last is not None:
+            ids = ids[-keep_last:]
         if not len(ids):
             raise InvalidRequest("the prompt is empty: at least one token is needed")
         if len(ids) >= self.max_seq_len:
@@ -59,15 +67,25 @@ class PromptReader:
                 )
         return ids.astype(np.int32)
 
-    def _ids(self, prompt: Prompt) -> NDArray[np.integer[Any]]:
+    def _ids(self, prompt: Prompt, options: ChatOptions | None) -> NDArray[np.integer[Any]]:
+        if is_conversation(prompt):
+            messages = check_messages(prompt)
+            return np.asarray(self._tokenizer().encode_chat(messages, options), np.int64)
+        if options is not None and options.is_given:
+            raise InvalidRequest(
+                "tools and chat_template_kwargs are for chat messages; the prompt is "
+                + shown(prompt)
+            )
         if isinstance(prompt, str):
             return np.asarray(self._tokenizer().encode(prompt), np.int64)
-        if is_conversation(prompt):
-            return np.asarray(self._tokenizer().encode_chat(check_messages(prompt)), np.int64)
         ids = _as_array(prompt)
         if ids is None:
             raise InvalidRequest(f"{_KINDS}; got {shown(prompt)}")
         return ids
+
+    def backend_tokenizer(self) -> Any:
+        """See `Tokenizer.backend`. InvalidRequest where there is no tokenizer."""
+        return self._tokenizer().backend
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -86,17 +104,24 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
     return bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
 
 
-def is_batch(prompts: object) -> bool:
-    """Whether it is a list of prompts rather than a prompt; raises InvalidRequest if neither."""
-    if isinstance(prompts, str):
-        return False
-    if isinstance(prompts, np.ndarray):
-        return prompts.ndim > 1
-    if not isinstance(prompts, list | tuple):
-        raise InvalidRequest(f"{_KINDS}, or a list of these; got {shown(prompts)}")
-    if not prompts:
-        return False
-    return not is_token_id(prompts[0]) and not isinstance(prompts[0], Mapping)
+def as_prompts(given: object) -> tuple[list[Any], bool]:
+    """A list of prompts, not checked yet, and whether several were given rather than one.
+
+    Several: an iterable of prompts, also none; one: text, integers, or a list of mappings. Raises
+    InvalidRequest for anything else.
+    """
+    if isinstance(given, np.ndarray) and (given.ndim != 1 or given.dtype.kind in "UO"):
+        if not given.ndim:
+            raise InvalidRequest(f"{_KINDS}, or several of these; got {shown(given)}")
+        given = given.tolist() if given.dtype.kind in "UO" else list(given)
+    if isinstance(given, str | np.ndarray):
+        return [given], False
+    if not isinstance(given, Iterable) or isinstance(given, bytes | Mapping | Set):
+        raise InvalidRequest(f"{_KINDS}, or several of these; got {shown(given)}")
+    several = given if isinstance(given, list | tuple) else list(given)
+    if several and (is_token_id(several[0]) or isinstance(several[0], Mapping)):
+        return [several], False
+    return list(several), True
 
 
 def check_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:

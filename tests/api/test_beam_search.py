@@ -16,7 +16,14 @@ import torch
 from transformers import AutoTokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from radixserve import Completion, EngineDead, InvalidRequest, Runtime, SamplingParams
+from radixserve import (
+    Completion,
+    EngineDead,
+    InvalidRequest,
+    RequestFailed,
+    Runtime,
+    SamplingParams,
+)
 from radixserve.arrays import IntArray
 from radixserve.request import BeamParams
 from tests.checkpoints import all_logprobs, load_reference, make_checkpoint
@@ -247,7 +254,7 @@ def test_equal_to_transformers(
         stats = rt.cache_stats()
         assert stats["sequences"] == stats["pages_private"] == stats["pages_locked"] == 0
         assert stats["prompted_tokens"] == stats["reused_tokens"] + stats["computed_tokens"]
-        assert stats["preemptions"] > 0 or num_tokens > 500
+        assert stats["evicted_tokens"] > 0 or num_tokens > 500
 
 
 @pytest.mark.long
@@ -375,7 +382,8 @@ class TestAnswers:
         again = asyncio.run(rt.abeam_search([PROMPT], params=params, beams=beams))[0]
         for outs in (found, again):
             assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
-            assert [out.score for out in outs] == [out.score for out in expected]
+            scores = [out.score for out in outs]  # the prompt's K/V was computed in other chunks
+            assert scores == pytest.approx([out.score for out in expected], abs=1e-5)
 
     def test_wrong_records(self, rt: Runtime) -> None:
         for options, message in (
@@ -449,7 +457,7 @@ class TestEnds:
         weights["lm_head.weight"][3, 0] = float("nan")
         save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
         with Runtime(str(tmp_path), num_pages=200) as rt:
-            with pytest.raises(EngineDead, match="nan"):
+            with pytest.raises(RequestFailed, match="nan"):
                 rt.beam_search(PROMPT, 4)
             assert rt.cache_stats()["sequences"] == 0
             rt.check()

@@ -19,11 +19,13 @@ from radixserve import (
     EngineDead,
     HistoryRewritten,
     InvalidRequest,
+    RequestFailed,
     Runtime,
     SamplingParams,
 )
 from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.text.chat_format import Answer, ChatFormat
+from radixserve.text.chat_options import ChatOptions
 from tests.checkpoints import BOS_ID, EOS_ID, make_checkpoint
 from tests.pacing import held, until
 
@@ -460,7 +462,7 @@ class TestErrors:
             with pytest.raises(InvalidRequest):
                 demo.chat(**fields)
         with demo.chat(params=params_of(4)) as chat:
-            for message in (1, None, {}, {"role": "user"}, {"role": "assistant", "content": "x"},
+            for message in (1, None, {}, {"role": "user"}, {"role": "assistant", "content": None},
                             {"role": "system", "content": "x"}, [], "\ud800"):  # fmt: skip
                 with pytest.raises(InvalidRequest):
                     chat.send(message)  # type: ignore[arg-type]
@@ -490,9 +492,9 @@ class TestErrors:
 
             with monkeypatch.context() as patch:
                 patch.setattr(CpuModelRunner, "launch", broken)
-                with pytest.raises(EngineDead, match="no"):
+                with pytest.raises(RequestFailed, match="no"):
                     chat.send("xyz")
-                with pytest.raises(EngineDead, match="no"):
+                with pytest.raises(RequestFailed, match="no"):
                     list(chat.stream("xyz"))
             assert (chat.tokens.tolist(), chat.history) == before
             assert chat.send("d").usage.cached_tokens == len(before[0]) - 1
@@ -590,12 +592,12 @@ class TestFiles:
         wrong: list[Any] = [
             [],
             {},
-            {**good, "version": 2},
+            {**good, "version": 3},
             {**good, "kind": "shopping list"},
             {**good, "system": 1},
             {**good, "tools": ["a tool"]},
             {**good, "token_ids": [999]},
-            {**good, "turns": [{**turn, "message": {"role": "user"}}]},
+            {**good, "turns": [{**turn, "messages": [{"role": "user"}]}]},
             {**good, "turns": [{**turn, "answer": {"text": 1}}]},
             {**good, "turns": [{**turn, "tokens": 3}]},
         ]
@@ -616,7 +618,7 @@ class TestFiles:
 
 def test_users_may_say_what_looks_like_a_mark(demo: Runtime) -> None:
     assert demo.tokenizer is not None
-    form = ChatFormat(demo.tokenizer)
+    form = ChatFormat(demo.tokenizer, ChatOptions())
     messages = [
         {"role": "user", "content": "[answer 0] [answer 1]"},
         {"role": "assistant", "content": "[answerr 0]"},

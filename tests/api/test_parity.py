@@ -57,6 +57,9 @@ CASES = [
     Case("phi3", 8),
     Case("granite", 9),
     Case("stablelm", 10),
+    Case("glm4", 22),
+]
+OTHER_SHAPES = [  # and other families: two settings each, the others with the marker `long`
     Case("mistral", 12, shape(4, 1, 32, True)),
     Case("qwen2", 13, (("num_attention_heads", 4), ("num_key_value_heads", 4))),
     Case("gpt_neox", 16, (("num_attention_heads", 2),)),
@@ -64,6 +67,8 @@ CASES = [
     Case("phi3", 18, (("num_key_value_heads", 4), ("num_attention_heads", 4))),
     Case("granite", 19, (("num_attention_heads", 2), ("num_key_value_heads", 1))),
     Case("stablelm", 20, (("num_key_value_heads", 4),)),
+    Case("gemma", 21),
+    Case("smollm3", 23),
 ]
 FULL = CASES[1]  # this one goes through every combination
 
@@ -79,11 +84,11 @@ class Reference:
     logprobs: list[list[float]]
 
 
-def mixed_prompts(seed: int) -> list[list[int]]:
+def mixed_prompts(seed: int, count: int = NUM_REQUESTS) -> list[list[int]]:
     """Heads of earlier prompts cut at any token, some the same, some nothing shared."""
     rng = random.Random(seed)
     prompts: list[list[int]] = []
-    for _ in range(NUM_REQUESTS):
+    for _ in range(count):
         head: list[int] = []
         if prompts and rng.random() < 0.8:
             other = rng.choice(prompts)
@@ -99,13 +104,16 @@ def references() -> dict[Case, Reference]:
 
 
 def reference(
-    case: Case, cache: dict[Case, Reference], factory: pytest.TempPathFactory
+    case: Case,
+    cache: dict[Case, Reference],
+    factory: pytest.TempPathFactory,
+    count: int = NUM_REQUESTS,
 ) -> Reference:
     if case not in cache:
         folder = factory.mktemp(case.family)
         make_checkpoint(folder, case.family, case.seed, with_tokenizer=True, **dict(case.overrides))
         model = load_reference(folder)
-        prompts = mixed_prompts(case.seed)
+        prompts = mixed_prompts(case.seed, count)
         rng = random.Random(case.seed)
         lengths = [rng.choice([1, 3, 8, 20, 60]) for _ in prompts]
         outputs, logprobs = [], []
@@ -151,7 +159,7 @@ def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None
     with Runtime(
         str(expected.folder), num_pages=tokens // size, max_running_requests=8, **settings
     ) as rt:
-        order = list(range(NUM_REQUESTS))
+        order = list(range(len(expected.prompts)))
         check_answers(rt, expected, order)
         random.Random(1).shuffle(order)
         check_answers(rt, expected, order)
@@ -168,16 +176,26 @@ def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None
         assert rt.cache_stats()["pages_free"] == rt.cache_stats()["pages_total"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+SETTINGS: list[dict[str, Any]] = [
+    {"page_size": 2, "chunked_prefill_size": 7},
+    {"page_size": 16, "chunked_prefill_size": 7, "is_tight": True},
+    {"page_size": 1, "chunked_prefill_size": 64},
+    {"page_size": 16, "chunked_prefill_size": 1},
+    {"page_size": 16, "chunked_prefill_size": 64, "cache": "off"},
+    {"page_size": 64, "chunked_prefill_size": 64, "is_tight": True},
+]
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("case", "settings"),
     [
-        {"page_size": 1, "chunked_prefill_size": 64},
-        {"page_size": 2, "chunked_prefill_size": 7},
-        {"page_size": 16, "chunked_prefill_size": 1},
-        {"page_size": 16, "chunked_prefill_size": 64, "cache": "off"},
-        {"page_size": 16, "chunked_prefill_size": 7, "is_tight": True},
-        {"page_size": 64, "chunked_prefill_size": 64, "is_tight": True},
+        *((case, settings) for case in CASES for settings in SETTINGS),
+        *((case, settings) for case in OTHER_SHAPES for settings in SETTINGS[:2]),
+        *(
+            pytest.param(case, settings, marks=pytest.mark.long)
+            for case in OTHER_SHAPES
+            for settings in SETTINGS[2:]
+        ),
     ],
     ids=str,
 )

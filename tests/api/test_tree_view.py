@@ -25,6 +25,8 @@ def node(start: int, text: str, *children: dict[str, Any], held: int = 0) -> dic
         "pages": [],
         "lock_ref": held,
         "sequences": held,
+        "state": "referenced" if held else "cached",
+        "last_use": None if held else 5.0,
         "children": list(children),
     }
 

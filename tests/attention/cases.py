@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from radixserve.attention.base import AttentionBackend
+from radixserve.attention.base import PLAIN, AttentionBackend, AttentionFeatures
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 
@@ -38,7 +38,7 @@ class Case:
         self.k, self.v = torch.randn(2, total, kv_heads, dim).to(dtype)
         self.batch = build_forward_batch(self.rows, page_size, CPU)
 
-    def expected(self, layer, scale=None):
+    def expected(self, layer, scale=None, features=PLAIN):
         """ScheduledRequest by row in float64, and the pool as it must be afterwards."""
         kv, outs, first = self.kv.clone(), [], 0
         scale = scale or 1 / math.sqrt(self.q.shape[-1])
@@ -57,7 +57,15 @@ class Case:
             q = self.q[first : first + new].double().transpose(0, 1)
             scores = q @ k.transpose(1, 2) * scale
             hidden = torch.arange(start + new) > torch.arange(start, start + new)[:, None]
-            outs.append((scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).transpose(0, 1))
+            if cap := features.logits_soft_cap:
+                scores = torch.tanh(scores / cap) * cap
+            for i in range(new):
+                hidden[i, : first_seen(features, start + i)] = True
+            scores = scores.masked_fill(hidden, -math.inf)
+            if features.sinks is not None:
+                sinks = features.sinks.double()[:, None, None].expand(-1, new, 1)
+                scores = torch.cat((scores, sinks), -1)
+            outs.append((scores.softmax(-1)[..., : start + new] @ v).transpose(0, 1))
             first += new
         return torch.cat(outs), kv
 
@@ -112,8 +120,19 @@ RUNS = {  # pages of a sequence
 
 
 def run(
-    backend: AttentionBackend, case: Case, layer: int = 1, scale: float | None = None
+    backend: AttentionBackend,
+    case: Case,
+    layer: int = 1,
+    scale: float | None = None,
+    features: AttentionFeatures = PLAIN,
 ) -> torch.Tensor:
     """[T, Hq, D]; the backend's pool is written to."""
     backend.plan(case.batch)
-    return backend.run(case.q, case.k, case.v, layer, scale)
+    return backend.run(case.q, case.k, case.v, layer, scale, features)
+
+
+def first_seen(features: AttentionFeatures, position: int) -> int:
+    """The first position that a query at `position` sees."""
+    window, chunk = features.span
+    first = position + 1 - window if window else 0
+    return max(first, position // chunk * chunk if chunk else 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from torch import Tensor
@@ -54,6 +55,14 @@ def make_flashinfer(fake: Fake) -> MakePaged:
 @pytest.fixture(params=["torch", "cpu"])
 def make_host(request: pytest.FixtureRequest, make_cpu: Make) -> Make:
     """The CPU's own backends; without its kernels the test of that one is skipped."""
+    return make_cpu if request.param == "cpu" else reference.ReferenceBackend
+
+
+@pytest.fixture(params=["torch", "cpu", "triton"])
+def make_featured(request: pytest.FixtureRequest, make_cpu: Make) -> Make:
+    """Those that have windows, chunks, soft caps and sinks."""
+    if request.param == "triton":
+        return partial(TritonBackend, shares=False)
     return make_cpu if request.param == "cpu" else reference.ReferenceBackend
 
 

@@ -59,7 +59,7 @@ class Fake:
 
     def _fast_decode_plan(self, *args: Any, **kwargs: Any) -> None:
         bound = self.bind("fast_decode_plan", *args, **kwargs)
-        bound.pop("self")._plan_fast(bound)
+        bound.pop("self").plan_fast(bound)
 
     def _merge_state_in_place(self, *args: Any, **kwargs: Any) -> None:
         bound = self.bind("merge_state_in_place", *args, **kwargs)
@@ -85,7 +85,7 @@ class FakeWrapper:
         self._fake = fake
         self._is_graph = bound["use_cuda_graph"]
         assert bound["kv_layout"] == "NHD"
-        assert bound["backend"] == "fa2"
+        assert bound["backend"] == "fa2" or (bound["backend"] == "fa3" and not self._is_graph)
         assert bound["float_workspace_buffer"].dtype == torch.uint8
         self._num_requests = num_requests
         self._int_workspace = torch.empty(8)
@@ -171,7 +171,7 @@ class FakeDecode(FakeWrapper):
         else:
             self._indptr, self._indices, self._last_page_len = (one.clone() for one in arrays)
 
-    def _plan_fast(self, bound: dict[str, Any]) -> None:
+    def plan_fast(self, bound: dict[str, Any]) -> None:
         """Nothing is copied to the device, and nothing may have to be copied from it."""
         assert self._planned, "the fast plan needs the module that a plan before has loaded"
         arrays = [bound[name] for name in ("indptr", "indices", "last_page_len")]

@@ -66,7 +66,7 @@ def _signature(forms: list[dict[str, Any]]) -> inspect.Signature:
         [
             inspect.Parameter(
                 form["name"],
-                inspect._ParameterKind[form["kind"]],
+                getattr(inspect.Parameter, form["kind"]),
                 default=form.get("default", inspect.Parameter.empty),
             )
             for form in forms

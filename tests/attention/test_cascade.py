@@ -12,9 +12,9 @@ import torch
 
 from radixserve.attention import cpu as cpu_backend
 from radixserve.attention import reference
-from radixserve.attention.base import ForwardBatch
+from radixserve.attention.base import ForwardBatch, HostIndex
 from radixserve.attention.cpu import plan_step
-from radixserve.attention.cuda.cascade import covered_pages, find_shared
+from radixserve.attention.cuda.cascade import CascadeCost, NodeFinder, covered_pages, find_shared
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.request import BeamParams
 from radixserve.runner.input_batch import build_forward_batch
@@ -255,3 +255,43 @@ def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch)
     driver.drain()
     assert num_shared > 10
     assert levels >= 2
+
+
+def step_of_rows(pages: list[list[int]], slots: list[int], first_new: list[int]) -> HostIndex:
+    """Rows of one token on pages of one, the last of which are new."""
+    lens = np.array([len(ids) for ids in pages])
+    return HostIndex(
+        lens - 1,
+        np.arange(len(pages) + 1),
+        np.concatenate(([0], np.cumsum(lens))),
+        lens,
+        [np.array(ids, np.int32) for ids in pages],
+        row_slots=np.array(slots),
+        first_new_page=np.array(first_new),
+    )
+
+
+def nodes_of(finder: NodeFinder, host: HostIndex) -> list[tuple[list[int], int, int]]:
+    return [(node.rows.tolist(), node.first, node.end) for node in finder.find(host)]
+
+
+def test_nodes_are_found_anew_when_rows_or_their_earlier_pages_change() -> None:
+    """And only then: page tables of rows that have only grown are not looked at."""
+    finder = NodeFinder(1, CascadeCost(least_tokens=1, merge_tokens=0))
+    tables = [[1, 2, 3, 10], [1, 2, 3, 11], [1, 2, 4, 12]]
+    both = [([0, 1, 2], 0, 2), ([0, 1], 2, 3)]
+    assert nodes_of(finder, step_of_rows(tables, [0, 1, 2], [0, 0, 0])) == both
+    grown = [[*ids, 20 + at] for at, ids in enumerate(tables)]
+    unread = step_of_rows(grown, [0, 1, 2], [4, 4, 4])
+    unread.release()
+    assert nodes_of(finder, unread) == both
+    replaced = [*grown[:2], [1, 2, 3, 12, 22, 32]]  # the third goes on with the others' page
+    replaced[:2] = [[*ids, 30] for ids in replaced[:2]]
+    three = [([0, 1, 2], 0, 3)]
+    assert nodes_of(finder, step_of_rows(replaced, [0, 1, 2], [5, 5, 2])) == three
+    other = [*([*ids, 40] for ids in replaced[:2]), [7, 8, 9]]  # another sequence in its slot
+    two = [([0, 1], 0, 3)]
+    assert nodes_of(finder, step_of_rows(other, [0, 1, 2], [6, 6, 0])) == two
+    assert nodes_of(finder, step_of_rows(other[1:], [1, 2], [6, 2])) == []
+    assert nodes_of(finder, step_of_rows(other[:1], [0], [6])) == []  # nothing can be shared
+    assert nodes_of(finder, step_of_rows(replaced, [0, 1, 2], [6, 6, 6])) == three

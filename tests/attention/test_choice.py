@@ -124,7 +124,7 @@ def test_heads_of_a_foreign_model_count(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, name: str
 ) -> None:
     """Their size is known once it is loaded, and not before."""
-    model = SimpleNamespace(info=SimpleNamespace(head_dim=head_dim))
+    model = SimpleNamespace(info=SimpleNamespace(head_dim=head_dim, attention_features=()))
     monkeypatch.setattr(registry, "_load_other", lambda *_: model)
     config = SimpleNamespace(architectures=["OtherForCausalLM"], dtype=BF16)
     source: Any = SimpleNamespace(config=config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from radixserve.attention.cuda.flashinfer_calls import (
 )
 from radixserve.attention.cuda.metadata import PlanUploader, layout
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels.gpu.kernel_choice import KernelChoice, choice_of, read_table
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import MakePaged
 from tests.attention.fake_flashinfer import SIGNATURES, Fake, FakeDecode
@@ -98,7 +100,7 @@ def test_decodes_in_the_kernel_for_tensor_cores(
     assert calls_of(fake, backend, case) == ["prefill", "prefill.plan", "prefill.run"]
     assert fake.arguments[-2]["causal"] is False
     fake.calls.clear()
-    backend.capture_backend(4, 99).plan(case.batch)
+    backend.make_graph_backend(4, 99).plan(case.batch)
     planned = ["decode.plan", "decode.plan keywords", "fast_decode_plan"]
     assert fake.calls == ["decode", "decode.reset_workspace_buffer", *planned]
 
@@ -155,7 +157,7 @@ def test_plans_lie_between_two_events(fake: Fake, make_flashinfer: MakePaged) ->
     decodes = Case(LENGTHS["decodes"], 2, **SHAPE)
     backend = make_flashinfer(torch.zeros(2, 2, 400, 2, 2, 64, dtype=BF16), 8)
     backend.uploader = WatchedUploader(fake)
-    graph = backend.capture_backend(8, 400, 1)
+    graph = backend.make_graph_backend(8, 400, 1)
     backend.plan(case.batch)
     graph.plan(decodes.batch)
     backend.plan(decodes.batch)
@@ -243,6 +245,44 @@ def test_which_decodes_take_tensor_cores(shape: tuple[int, int], expected: dict[
     assert found == expected
 
 
+def test_a_measured_choice_goes_before_the_rule() -> None:
+    choice = KernelChoice(decode={"4": {"8": "cuda", "64": "tensor"}})
+    expected = {1: False, 8: False, 9: True, 64: True, 500: True}
+    found = {rows: wants_tensor_cores(rows, heads(32, 8), 132, choice) for rows in expected}
+    assert found == expected
+    assert not wants_tensor_cores(64, heads(16, 8), 132, choice)  # two query heads: the rule
+    assert wants_tensor_cores(1, heads(40, 8), 132, KernelChoice(decode={"5": {"1": "cuda"}}))
+
+
+def test_the_table_of_choices(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    entry = {"decode": {"4": {"1": "tensor"}}, "fa3": True, "extend_tile": [64, 64, 4, 3]}
+    table.write_text(json.dumps({"A card": entry, "Another": {}}))
+    found = read_table(table)
+    assert found["A card"] == KernelChoice({"4": {"1": "tensor"}}, True, (64, 64, 4, 3))
+    assert found["Another"] == KernelChoice() == choice_of(torch.device("cpu"))
+    assert all(name.isprintable() for name in read_table())  # the one that is committed
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("long chunks", "fa3"), ("long chunk", "fa2"), ("chunks", "fa2"), ("everything", "fa2")],
+)
+def test_long_queries_where_fa3_was_faster(
+    name: str, expected: str, fake: Fake, make_flashinfer: MakePaged
+) -> None:
+    case = Case(LENGTHS[name], 2, **SHAPE)
+    backend = make_flashinfer(case.kv, 8)
+    assert isinstance(backend, FlashInferBackend)
+    run(backend, case)
+    assert {one["backend"] for one in fake.arguments if "backend" in one} == {"fa2"}
+    fake.arguments.clear()
+    backend.choice = KernelChoice(fa3=True)
+    run(backend, case)
+    made = [one["backend"] for one in fake.arguments if "backend" in one]
+    assert made == (["fa3"] if expected == "fa3" else [])  # else the wrapper that is there
+
+
 @pytest.mark.usefixtures("always_share")
 def test_heads_that_one_block_can_merge(fake: Fake, make_flashinfer: MakePaged) -> None:
     assert can_merge(64, 128, BF16)
@@ -301,17 +341,27 @@ def test_all_modules_are_compiled_in_one_go(monkeypatch: pytest.MonkeyPatch) -> 
         assert found["dtype_idx"] == torch.int32
         assert found["pos_encoding_mode"] == 0
     assert built[1][1]["backend"] == "fa2"
+    compile_modules(heads(32, 8), fa3=True)
+    assert [found["backend"] for _, found in built[3:] if "backend" in found] == ["fa2", "fa3"]
 
 
 def test_a_compiler_that_fails(make_flashinfer: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: HeadShape) -> None:
-        raise RuntimeError("Ninja build failed")
+    def fails(_: HeadShape, *, fa3: bool) -> None:
+        assert not fa3
+        raise RuntimeError("Ninja build\n failed" + more)
 
+    more = ""
     backend = make_flashinfer(torch.zeros(1, 2, 1, 1, 2, 64, dtype=BF16), 2)
     monkeypatch.setattr(flashinfer_backend, "compile_modules", fails)
     monkeypatch.setattr(backend, "kv", SimpleNamespace(is_cuda=True))
     with pytest.raises(ModelNotSupported, match="Ninja build failed; nvcc has to be found"):
         backend.prepare()
+    more = " in /a/long/path" * 1_000
+    with pytest.raises(
+        ModelNotSupported, match=r"Ninja build failed in .* \.\.\.; nvcc has"
+    ) as told:
+        backend.prepare()
+    assert len(str(told.value)) < 1_000
 
 
 def test_nothing_is_compiled_on_a_cpu(make_paged: MakePaged) -> None:
@@ -329,7 +379,7 @@ def test_the_fake_finds_what_it_is_there_to_find(fake: Fake, make_flashinfer: Ma
         fake.library.decode_wrapper(torch.zeros(1, dtype=torch.uint8), use_tensor_core=True)
     with pytest.raises(TypeError, match="max_tokens"):
         fake.bind("prefill.plan", None, *[None] * 4, 8, 2, 64, 2, max_tokens=3)
-    graph, other = backend.capture_backend(4, 99), backend.capture_backend(4, 99)
+    graph, other = backend.make_graph_backend(4, 99), backend.make_graph_backend(4, 99)
     graph.plan(case.batch)
     graph.attend(case.q, 0)
     other.plan(case.batch)

@@ -105,7 +105,7 @@ def test_graphs(num_levels: int, page_size: int, build: Build, device: torch.dev
         row.page_ids[: 48 // page_size] = everything.rows[0].page_ids[: 48 // page_size]
     everything.batch = build_forward_batch(everything.rows, page_size, torch.device("cpu"))
     backend = build(everything)
-    graph = backend.capture_backend(12, 12 * 200, num_levels)
+    graph = backend.make_graph_backend(12, 12 * 200, num_levels)
     q = torch.zeros(12, 8, 64, dtype=DTYPE, device=device)
     replay, out = captured(graph, q)
     expected, _ = everything.expected(1)

@@ -129,7 +129,7 @@ def test_replays_of_one_recording(
 ) -> None:
     cases = [decodes(seed, page_size, shared=seed % 3 > 0) for seed in range(6)]
     backend = make_paged(pool_of(cases), 4)
-    graph = backend.capture_backend(9, 9 * 64, num_levels)
+    graph = backend.make_graph_backend(9, 9 * 64, num_levels)
     assert graph.num_levels == num_levels
     check_replays(backend, graph, recording, cases)
 
@@ -141,7 +141,7 @@ def test_pages_may_be_read_as_smaller_ones(
 ) -> None:
     cases = [decodes(seed, page_size, shared=seed % 2 > 0) for seed in range(4)]
     backend = make_paged(pool_of(cases), 4, kernel_page_size=kernel_page_size)
-    check_replays(backend, backend.capture_backend(8, 8 * 20, 1), recording, cases)
+    check_replays(backend, backend.make_graph_backend(8, 8 * 20, 1), recording, cases)
     for case in cases:
         backend.kv[:, :, : case.kv.shape[2]] = case.kv
         expected, _ = case.expected(0)
@@ -153,7 +153,8 @@ def test_graphs_of_all_sizes_in_turn(make_paged: MakePaged, recording: Recording
     """They share memory and are used one at a time, between steps that are no graphs'."""
     cases = [decodes(seed, 2, shared=True) for seed in range(9)]
     backend = make_paged(pool_of(cases), 4)
-    graphs = [backend.capture_backend(n, n * 40, levels) for n in (8, 4, 2, 1) for levels in (0, 1)]
+    sizes = [(n, levels) for n in (8, 4, 2, 1) for levels in (0, 1)]
+    graphs = [backend.make_graph_backend(n, n * 40, levels) for n, levels in sizes]
     held: dict[int, Recorded] = {}
     for case in cases * 2:
         pool = backend.kv
@@ -178,10 +179,10 @@ def test_what_a_graph_launches(make_paged: MakePaged, recording: Recording) -> N
     case = decodes(1, 2, shared=False)
     backend = make_paged(case.kv, 4)
     for num_levels, num_kernels in ((0, 1), (1, 3)):
-        graph = backend.capture_backend(16, 600, num_levels)
+        graph = backend.make_graph_backend(16, 600, num_levels)
         assert Recorded(graph, recording, 0, case).num_kernels == num_kernels
     with pytest.raises(ValueError, match="0 or 1 shared levels, not 2"):
-        backend.capture_backend(16, 600, 2)
+        backend.make_graph_backend(16, 600, 2)
 
 
 def test_which_graph_to_replay(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,19 +203,19 @@ def test_which_graph_to_replay(make_paged: MakePaged, monkeypatch: pytest.Monkey
 def test_what_does_not_fit(make_paged: MakePaged) -> None:
     case = Case([(9, 1)] * 3, 2, heads=4, kv_heads=2, dim=16)  # of 5 pages each
     backend = make_paged(case.kv, 4)
-    assert backend.capture_backend(3, 15).fits(case.batch)
-    assert backend.capture_backend(4, 16).fits(case.batch)  # a page for the row that is padded
+    assert backend.make_graph_backend(3, 15).fits(case.batch)
+    assert backend.make_graph_backend(4, 16).fits(case.batch)  # a page for the row that is padded
     for num_rows, max_pages in ((4, 15), (3, 14), (2, 99)):
-        assert not backend.capture_backend(num_rows, max_pages).fits(case.batch)
+        assert not backend.make_graph_backend(num_rows, max_pages).fits(case.batch)
         with pytest.raises(ValueError, match="do not fit a graph"):
-            backend.capture_backend(num_rows, max_pages).plan(case.batch)
+            backend.make_graph_backend(num_rows, max_pages).plan(case.batch)
     chunk = ScheduledRequest("r", np.ones(2, np.int32), 3, np.arange(3, dtype=np.int32), None)
-    assert not backend.capture_backend(4, 99).fits(build_forward_batch([chunk], 2, CPU))
+    assert not backend.make_graph_backend(4, 99).fits(build_forward_batch([chunk], 2, CPU))
 
 
 def test_smaller_graphs_use_the_memory_of_larger_ones(make_paged: MakePaged) -> None:
     backend = make_paged(torch.zeros(1, 2, 4, 2, 2, 16), 4)
-    large, small, larger = (backend.capture_backend(n, n * 10, 1) for n in (8, 2, 9))
+    large, small, larger = (backend.make_graph_backend(n, n * 10, 1) for n in (8, 2, 9))
     pages = [[one.kv_indices.data_ptr() for one in graph.buffers] for graph in (large, small)]
     assert pages[0] == pages[1]
     assert large.buffers[0].kv_indices.data_ptr() != larger.buffers[0].kv_indices.data_ptr()

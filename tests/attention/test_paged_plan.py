@@ -12,9 +12,9 @@ import pytest
 from radixserve.attention.base import HostIndex
 from radixserve.attention.cuda.cascade import (
     MAX_LEVELS,
+    CascadeCost,
     NodeFinder,
     SharedNode,
-    SharingCost,
     drop_levels,
     find_shared,
     limit_levels,
@@ -24,6 +24,7 @@ from radixserve.attention.cuda.plan import (
     MAX_KERNEL_PAGE_SIZE,
     GraphShape,
     PagedPlan,
+    PageRanges,
     choose_kernel_page_size,
     plan_graph,
     plan_rows,
@@ -37,11 +38,11 @@ from tests.attention.cells import cells_of_paged, expected_cells
 from tests.attention.test_cascade import PAYS, random_rows
 from tests.scheduler.fake import Driver, random_prompt
 
-FREE = SharingCost(1, 0)
+FREE = CascadeCost(1, 0)
 
 
 def find_nodes(
-    host: HostIndex, page_size: int, cost: SharingCost, max_levels: int = MAX_LEVELS
+    host: HostIndex, page_size: int, cost: CascadeCost, max_levels: int = MAX_LEVELS
 ) -> list[SharedNode]:
     return NodeFinder(page_size, cost).find(host, max_levels)
 
@@ -142,6 +143,30 @@ def test_whole_rows_need_no_page_ids_from_the_host() -> None:
     assert not host.is_flattened
 
 
+def test_shared_pages_need_no_page_ids_from_the_host_either() -> None:
+    """A step with a shared prefix, found anew and then as in the step before."""
+    finder = NodeFinder(1, CascadeCost(1, 0))
+    for own in (1, 2, 3):
+        rows = [
+            row._replace(
+                start=500 + own,
+                page_ids=np.append(row.page_ids, 10_000 + 10 * at + np.arange(own, dtype=np.int32)),
+            )
+            for at, row in enumerate(same_prefix(64, 500))
+        ]
+        host = host_of(rows, 1)
+        nodes = finder.find(host, 1)
+        assert [(len(node.rows), node.end) for node in nodes] == [(64, 500)]
+        for plan in (
+            plan_graph(host, 1, nodes, 1, GraphShape(64, 64 * 600, 3)),
+            plan_rows(host, 1, nodes, 1),
+        ):
+            assert isinstance(plan.unique[0].kv_indices, PageRanges)
+            assert isinstance(plan.shared[0].kv_indices, np.ndarray)
+            assert plan.shared[0].kv_indices.tolist() == list(range(500))
+        assert not host.is_flattened
+
+
 # -- levels ---------------------------------------------------------------------------------------
 
 
@@ -216,7 +241,7 @@ def same_prefix(num_rows: int, num_tokens: int, page_size: int = 1) -> list[Sche
 
 
 def test_the_crossover_is_that_of_the_formula() -> None:
-    cost = SharingCost(16_384, 8)
+    cost = CascadeCost(16_384, 8)
     for num_rows, num_tokens in ((2, 16_384), (17, 1_024), (65, 256), (5, 4_096)):
         for missing, is_shared in ((0, True), (1, False)):
             rows = same_prefix(num_rows, num_tokens - missing)
@@ -240,7 +265,7 @@ def test_nodes_of_a_level_share_its_launches() -> None:
         (500, 120, [400, 300]),
         (1_000, 0, []),
     ):
-        nodes = find_nodes(host, 1, SharingCost(least, merge))
+        nodes = find_nodes(host, 1, CascadeCost(least, merge))
         assert [one.end for one in nodes] == expected
 
 
@@ -267,7 +292,7 @@ def test_rows_that_lie_apart_may_not_pay_in_a_graph() -> None:
     apart = [rows[0], others[0], rows[1], others[1], rows[2]]
     for mixed, in_place in ((together, True), (apart, False)):
         host = host_of(mixed, 1)
-        finder = NodeFinder(1, SharingCost(200, 0))
+        finder = NodeFinder(1, CascadeCost(200, 0))
         assert len(finder.find(host, 1)) == 1
         assert finder.pays_in_place(host) == in_place
     assert not NodeFinder(1, FREE).pays_in_place(host_of(same_prefix(1, 100), 1))

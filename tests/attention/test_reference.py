@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +50,22 @@ def test_random_batches(seed: int) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_decode_in_runs_of_pages(name: str, dtype: torch.dtype) -> None:
     check(ReferenceBackend, case_of_runs(name, 3, dtype, has_company=True))
+
+
+def test_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose attention builds a plan for each shape."""
+    enabled, real = [], reference.F.scaled_dot_product_attention
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return real(*args, **kwargs)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(reference.F, "scaled_dot_product_attention", attend)
+    check(ReferenceBackend, Case(LENGTHS["decodes"], 2, 4, 2, 16))
+    assert enabled
+    assert not any(enabled)
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_blocks_of_a_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:

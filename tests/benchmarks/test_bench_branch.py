@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.benchmarks.conftest import ROOT, Run
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
-def run_bench_branch(*arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # also when not installed
-    return subprocess.run(
-        [sys.executable, "benchmarks/bench_branch.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_a_quick_run(tmp_path: Path) -> None:
+def test_a_quick_run(tmp_path: Path, run: Run) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- branch-cpu -->\nstale\n<!-- end -->\nafter\n")
     options = ["--quick", "--json", "--save", str(tmp_path), "--page", str(page)]
-    result = run_bench_branch(*options)
+    result = run("bench_branch.py", *options)
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert (tmp_path / "branch-cpu.json").read_text() == result.stdout
@@ -89,9 +71,8 @@ def test_new_tokens_of_a_chat() -> None:
     first = ((1, 2, 5, 9), (1, 2, 6, 9))
     second = tuple((*prompt, 70, 71, 72, 8) for prompt in first)
     answers = [base.Answer([0, 0, 0], prompt=prompt) for prompt in (*first, *second)]
-    chats = work.Chats((("", ""), ("", "")), num_new=3)
     # of the first turn 1 2, then 5 9 and 6 9; of the second the last token said and the new one
-    assert chats.new_tokens(answers) == 6 + 2 * 2
+    assert work.new_tokens(answers, num_sessions=2, num_new=3) == 6 + 2 * 2
 
 
 @pytest.mark.parametrize(

@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def run_bench_cache(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/bench_cache.py", *options]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # also when not installed
-    env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True)
+from tests.benchmarks.conftest import Run
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def saved(tmp_path_factory: pytest.TempPathFactory, run: Run) -> tuple[dict[str, Any], str]:
     """One quick run of everything: its JSON document and its Markdown."""
     folder = tmp_path_factory.mktemp("results")
-    result = run_bench_cache("--quick", "--json", "--save", str(folder))
+    result = run("bench_cache.py", "--quick", "--json", "--save", str(folder))
     assert result.returncode == 0, result.stderr
     assert (folder / "cache-cpu.json").read_text() == result.stdout
     document: dict[str, Any] = json.loads(result.stdout)
@@ -51,14 +41,13 @@ def test_bench_cache_measures_every_case(saved: tuple[dict[str, Any], str]) -> N
     assert ("sglang-rust" in contenders) != is_absent
 
 
-def test_bench_cache_names_its_cases() -> None:
-    result = run_bench_cache("--only", "A,Z")
+def test_bench_cache_names_its_cases(run: Run) -> None:
+    result = run("bench_cache.py", "--only", "A,Z")
     assert result.returncode == 2
     assert "no such case: Z" in result.stderr
 
 
-def test_stubs_never_hide_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_stubs_never_hide_what_is_installed() -> None:
     stub_packages = importlib.import_module("cache.stub_packages").stub_packages
     before = list(sys.meta_path)
     with stub_packages("json", "absent_package"):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,10 +22,7 @@ import pytest
 import torch
 
 from radixserve.attention.cuda import cascade
-from radixserve.attention.cuda import flashinfer as flashinfer_backend
 from radixserve.models.sizes import SIZES
-from radixserve.output import Completion
-from tests.attention.fake_flashinfer import Fake, mark_sides
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +37,6 @@ def benchmarks_on_path() -> Iterator[None]:
         for name in ("SHARE_BYTES", "MERGE_TOKENS"):
             patch.setattr(cascade, name, getattr(cascade, name))
         yield
-    SIZES.pop("bench-tiny", None)
 
 
 def load(name: str) -> Any:
@@ -51,7 +48,7 @@ def dry_bench(rows: list[Any], **settings: Any) -> Any:
     given = {"is_dry": True, "ceilings": ceilings, **settings}
     keep = {"row": rows.append}
     return (
-        load("settings")
+        load("jobs")
         .Settings(**given)
         .open(lambda kind, value: keep.get(kind, lambda _: None)(value))
     )
@@ -75,13 +72,9 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[st
     """Exit code, output, results.json and the folder."""
     folder = tmp_path_factory.mktemp("gpu")
     run = load("session")
-    groups = ("rows", "draws", "attention bf16 16", "triton bf16", "flashinfer bf16")
-    specs = [replace(spec, groups=groups) if spec.name == "kernels" else spec for spec in run.PARTS]
     counts = "2 passed, 40 deselected in 1.00s\n"
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
         patch.setattr(run, "run_jobs", run_here)
-        patch.setattr(run, "PARTS", specs)  # the kernels' other groups differ in dtype and size
-        patch.setattr(load("part_kernels"), "PAGE_SIZES", (16,))
         done = type("Done", (), {"stdout": counts, "stderr": "", "returncode": 0})
         patch.setattr(load("part_tests").subprocess, "run", lambda *_, **__: done)
         code = run.run_all(run.parse_arguments(["--out", str(folder), "--dry-run"]))
@@ -113,13 +106,14 @@ def test_every_part_runs(dry_run: tuple[int, str, dict[str, Any], Path]) -> None
 
 FIELDS = {  # of one row of each table
     "limits": ["TB/s", "ms", "+-"],
-    "kernels": ["cases", "worst error of what is allowed"],
-    "parity": ["tokens", "ties", "replays", "shared steps", "hidden ms"],
+    "choose": ["triton"],
     "tests": ["passed", "failed", "error", "skipped"],
+    "host": ["host ms", "least", "us a row"],
     "decode": ["step ms", "+-", "limit ms", "of limit", "device ms", "host share", "tok/s"],
     "prefill": ["first token ms", "limit ms", "of limit", "tok/s", "cold / cached"],
     "shared": ["flat ms", "limit ms", "cascade ms", "its limit", "gain"],
     "throughput": ["on s", "off s", "off / on", "computed", "of ideal"],
+    "sharegpt": ["s", "limit s", "tok/s out"],
     "beam": ["s", "limit s", "of limit", "tok/s", "all beams"],
 }
 
@@ -138,28 +132,9 @@ def test_every_figure_is_there(dry_run: tuple[int, str, dict[str, Any], Path]) -
     assert set(goals["prefill"]) == {"of the limit", "cold over cached"}
     assert goals["shared"].count("gain") == 1  # the step's target is for 64 rows
     assert goals["throughput"] == ["loss without reuse"]
-    assert goals["beam"] == ["tok/s of the best answers"]
+    assert set(goals["beam"]) == {"tok/s of the best answers"}
     profiles = [row["details"].get("profile") for row in parts["decode"]["rows"]]
     assert any(isinstance(one, dict) and one for one in profiles)
-    kernels = {row["name"].split(",")[0] for row in parts["kernels"]["rows"]}
-    assert {
-        "rms_norm",
-        "add_rms_norm",
-        "silu_and_mul",
-        "rope_and_store",
-        "copy_page_prefixes",
-        "flat_indices",
-        "argmax",
-        "token_logprob",
-        "sample",
-        "decode",
-        "extend",
-        "merge_states",
-        "steps",
-        "graphs",
-    } <= kernels
-    skipped = [row["skipped"] for row in parts["kernels"]["rows"] if row["skipped"]]
-    assert skipped == ["no flashinfer: the device is cpu"]
 
 
 def test_parts_of_an_earlier_run_are_kept(
@@ -194,6 +169,8 @@ def test_without_a_gpu(
     [
         (["--parts", "beam,z"], "no such part: z; there are limits,"),
         (["--page-size", "0"], "1 to 64"),
+        (["--deadline", "5"], "more than 8 seconds"),
+        (["--patience", "0"], "more than 0"),
     ],
 )
 def test_wrong_arguments(
@@ -266,9 +243,7 @@ def test_misses_and_failures_are_told(tmp_path: Path) -> None:
     assert "MISSED: of the limit >= 0.85; met: share <= 0.03" in slow.table()
     assert "1,234" in slow.table()
     assert "not judged" in replace(row, checks=(replace(far, is_judged=False),)).verdict
-    wrong = report.Part(
-        "kernels", "k", [row, report.Row("bad", failed="NaN | it is")], is_done=True
-    )
+    wrong = report.Part("tests", "t", [row, report.Row("bad", failed="NaN | it is")], is_done=True)
     broken = report.Part("beam", "b", troubles=["killed by SIGKILL"], is_done=True)
     empty = report.Part("x", "x", is_done=True)
     absent = report.Part("y", "y", [report.Row("y", skipped="no room")], is_done=True)
@@ -279,7 +254,7 @@ def test_misses_and_failures_are_told(tmp_path: Path) -> None:
     run = report.Report({"gpu": "none"}, tmp_path, parts)
     summary = run.summary()
     assert "MISSED decode: slow: of the limit 0.5, target 0.85" in summary
-    assert "FAILED kernels: bad: NaN | it is" in summary
+    assert "FAILED tests: bad: NaN | it is" in summary
     assert "FAILED beam: killed by SIGKILL" in summary
     assert "1 of 2 targets met" in summary
     run.save()
@@ -289,134 +264,6 @@ def test_misses_and_failures_are_told(tmp_path: Path) -> None:
         name: part.document() for name, part in parts.items()
     }
     assert report.load_parts(tmp_path, {"gpu": "other"}, parts) == {}
-
-
-# -- what is wrong is found ---------------------------------------------------------------------
-
-
-def kernel_rows(bench: Any, check: Any, *args: Any) -> dict[str, str]:
-    """What failed, by kernel, with memory poisoned as in the part."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        check(bench, *args)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return {}
-
-
-def test_wrong_kernels_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention, rows_of = load("kernel_attention"), load("kernel_rows")
-    ops = attention.gpu_ops
-    decode, norm, flat = ops.decode, ops.rms_norm, ops.flat_indices
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        """The last row is never written."""
-        out = decode(*args, **kwargs)
-        kwargs["out"][-1] = math.nan
-        return out
-
-    def blind(q: Any, *args: Any, **kwargs: Any) -> Any:
-        return decode(q, *args, **{**kwargs, "scale": 0.2})
-
-    def greedy(*args: Any, **kwargs: Any) -> Any:
-        """Reads one key too many."""
-        return decode(*args[:5], args[5] + 1, *args[6:], **kwargs)
-
-    for broken in (late, blind, greedy):
-        monkeypatch.setattr(ops, "decode", broken)
-        found: list[Any] = []
-        kernel_rows(dry_bench(found), attention.check_direct, torch.float32, 16, [(4, 2, 16)])
-        failed = [row.name for row in found if row.failed]
-        assert failed == ["decode, fp32 pages of 16"], broken
-    monkeypatch.setattr(ops, "rms_norm", lambda x, w, eps, out: norm(x, w, eps, out).mul_(1.02))
-    monkeypatch.setattr(ops, "flat_indices", lambda *args: flat(*args).clone().flip(0))
-    monkeypatch.setattr(ops, "sample", lambda logits, *_: logits.argmin(-1))
-    found = []
-    kernel_rows(dry_bench(found), rows_of.check_rows)
-    kernel_rows(dry_bench(found), rows_of.check_draws)
-    assert {row.name for row in found if row.failed} == {"rms_norm", "flat_indices", "sample"}
-
-
-def test_a_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = load("kernel_attention")
-    monkeypatch.setattr(attention.gpu_ops, "extend", lambda *_, **__: 1 / 0)
-    found: list[Any] = []
-    kernel_rows(dry_bench(found), attention.check_direct, torch.float32, 16, [(4, 2, 16)])
-    failed = {row.name: row.failed for row in found if row.failed}
-    assert list(failed) == ["extend, fp32 pages of 16"]
-    assert "ZeroDivisionError" in failed["extend, fp32 pages of 16"]
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """FlashInfer, in torch operations on the CPU."""
-    library = Fake()
-    monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
-    monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "")
-    monkeypatch.setattr(flashinfer_backend, "load_library", lambda: library.library)
-    mark_sides(monkeypatch)
-    return library
-
-
-def test_flashinfer_s_part(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cases call what they are there for, and find what is wrong with it."""
-    load("part_shared").always_share()
-    backends = load("kernel_backends")
-    found: list[Any] = []
-    check = ("flashinfer", torch.float16, 16, (4, 2, 16))
-    kernel_rows(dry_bench(found), backends.check_backend, *check)
-    assert [(row.name, row.failed) for row in found] == [
-        ("steps, fp16 pages of 16", ""),
-        ("graphs, fp16 pages of 16", ""),
-    ]
-    assert {"decode.run", "prefill.run", "merge_state_in_place"} <= set(fake.calls)
-    monkeypatch.setattr(fake, "_merge_state_in_place", lambda *_: None)
-    found.clear()
-    kernel_rows(dry_bench(found), backends.check_backend, *check)
-    assert all(row.failed for row in found)
-
-
-def answer(token_ids: list[int], logprobs: list[float], second: tuple[int, float]) -> Completion:
-    """With the same second best token everywhere."""
-    fields = dict.fromkeys(Completion.__dataclass_fields__)
-    tops = [
-        {token: lp, second[0]: second[1]} for token, lp in zip(token_ids, logprobs, strict=True)
-    ]
-    given = {"token_ids": token_ids, "logprobs": logprobs, "top_logprobs": tops}
-    return Completion(**{**fields, **given})
-
-
-def test_tokens_agree_up_to_ties() -> None:
-    agree = load("part_parity").agree
-    wanted = [answer([5, 6, 7], [-1.0, -1.0, -1.0], (9, -1.05))]
-    prompts = [[1]]
-
-    def found(tokens: list[int], logprob: float = -1.0) -> Any:
-        return agree(prompts, [answer(tokens, [logprob] * 3, (0, -9.0))], wanted, 0.1)
-
-    assert (found([5, 6, 7]).num_tokens, found([5, 6, 7]).wrong) == (3, "")
-    tie = found([5, 9, 1])  # what follows a tie is not compared
-    assert (tie.num_tokens, tie.num_ties, tie.wrong) == (1, 1, "")
-    assert "token 1: inf below" in found([5, 8, 7]).wrong
-    assert "off by 0.2" in found([5, 6, 7], -1.2).wrong
-    far = [answer([5, 6, 7], [-1.0, -1.0, -1.0], (9, -1.5))]
-    assert "0.5 below" in agree(prompts, [answer([9, 9, 9], [-1.0] * 3, (0, -9.0))], far, 0.1).wrong
-
-
-def test_parity_notices_what_was_not_tried() -> None:
-    """Without shared pages a setting that is to have them fails."""
-    parity = load("part_parity")
-    settings = {**parity.BASE, "attention_backend": "triton"}
-    stats = {"overlapped_s": 0.0}
-    seen = {"replays": 0, "shared": 0}
-    choices = type("Choices", (), {"attention_backend": "triton"})
-    usage = type("Usage", (), {"cached_tokens": 3, "prompt_tokens": 9})
-    runs = [[], [type("Answer", (), {"usage": usage})]]
-    told = parity._unused(settings, choices, stats, seen, runs)
-    assert told == (
-        "0 graphs replayed; 0 steps read shared pages together; overlap; "
-        "a warm prompt was computed again"
-    )
 
 
 # -- jobs ---------------------------------------------------------------------------------------
@@ -496,6 +343,52 @@ def test_jobs_that_hang_end_with_all_they_started(
     ended = jobs.run_jobs(asked, fake_settings, tmp_path / "log.txt", tell, preload=())
     assert ended["hangs"].trouble == "hangs: no end after 250 s"
     (child,) = children
+    for _ in range(200):
+        if not is_running(child):
+            return
+        time.sleep(0.05)
+    pytest.fail("what the job started goes on")
+
+
+def test_jobs_end_before_the_deadline(tmp_path: Path, fake_settings: Any) -> None:
+    """What was told by then is kept; what was still to come is not begun."""
+    jobs, told = load("jobs"), []
+    asked = [jobs.Job("fake_part", group, 250.0) for group in ("hangs", "works")]
+    ended = jobs.run_jobs(
+        asked,
+        fake_settings,
+        tmp_path / "log.txt",
+        lambda *one: told.append(one),
+        preload=(),
+        until=time.monotonic() + 8.0,
+    )
+    assert ended["hangs"].trouble == "hangs: no end before the deadline"
+    assert ended["works"].trouble == "works: not begun before the deadline"
+    assert {group for group, _, _ in told} == {"hangs"}
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from fake_part import Settings
+from gpu.jobs import Job, run_jobs
+
+if __name__ == "__main__":
+    def tell(group, kind, value):
+        if kind == "child":
+            print(value, flush=True)
+    run_jobs([Job("fake_part", "hangs", 250.0)], Settings(), Path(sys.argv[1]), tell, preload=())
+"""
+
+
+def test_no_job_outlives_a_killed_run(tmp_path: Path) -> None:
+    (tmp_path / "fake_part.py").write_text(FAKE_PART)
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "log.txt")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        child = int(run.stdout.readline())
+        run.kill()
     for _ in range(200):
         if not is_running(child):
             return
@@ -594,14 +487,48 @@ def test_the_host_s_share_of_a_step(cuda_clock: Any) -> None:
         figures(cuda_clock, timed, held, 3)
 
 
+def test_a_row_that_fails_costs_no_other() -> None:
+    rows: list[Any] = []
+    bench = dry_bench(rows)
+    with bench.case("broken", "s"):
+        raise ValueError("what is wrong")
+    with bench.case("large"):
+        raise load("jobs").Skip("no room")
+    with bench.case("fine"):
+        bench.row("fine", {"ms": 1.0})
+    assert [row.verdict for row in rows] == [
+        "FAILED: ValueError: what is wrong",
+        "skipped: no room",
+        "",
+    ]
+    assert rows[0].section == "s"
+
+    def broken_device() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    bench.clock.wait = broken_device
+    with pytest.raises(RuntimeError, match="illegal memory access"), bench.case("sticky"):
+        raise RuntimeError("of a kernel")
+    assert rows[-1].name == "sticky"
+
+
 def test_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = dry_bench([])
     bench.is_dry, bench.device = False, torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 << 30, 80 << 30))
     bench.check_memory("llama-3.1-8b", 262_144)
-    with pytest.raises(load("jobs").Skip, match=r"needs 111 GiB, 79 GiB of 80 GiB are free"):
+    with pytest.raises(load("jobs").Skip, match=r"needs 107 GiB, 79 GiB of 80 GiB are free"):
         bench.check_memory("llama-3.1-8b", 262_144, 2)
     assert issubclass(torch.AcceleratorError, RuntimeError)
+
+
+def test_lengths_like_those_of_sharegpt() -> None:
+    found = load("part_sharegpt").draw_lengths(1_000, 0)
+    means = [sum(side) / len(side) for side in zip(*found, strict=True)]
+    assert 130 < means[0] < 175
+    assert 300 < means[1] < 350
+    assert max(a for a, _ in found) <= 2_048
+    assert min(min(one) for one in found) >= 4
 
 
 def test_computed_tokens_are_judged() -> None:

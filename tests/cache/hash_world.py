@@ -45,19 +45,19 @@ class LateWorld(World):
         for seq in self.open:
             self.verify(seq)
 
-    def _add(self, seq: Any, namespace: str) -> None:
+    def add_sequence(self, seq: Any, namespace: str) -> None:
         self.is_waiting = True
-        super()._add(seq, namespace)
+        super().add_sequence(seq, namespace)
         self.is_waiting = False
 
 
 class HashWorld(World):
     """Only whole blocks are found; eviction is LRU and reuse is on, whatever the program asks."""
 
-    hash_name = "sha256"
+    hash_algorithm = "sha256"
 
     def make_cache(self, num_pages: int, page_size: int, **_: Any) -> Any:
-        return HashBlockCache(num_pages, page_size, hash_name=self.hash_name)
+        return HashBlockCache(num_pages, page_size, hash_algorithm=self.hash_algorithm)
 
     def longest_cached(self, tokens: Prefix, namespace: str) -> int:
         return self.whole(super().longest_cached(tokens, namespace))

@@ -1,15 +1,10 @@
-"""What every prefix cache promises, whatever is inside: one set of tests for all of them.
-
-`grain` is what tells them apart here: prefixes are found in multiples of so many tokens.
-"""
+"""What every prefix cache promises when it is changed: reuse, commit, forks, eviction."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,60 +13,8 @@ import pytest
 from radixserve.cache import CacheSequence, HashBlockCache, OutOfPages, PrefixCache, RadixCache
 from radixserve.errors import InvalidRequest
 from tests.cache.hash_world import HashWorld, LateHashWorld
-from tests.cache.world import World, random_step
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One implementation at one page size."""
-
-    name: str
-    page_size: int
-    grain: int
-    make: Callable[[int], Any]  # number of pages -> PrefixCache
-
-    def for_tokens(self, num_tokens: int) -> PrefixCache:
-        cache: PrefixCache = self.make(-(-num_tokens // self.page_size))
-        return cache
-
-    def found(self, length: int) -> int:
-        """What is found of a cached prefix of that length."""
-        return length - length % self.grain
-
-
-def radix(size: int) -> Kind:
-    return Kind(f"radix-{size}", size, 1, lambda pages: RadixCache(pages, size))
-
-
-def hashed(size: int, hash_name: str) -> Kind:
-    def make(pages: int) -> HashBlockCache:
-        return HashBlockCache(pages, size, hash_name=hash_name)
-
-    return Kind(f"{hash_name}-{size}", size, size, make)
-
-
-SIZES = (1, 2, 16)
-HASHES = ["sha256", *(["xxh3"] if importlib.util.find_spec("xxhash") else [])]
-KINDS = [radix(p) for p in SIZES] + [hashed(p, name) for name in HASHES for p in SIZES]
-
-
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
-
-
-def put(cache: PrefixCache, tokens: list[int], namespace: str = "") -> CacheSequence:
-    """A sequence with all of `tokens` committed, still held."""
-    seq = cache.acquire(tokens, namespace)
-    seq.extend(tokens[seq.cached_len :])
-    seq.commit(len(tokens))
-    cache.check()
-    return seq
-
-
-def picture(cache: PrefixCache) -> tuple[dict[str, Any], dict[str, Any]]:
-    return cache.dump(), cache.stats()
+from tests.cache.kinds import HASHES, Kind, put
+from tests.cache.world import World, picture, random_step
 
 
 class TestReuse:
@@ -82,9 +25,9 @@ class TestReuse:
         put(cache, first).release()
         second = first[:shared] + list(range(2000, 2030))
         expected = kind.found(shared)
-        probe = cache.watch(np.asarray(second, np.int32))
-        assert cache.lookup(second).cached_len == probe.cached_len == expected
-        probe.close()
+        watch = cache.watch(np.asarray(second, np.int32))
+        assert cache.lookup(second).cached_len == watch.cached_len == expected
+        watch.close()
         seq = cache.acquire(second)
         assert seq.cached_len == seq.length == seq.committed_len == expected
         assert seq.tokens.tolist() == second[:expected]
@@ -155,7 +98,7 @@ class TestReuse:
 
     def test_extreme_token_ids(self, kind: Kind) -> None:
         cache = kind.for_tokens(200)
-        tokens = [2**31 - 1, -(2**31), 0, -1] * 20
+        tokens = [2**31 - 1, 0, 2**24, 127] * 20
         put(cache, tokens).release()
         assert cache.lookup(tokens).cached_len == kind.found(79)
 
@@ -163,7 +106,8 @@ class TestReuse:
         cache = kind.for_tokens(200)
         put(cache, list(range(40))).release()
         before = picture(cache)
-        bad_tokens: list[Any] = [[1.5, 2.0], [[1], [2]], ["a"], [2**31], [1, None]]
+        bad_tokens: list[Any] = [[1.5, 2.0], [[1], [2]], ["a"], [2**31], [1, None], [1, 2.5], [-1]]
+        bad_tokens += [[3] * 2_000 + [-(2**31)], np.array([5, -1]), (-7,)]
         calls: list[Callable[[], object]] = [
             *(lambda bad=bad: cache.acquire(bad) for bad in bad_tokens),
             *(lambda bad=bad: cache.lookup(bad) for bad in bad_tokens),
@@ -180,6 +124,79 @@ class TestReuse:
                 call()
         assert picture(cache) == before
         cache.check()
+
+    def test_a_sequence_refuses_negative_ids(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        with cache.acquire([1, 2, 3]) as seq:
+            for bad in ([4, -5], np.array([-1], np.int32), [7] * 2_000 + [-1]):
+                with pytest.raises(InvalidRequest, match="must be >= 0, got -"):
+                    seq.extend(bad)
+            seq.append_placeholders(1)
+            with pytest.raises(InvalidRequest, match="must be >= 0, got -1"):
+                seq.fill([-1])
+            assert (seq.length, seq.num_unknown) == (1, 1)
+        cache.check()
+
+    def test_views_are_read_only(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        with put(cache, list(range(40))) as seq:
+            for view in (seq.pages, seq.tokens):
+                with pytest.raises(ValueError, match="read-only"):
+                    view[0] = 3
+        cache.check()
+
+    def test_blocks_of_with_release(self, kind: Kind) -> None:
+        cache = kind.for_tokens(200)
+        tokens = list(range(40))
+
+        def fail_inside() -> None:
+            with cache.open_session("s") as session, cache.acquire(tokens, session=session) as seq:
+                held.extend((session, seq))
+                seq.extend(tokens)
+                seq.commit(40)
+                raise KeyError
+
+        held: list[Any] = []
+        with pytest.raises(KeyError):
+            fail_inside()
+        session, seq = held
+        assert seq.is_released
+        assert not session.is_open
+        stats = cache.stats()
+        assert (stats["sequences"], stats["sessions"], stats["pages_locked"]) == (0, 0, 0)
+        assert cache.lookup(list(range(41))).cached_len == kind.found(40)
+        cache.check()
+
+    def test_stats_by_state_and_of_the_last_minute(self, kind: Kind) -> None:
+        now = [1_000.0]
+        cache = kind.for_tokens(400, clock=lambda: now[0])
+        size, tokens = cache.page_size, list(range(kind.found(192)))
+        stats = cache.stats()
+        assert stats["hit_rate"] == stats["collisions"] == stats["last_minute"]["hit_rate"] == 0
+        with put(cache, tokens), cache.acquire([*tokens, 1]) as two:
+            two.extend([1, 2])
+            stats = cache.stats()
+            assert stats["pages_shared"] == len(tokens) // size
+            assert stats["pages_referenced"] == stats["pages_shared"] + two.num_private
+            assert stats["pages_cached"] == 0
+        stats = cache.stats()
+        assert stats["pages_shared"] == stats["pages_referenced"] == 0
+        assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
+        recent = stats["last_minute"]
+        assert stats["hit_rate"] == recent["hit_rate"] == len(tokens) / (2 * len(tokens) + 1)
+        assert recent["committed_tokens"] == len(tokens)
+        now[0] += 40.0
+        cache.evict(64)
+        recent = cache.stats()["last_minute"]
+        assert (recent["seconds"], recent["evicted_tokens"]) == (40.0, 64)
+        assert recent["evicted_tokens_per_s"] == 64 / 40.0
+        now[0] += 25.0  # all but the eviction is older than a minute
+        recent = cache.stats()["last_minute"]
+        assert (recent["seconds"], recent["evicted_tokens"]) == (60.0, 64)
+        assert recent["committed_tokens"] == recent["hit_rate"] == recent["num_acquired"] == 0
+        now[0] += 100.0
+        assert cache.stats()["last_minute"]["evicted_tokens"] == 0
+        assert cache.stats()["committed_tokens"] == len(tokens)
 
     def test_empty_and_one_token_prompts(self, kind: Kind) -> None:
         cache = kind.for_tokens(100)
@@ -489,235 +506,6 @@ class TestEviction:
         cache.check()
 
 
-class TestReset:
-    @pytest.mark.parametrize("namespace", [None, ""])
-    def test_reset_forgets_and_frees(self, kind: Kind, namespace: str | None) -> None:
-        cache = kind.for_tokens(512)
-        put(cache, list(range(100))).release()
-        cache.reset(namespace)
-        cache.check()
-        assert cache.lookup(list(range(100))) == (0, "never_seen", 0, None, None)
-        assert cache.stats()["pages_free"] == cache.num_pages
-        assert cache.evict(10) == 0
-        put(cache, list(range(512))).release()  # all of it can be used again
-        cache.check()
-
-    def test_what_is_in_use_goes_on_undisturbed(self, kind: Kind) -> None:
-        cache = kind.for_tokens(512)
-        tokens = list(range(100))
-        seq, other = put(cache, tokens), put(cache, tokens)
-        cache.reset()
-        assert seq.is_stale
-        cache.check()
-        new = put(cache, tokens)
-        assert new.cached_len == 0
-        assert not new.is_stale
-        assert not set(new.pages.tolist()) & set(seq.pages.tolist())
-        twin = seq.fork()
-        assert twin.is_stale
-        for one in (seq, twin):
-            one.extend(list(range(100, 140)))
-            one.commit(140)
-            cache.check()
-        other.truncate(37)
-        cache.check()
-        assert cache.lookup(list(range(141))).cached_len == kind.found(100)  # by the new one
-        for one in (seq, other, twin):
-            one.release()
-            cache.check()
-        stats = cache.stats()
-        held = kind.found(100) if kind.grain > 1 else 100
-        assert stats["pages_tree"] == -(-held // cache.page_size)
-        new.release()
-        cache.reset()
-        cache.check()
-        assert cache.stats()["pages_free"] == cache.num_pages
-
-    def test_only_the_named_namespace(self, kind: Kind) -> None:
-        cache = kind.for_tokens(256)
-        held = put(cache, list(range(48)), "a")
-        put(cache, list(range(48)), "b").release()
-        cache.reset("a")
-        cache.reset("unknown")
-        assert held.is_stale
-        assert cache.lookup(list(range(49)), "a").cached_len == 0
-        assert cache.lookup(list(range(49)), "b").cached_len == 48
-        cache.check()
-
-
-class TestNamespaces:
-    def test_equal_tokens_in_two_namespaces_share_nothing(self, kind: Kind) -> None:
-        cache = kind.for_tokens(512)
-        tokens = list(range(48))
-        sequences = [put(cache, tokens, name) for name in ("", "a", "b", "\ud800")]
-        pages = [page for seq in sequences for page in seq.pages.tolist()]
-        assert len(set(pages)) == len(pages)
-        assert cache.stats()["namespaces"] == 4
-        for seq in sequences:
-            seq.release()
-        cache.evict(10**6)
-        cache.check()
-        assert cache.stats()["namespaces"] == 0
-
-
-class TestReasons:
-    def test_each_one(self, kind: Kind) -> None:
-        cache = kind.for_tokens(512)
-        assert cache.lookup(list(range(49))).reason == "never_seen"
-        put(cache, list(range(64))).release()
-        assert cache.lookup(list(range(65))) == (64, "full", 64, None, None)
-        assert cache.lookup([*range(64), *[7] * 20]).reason == "never_seen"
-        assert cache.lookup(list(range(49)), "other").reason == "namespace"
-        assert cache.lookup([9] * 40).reason == "never_seen"
-        cache.evict(32)
-        found = cache.lookup(list(range(65)))
-        assert (found.cached_len, found.reason) == (32, "evicted")
-        cache.evict(10**6)
-        assert cache.lookup(list(range(65))).reason == "evicted"
-        put(cache, list(range(64))).release()
-        assert cache.lookup(list(range(65))).reason == "full"
-
-
-class TestHolders:
-    def test_open_use_and_close(self, kind: Kind) -> None:
-        cache = kind.for_tokens(256)
-        session = cache.open_session("chat 1", lease_s=2.5)
-        other = cache.open_session("chat 2")
-        assert (session.name, session.is_open) == ("chat 1", True)
-        assert cache.stats()["sessions"] == 2
-        for priority in (0, 5, -1):
-            seq = cache.acquire(list(range(40)), session=session, priority=priority)
-            seq.extend(list(range(seq.cached_len, 40)))
-            seq.commit(40)
-            seq.release()
-            cache.check()
-        for _ in range(2):
-            session.close()
-            assert not session.is_open
-            assert cache.stats()["sessions"] == 1
-        cache.acquire(list(range(40)), session=session).release()  # closed: like none
-        other.close()
-        cache.check()
-        cache.evict(10**6)
-        assert cache.stats()["pages_free"] == cache.num_pages
-
-    def test_what_is_wrong_is_refused(self, kind: Kind) -> None:
-        cache = kind.for_tokens(256)
-        for name, lease in ((5, None), ("a", -1.0), ("a", float("nan")), ("a", "long")):
-            with pytest.raises(InvalidRequest):
-                cache.open_session(name, lease_s=lease)  # type: ignore[arg-type]
-        foreign = kind.for_tokens(256).open_session("a")
-        with pytest.raises(InvalidRequest, match="open_session"):
-            cache.acquire([1, 2, 3], session=foreign)
-        assert cache.stats()["sequences"] == cache.stats()["sessions"] == 0
-
-
-class TestProbes:
-    def test_only_those_concerned_are_refreshed(self, kind: Kind) -> None:
-        cache = kind.for_tokens(2048)
-        put(cache, list(range(64))).release()
-        heads = {"deep": list(range(64)), "cold": [900 + i for i in range(64)]}
-        probes = {
-            name: cache.watch(np.asarray([*head, *[5] * 32, 0], np.int32))
-            for name, head in heads.items()
-        }
-        assert [probe.cached_len for probe in probes.values()] == [64, 0]
-        cache.changed_watches()
-        put(cache, [700 + i for i in range(64)]).release()  # elsewhere
-        assert cache.changed_watches() == []
-        put(cache, [*heads["cold"], *[6] * 32]).release()
-        assert cache.changed_watches() == [probes["cold"]]
-        assert probes["cold"].cached_len == 64
-        seq = put(cache, [*heads["deep"], *[5] * 32])
-        assert cache.changed_watches() == [probes["deep"]]
-        assert (probes["deep"].cached_len, probes["deep"].locked_len) == (96, 96)
-        seq.release()
-        assert (probes["deep"].cached_len, probes["deep"].locked_len) == (96, 0)
-        cache.reset()
-        assert set(cache.changed_watches()) == set(probes.values())
-        assert [probe.cached_len for probe in probes.values()] == [0, 0]
-        for probe in probes.values():
-            probe.close()
-        put(cache, heads["deep"]).release()
-        assert cache.changed_watches() == []
-
-    def test_a_path_names_what_is_shared(self, kind: Kind) -> None:
-        cache = kind.for_tokens(512)
-        for tail in (1, 2):
-            put(cache, [*range(32), *[tail] * 32]).release()
-        ends = [[*range(32), *[1] * 33], [*range(32), *[2] * 33], [*range(32), 3], [4, 4]]
-        probes = [cache.watch(np.asarray(tokens, np.int32)) for tokens in ends]
-        one, two, head, none = (probe.path() for probe in probes)
-        assert none == ()
-        assert one[: len(head)] == two[: len(head)] == head
-        assert one != two
-        for probe in probes:
-            probe.close()
-
-
-class TestKnowing:
-    def test_the_counters_and_the_law_of_pages(self, kind: Kind) -> None:
-        cache = kind.for_tokens(512)
-        assert (cache.num_pages, cache.page_size) == (-(-512 // kind.page_size), kind.page_size)
-        assert cache.sharing_enabled
-        put(cache, list(range(100))).release()
-        seq = put(cache, [*range(50), *[7] * 30])
-        seq.extend([8] * 5)
-        stats = cache.stats()
-        parts = stats["pages_free"] + stats["pages_tree"] + stats["pages_private"]
-        assert parts == stats["pages_total"] == cache.num_pages
-        assert stats["pages_free"] + stats["pages_tree"] - stats["pages_locked"] == (
-            cache.num_available
-        )
-        assert (stats["sequences"], stats["namespaces"]) == (1, 1)
-        assert stats["num_acquired"] == 2
-        assert stats["acquired_tokens"] == 180
-        assert stats["matched_tokens"] == kind.found(50)
-        assert stats["committed_tokens"] == 180 - kind.found(50)
-        cache.reset("nobody")
-        assert cache.stats()["num_resets"] == 1
-
-    def test_all_report_the_same_keys(self, kind: Kind) -> None:
-        reference = RadixCache(40)
-        cache = kind.make(40)
-        assert set(cache.stats()) == set(reference.stats())
-        for one in (cache, reference):
-            put(one, list(range(20))).release()
-        shapes = [set(one.dump()["namespaces"][""]) for one in (cache, reference)]
-        assert shapes[0] == shapes[1]
-
-    def test_the_picture_is_cut_at_max_nodes(self, kind: Kind) -> None:
-        cache = kind.for_tokens(512)
-        for first in range(10):
-            put(cache, [first] * 16).release()
-        assert not cache.dump()["truncated"]
-        assert cache.dump()["page_size"] == kind.page_size
-        for count in (0, 4):
-            cut = cache.dump(max_nodes=count)
-            assert cut["truncated"]
-            assert count_nodes(cut) == count
-        (top, *_) = cache.dump()["namespaces"][""]["children"]
-        assert top["tokens"] == [0] * top["num_tokens"]
-        assert (top["start"], top["lock_ref"], top["sequences"]) == (0, 0, 0)
-
-    def test_settings_are_checked(self, kind: Kind) -> None:
-        for bad in (0, -1, 2.5, True, None, 2**31):
-            with pytest.raises(InvalidRequest, match="num_pages"):
-                kind.make(bad)  # type: ignore[arg-type]
-
-
-def count_nodes(dump: dict[str, Any]) -> int:
-    count, stack = 0, list(dump["namespaces"].values())
-    while stack:
-        children = stack.pop()["children"]
-        count += len(children)
-        stack.extend(children)
-    return count
-
-
-# -- random programs --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [World, HashWorld, LateHashWorld])
 @pytest.mark.parametrize("block", range(2))
 def test_random_programs_under_the_page_oracle(world: type[World], block: int) -> None:
@@ -736,11 +524,14 @@ def run_world(make: type[World], seed: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
-@pytest.mark.parametrize("hash_name", HASHES)
-def test_blocks_find_what_the_tree_finds_floored_to_blocks(size: int, hash_name: str) -> None:
+@pytest.mark.parametrize("hash_algorithm", HASHES)
+def test_blocks_find_what_the_tree_finds_floored_to_blocks(size: int, hash_algorithm: str) -> None:
     for seed in range(8):
         run_both(
-            seed, 250, RadixCache(20_000, 1), HashBlockCache(20_000, size, hash_name=hash_name)
+            seed,
+            250,
+            RadixCache(20_000, 1),
+            HashBlockCache(20_000, size, hash_algorithm=hash_algorithm),
         )
 
 

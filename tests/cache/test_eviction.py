@@ -194,6 +194,45 @@ def test_evictions_take_leaves_and_never_more_than_asked(eviction: str, page_siz
             cache.check()
 
 
+@pytest.mark.parametrize("sessions", [False, True])
+@pytest.mark.parametrize("eviction", EVICTION_POLICIES)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_evictions_go_as_previewed(page_size: int, eviction: str, sessions: bool) -> None:
+    rng = random.Random(eviction)
+    now = [0.0]
+    cache = RadixCache(2_000 // page_size, page_size, eviction, clock=lambda: now[0])
+    open_sessions = [cache.open_session(str(n), lease_s=50.0) for n in range(6)] if sessions else []
+    known: list[list[int]] = [[]]
+    held = []
+    for _ in range(60):
+        now[0] += rng.random()
+        head = rng.choice(known)
+        tokens = head[: rng.randint(0, len(head))] + [rng.randrange(50) for _ in range(20)]
+        known.append(tokens[:100])
+        session = rng.choice([None, *open_sessions])
+        seq = cache.acquire(known[-1], priority=rng.randint(-2, 2), session=session)
+        seq.extend(known[-1][seq.cached_len :])
+        seq.commit(seq.length)
+        held.append(seq)
+        if len(held) > 3:
+            held.pop(rng.randrange(3)).release()
+    for session in open_sessions[:3]:
+        session.close()
+    before = cache.dump()
+    wanted = cache.eviction_preview(10_000)
+    assert cache.dump() == before
+    assert sum(one["num_pages"] for one in wanted) == cache.stats()["pages_cached"]
+    assert cache.eviction_preview(3) == wanted[:3]
+    num_checked = 0
+    while wanted and not wanted[0]["reason"].startswith("leased"):  # to evict one ends its lease
+        first = wanted.pop(0)
+        cache.evict(first["num_pages"] * page_size)
+        cache.check()
+        assert cache.eviction_preview(10_000) == wanted
+        num_checked += 1
+    assert num_checked > 10
+
+
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 def test_an_eviction_looks_at_as_few_nodes_in_a_large_tree_as_in_a_small_one(
     eviction: str, made: list[EvictionOrder], monkeypatch: pytest.MonkeyPatch

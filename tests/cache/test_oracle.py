@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from radixserve.cache import CachedSequence
-from radixserve.cache.radix.session_eviction import RadixSession
+from radixserve.cache.radix.session import RadixSession
 from radixserve.config import EVICTION_POLICIES
 from tests.cache.hash_world import LateWorld
+from tests.cache.state_world import CrowdedStateWorld, LateStateWorld, StateWorld
 from tests.cache.world import Prefix, World, random_step
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40).map(tuple)
+STATEFUL = (StateWorld, LateStateWorld, CrowdedStateWorld)
 NAMESPACES = st.sampled_from(["", "", "b"])
 
 
@@ -42,7 +44,7 @@ class CacheMachine(RuleBasedStateMachine):
         seq: CachedSequence = data.draw(st.sampled_from(self.world.open))
         return seq
 
-    def pick_holder(self, data: st.DataObject) -> RadixSession | None:
+    def pick_session(self, data: st.DataObject) -> RadixSession | None:
         return data.draw(st.sampled_from([None, *self.world.sessions]))
 
     @rule(data=st.data(), tokens=TOKENS, namespace=NAMESPACES, allow_full=st.booleans())
@@ -50,7 +52,7 @@ class CacheMachine(RuleBasedStateMachine):
         self, data: st.DataObject, tokens: Prefix, namespace: str, allow_full: bool
     ) -> None:
         assume(len(self.world.open) < 10)
-        session, priority = self.pick_holder(data), data.draw(st.integers(-2, 2))
+        session, priority = self.pick_session(data), data.draw(st.integers(-2, 2))
         self.world.acquire(
             tokens, namespace, allow_full=allow_full, session=session, priority=priority
         )
@@ -61,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         seq = self.pick(data)
         head = tuple(seq.tokens.tolist())
         cut = data.draw(st.integers(0, len(head)))
-        self.world.acquire(head[:cut] + tail, namespace, session=self.pick_holder(data))
+        self.world.acquire(head[:cut] + tail, namespace, session=self.pick_session(data))
 
     @rule(lease_s=st.sampled_from([0.0, 1.0, 10.0, 1e9]))
     def open_session(self, lease_s: float) -> None:
@@ -119,6 +121,23 @@ class CacheMachine(RuleBasedStateMachine):
             self.world.drain()
 
 
+class StateMachine(CacheMachine):
+    """The same with recurrent states."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 16]),
+        pages=st.integers(3, 40),
+        reuse=st.sampled_from([True, True, True, False]),
+        eviction=st.sampled_from(EVICTION_POLICIES),
+        make=st.sampled_from([StateWorld, LateStateWorld, CrowdedStateWorld]),
+    )
+    def start(
+        self, page_size: int, pages: int, reuse: bool, eviction: str, make: type[World]
+    ) -> None:
+        super().start(page_size, pages, reuse, eviction, make)
+
+
+TestStateMachine = StateMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
     max_examples=60,
@@ -129,17 +148,20 @@ TestCacheMachine.settings = settings(
 )
 
 
-def run_world(seed: int, steps: int) -> None:
+TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=30)
+
+
+def run_world(seed: int, steps: int, kinds: tuple[type[World], ...] = (World, LateWorld)) -> None:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 3, 4, 16, 64])
-    make = rng.choice([World, LateWorld])
+    make = rng.choice(kinds)
     world = make(
         rng.choice([4, 8, 20, 60]),
         page_size,
         reuse=rng.random() < 0.9,
         eviction=rng.choice(EVICTION_POLICIES),
     )
-    world.has_holders = rng.random() < 0.6
+    world.has_sessions = rng.random() < 0.6
     for _ in range(steps):
         random_step(world, rng, 3 * page_size + 4)
         world.check()
@@ -152,8 +174,14 @@ def test_random_programs(block: int) -> None:
         run_world(seed, 120)
 
 
+@pytest.mark.parametrize("block", range(2))
+def test_random_programs_with_states(block: int) -> None:
+    for seed in range(block * 40, block * 40 + 40):
+        run_world(seed, 120, STATEFUL)
+
+
 @pytest.mark.long
 def test_many_random_programs() -> None:
     """RADIXSERVE_FUZZ_SEEDS sets how many (default 20,000, about ten minutes)."""
     for seed in range(10_000, 10_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "20000"))):
-        run_world(seed, 150)
+        run_world(seed, 150, STATEFUL if seed % 3 == 0 else (World, LateWorld))

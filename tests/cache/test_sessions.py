@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixserve.cache import RadixCache
-from radixserve.cache.radix.session_eviction import RadixSession
+from radixserve.cache.radix.session import RadixSession
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import InvalidRequest
 
@@ -51,7 +51,7 @@ def survivors(cache: RadixCache, names: tuple[int, ...]) -> list[int]:
 
 class TestClosed:
     @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-    def test_what_only_closed_holders_reach_goes_first(self, clock: Clock, eviction: str) -> None:
+    def test_what_only_closed_sessions_reach_goes_first(self, clock: Clock, eviction: str) -> None:
         cache = make(clock, eviction=eviction)
         old, over = cache.open_session("old"), cache.open_session("over")
         serve(cache, block(1))
@@ -82,7 +82,7 @@ class TestClosed:
         cache.evict(40)
         assert survivors(cache, (1, 4)) == [4]
 
-    def test_a_sequence_that_outlives_its_holder(self, clock: Clock) -> None:
+    def test_a_sequence_that_outlives_its_session(self, clock: Clock) -> None:
         cache = make(clock)
         chat = cache.open_session("chat")
         seq = cache.acquire(block(1), session=chat)
@@ -227,7 +227,7 @@ class TestLeases:
         assert cache.stats()["leases"] == []
         assert cache.stats()["sessions"] == 1
 
-    def test_each_branch_of_a_holder_has_its_own(self, clock: Clock) -> None:
+    def test_each_branch_of_a_session_has_its_own(self, clock: Clock) -> None:
         cache = make(clock)
         tree = cache.open_session("tree search", lease_s=60)
         serve(cache, block(1) + block(2), tree)
@@ -255,7 +255,7 @@ class TestLeases:
 
 
 class TestBorders:
-    def test_a_holder_belongs_to_one_cache(self, clock: Clock) -> None:
+    def test_a_session_belongs_to_one_cache(self, clock: Clock) -> None:
         other = make(clock).open_session("x")
         for session in (other, "x"):
             with pytest.raises(InvalidRequest, match="open_session"):
@@ -284,7 +284,7 @@ class TestBorders:
         chat.close()
         cache.check()
 
-    def test_a_holder_may_come_late(self, clock: Clock) -> None:
+    def test_a_session_may_come_late(self, clock: Clock) -> None:
         """What was cached before the first session keeps its order."""
         cache = make(clock)
         serve(cache, block(1))

@@ -10,10 +10,24 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from radixserve.cache import CachedSequence, OutOfPages, PrefixWatch, RadixCache
-from radixserve.cache.radix.session_eviction import RadixSession as CacheSession
+from radixserve.cache import (
+    CachedSequence,
+    Lookup,
+    OutOfPages,
+    PrefixCache,
+    PrefixWatch,
+    RadixCache,
+)
+from radixserve.cache.radix.session import RadixSession as CacheSession
 
 Prefix = tuple[int, ...]
+
+
+def picture(cache: PrefixCache) -> dict[str, Any]:
+    """All that a cache shows and that time alone does not change."""
+    stats = cache.stats()
+    del stats["last_minute"]
+    return {**cache.dump(), "stats": stats}
 
 
 class World:
@@ -21,7 +35,7 @@ class World:
         self, num_pages: int, page_size: int, *, reuse: bool = True, eviction: str = "lru"
     ) -> None:
         self.now = 0.0
-        self.has_holders = True  # what random programs ask
+        self.has_sessions = True  # what random programs ask
         self.cache = self.make_cache(num_pages, page_size, reuse=reuse, eviction=eviction)
         self.page_size = page_size
         self.sessions: list[CacheSession] = []  # open and closed ones
@@ -32,7 +46,7 @@ class World:
         self.cells: dict[tuple[int, int], Prefix] = {}  # (page, slot) -> the prefix it stands for
         self.open: list[CachedSequence] = []
         self.spaces: dict[int, str] = {}  # id(sequence) -> namespace; "" of a reset one is kept
-        self.probes: list[tuple[PrefixWatch, Prefix, str]] = []
+        self.watches: list[tuple[PrefixWatch, Prefix, str]] = []
         self.stale: set[int] = set()  # sequences that were open at a reset of their namespace
 
     def make_cache(
@@ -63,23 +77,21 @@ class World:
     ) -> None:
         before = self.cache.dump()
         found = self.cache.lookup(tokens, namespace, allow_full=allow_full)
-        probe = self.cache.watch(_array(tokens), namespace)
+        watch = self.cache.watch(_array(tokens), namespace)
         assert self.cache.dump() == before, "lookup changed something"
         limit = len(tokens) if allow_full else max(0, len(tokens) - 1)
         true = self.longest_cached(tokens[:limit], namespace)
-        assert true - true % self.page_size <= found.cached_len <= true
-        if self.cache.stats()["pages_free"]:
-            assert found.cached_len == true
+        self.check_lookup(found, tokens[:limit], namespace)
         if not allow_full and self.cache.sharing_enabled:
-            assert probe.cached_len == true
-        self.probes.append((probe, tokens, namespace))
+            assert watch.cached_len == true
+        self.watches.append((watch, tokens, namespace))
         seq = self.cache.acquire(
             tokens, namespace, allow_full=allow_full, session=session, priority=priority
         )
         assert seq.cached_len == seq.length == found.cached_len
         assert tuple(seq.tokens) == tokens[: seq.cached_len]
         self.owner[id(seq)] = session
-        self._add(seq, namespace)
+        self.add_sequence(seq, namespace)
 
     def extend(self, seq: CachedSequence, tokens: Prefix) -> bool:
         before = self.cache.dump(), self.cache.stats()["pages_free"]
@@ -89,7 +101,7 @@ class World:
         try:
             seq.extend(tokens)
         except OutOfPages:
-            assert wanted > available
+            assert wanted > available or self.is_short_of_states()
             assert seq.length == length
             assert self.cache.stats()["pages_free"] >= before[1]
             return False
@@ -113,7 +125,7 @@ class World:
         if id(seq) in self.stale:
             self.stale.add(id(twin))
         self.owner[id(twin)] = self.owner[id(seq)]
-        self._add(twin, self.spaces[id(seq)])
+        self.add_sequence(twin, self.spaces[id(seq)])
 
     def truncate(self, seq: CachedSequence, length: int) -> None:
         tokens = tuple(seq.tokens[:length])
@@ -205,6 +217,15 @@ class World:
             longest = max(longest, agreed)
         return longest
 
+    def check_lookup(self, found: Lookup, tokens: Prefix, namespace: str) -> None:
+        true = self.longest_cached(tokens, namespace)
+        assert true - true % self.page_size <= found.cached_len <= true
+        if self.cache.stats()["pages_free"]:
+            assert found.cached_len == true
+
+    def is_short_of_states(self) -> bool:
+        return False
+
     def cached_prefixes(self, namespace: str) -> set[Prefix]:
         paths = self.paths(namespace)
         return {tokens[:end] for tokens, _ in paths for end in range(1, len(tokens) + 1)}
@@ -236,29 +257,29 @@ class World:
         parts = stats["pages_free"] + stats["pages_tree"] + stats["pages_private"]
         assert parts == stats["pages_total"]
         assert stats["sessions"] == sum(session.is_open for session in self.sessions)
-        self.check_probes()
+        self.check_watches()
 
-    def check_probes(self) -> None:
-        """Every open probe knows what a fresh look-up would find, however the tree changed."""
+    def check_watches(self) -> None:
+        """Every open watch knows what a fresh look-up would find, however the tree changed."""
         self.cache.changed_watches()
-        for probe, tokens, namespace in self.probes:
+        for watch, tokens, namespace in self.watches:
             fresh = self.cache.watch(_array(tokens), namespace)
-            assert probe.cached_len == fresh.cached_len
+            assert watch.cached_len == fresh.cached_len
             size = self.page_size  # a head of a page may be found in several siblings
-            assert probe.locked_len // size == fresh.locked_len // size
+            assert watch.locked_len // size == fresh.locked_len // size
             if size == 1:
-                assert probe.path()[-1:] == fresh.path()[-1:]
+                assert watch.path()[-1:] == fresh.path()[-1:]
             fresh.close()
-        while len(self.probes) > 6:
-            self.probes.pop(0)[0].close()
+        while len(self.watches) > 6:
+            self.watches.pop(0)[0].close()
 
     def drain(self) -> None:
         for seq in list(self.open):
             self.release(seq)
         self.check()
-        for probe, _, _ in self.probes:
-            probe.close()
-        self.probes.clear()
+        for watch, _, _ in self.watches:
+            watch.close()
+        self.watches.clear()
         assert self.cache.stats()["watches"] == 0, "a closed watch is still concerned"
         self.cache.reset()
         assert self.cache.changed_watches() == []
@@ -268,7 +289,7 @@ class World:
         assert self.cache.evict(stats["pages_total"] * self.page_size) >= 0
         self.check()
 
-    def _add(self, seq: CachedSequence, namespace: str) -> None:
+    def add_sequence(self, seq: CachedSequence, namespace: str) -> None:
         self.spaces[id(seq)] = namespace
         self.open.append(seq)
         self.verify(seq)
@@ -300,7 +321,7 @@ def random_step(world: World, rng: random.Random, max_len: int) -> None:
             priority=rng.choice([-1, 0, 0, 2]),
         )
     elif action == "session":
-        random_holder_step(world, rng)
+        random_session_step(world, rng)
     elif action == "evict":
         world.evict(rng.randrange(2 * world.page_size + 8))
     elif action == "reset":
@@ -319,9 +340,9 @@ def random_step(world: World, rng: random.Random, max_len: int) -> None:
         world.release(seq)
 
 
-def random_holder_step(world: World, rng: random.Random) -> None:
+def random_session_step(world: World, rng: random.Random) -> None:
     """Open or close a session; most worlds have none."""
-    if world.has_holders and rng.random() < 0.5:
+    if world.has_sessions and rng.random() < 0.5:
         world.open_session(rng.choice([0.0, 2.0, 20.0, 1e9]))
     elif world.sessions:
         rng.choice(world.sessions).close()
@@ -331,6 +352,7 @@ def random_tokens(world: World, rng: random.Random, max_len: int) -> Prefix:
     """Often a head of something open, so that prefixes are shared at every offset."""
     head: Prefix = ()
     if world.open and rng.random() < 0.7:
-        other = tuple(rng.choice(world.open).tokens.tolist())
+        seq = rng.choice(world.open)
+        other = tuple(seq.tokens[: seq.length - seq.num_unknown].tolist())
         head = other[: rng.randint(0, len(other))]
     return head + tuple(rng.randrange(2) for _ in range(rng.randrange(max_len)))

@@ -36,6 +36,7 @@ class ChainRunner:
     """The next token is a function of the last one and its place."""
 
     overlap_depth = 1
+    num_states = 0
     num_pages = 400
 
     def __init__(self) -> None:
@@ -198,6 +199,28 @@ def test_everything_is_failed_with_a_step_in_flight() -> None:
     assert runner.log == ["launch", "collect"]
 
 
+class DyingRunner(ChainRunner):
+    """From its fifth step on nothing is computed any more."""
+
+    def collect(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
+        if self.log.count("collect") >= 4:
+            raise EngineDead("cuda:0 can compute nothing any more") from RuntimeError("illegal")
+        return super().collect(pending)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_runner_that_is_dead_ends_the_engine(overlap: bool) -> None:
+    engine = Engine(DyingRunner(), EngineConfig(overlap=overlap))
+    for name in ("a", "b"):
+        engine.add(request(name, range(2, 20), ends=False))
+    with pytest.raises(EngineDead, match="nothing any more") as caught:
+        run(engine)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    engine.fail_all(caught.value)
+    assert not engine.has_work()
+    engine.check()
+
+
 class TestThread:
     def setup_method(self) -> None:
         self.ended = threading.Event()
@@ -221,6 +244,20 @@ class TestThread:
         stats = thread.call(GetStats())
         assert (stats["waiting"], stats["running"], stats["steps_ahead"]) == (0, 0, 19)
         thread.close()
+
+    def test_a_dead_runner(self) -> None:
+        """Every request gets the reason, now and later; none is computed."""
+        runner, events = DyingRunner(), []
+        thread = EngineThread(Engine(runner, EngineConfig()))
+        thread.submit([self.ticket(name, events, max_tokens=50) for name in ("a", "b")])
+        assert self.ended.wait(20)
+        thread.close()
+        assert [str(event) for event in events] == ["cuda:0 can compute nothing any more"] * 2
+        num_launched = len(runner.log)
+        with pytest.raises(EngineDead, match="nothing any more") as caught:
+            thread.check_alive()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert len(runner.log) == num_launched
 
     def test_abort_and_close(self) -> None:
         runner, events = ChainRunner(), []

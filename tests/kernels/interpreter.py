@@ -43,7 +43,7 @@ def interpret(launch: Launch) -> None:
     """Run a launch on CPU tensors, one program after another."""
     if 0 not in launch.grid:
         with _interpreting():
-            interpreted(launch.kernel)[launch.grid](**launch.arguments)
+            interpreted(launch.kernel)[launch.grid](**launch.all_arguments(pdl=False))
 
 
 def interpreted(kernel: Any) -> Any:

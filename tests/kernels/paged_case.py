@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
+
 SPARE_PAGES = 3
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -54,20 +56,33 @@ def make_case(
 
 
 def attention(
-    case: PagedCase, q: Tensor, qo_indptr: Sequence[int], scale: float, *, causal: bool
+    case: PagedCase,
+    q: Tensor,
+    qo_indptr: Sequence[int],
+    scale: float,
+    *,
+    causal: bool,
+    features: AttentionFeatures = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """From its definition, query by query and head by head, in float64: out and lse (base 2)."""
+    cap = features.logits_soft_cap
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
     group = q.shape[1] // case.k_slots.shape[1]
     for row, slots in enumerate(case.slots):
         start, end = qo_indptr[row], qo_indptr[row + 1]
         for token in range(start, end):
-            seen = slots[: len(slots) - (end - 1 - token)] if causal else slots
+            place = len(slots) - (end - token)
+            window, chunk = features.span
+            first = max(
+                place + 1 - window if window else 0, place // chunk * chunk if chunk else 0, 0
+            )
+            seen = slots[first : place + 1] if causal else slots
             for head in range(q.shape[1]):
                 if seen:
                     keys = case.k_slots[seen, head // group].double()
                     scores = keys @ q[token, head].double() * scale
+                    scores = scores if cap is None else cap * (scores / cap).tanh()
                     weights = torch.softmax(scores, 0)
                     out[token, head] = weights @ case.v_slots[seen, head // group].double()
                     lse[token, head] = scores.logsumexp(0) / math.log(2)

@@ -1,6 +1,6 @@
 """Compiling the CPU kernels where it cannot be done, or was done badly: torch's operations remain.
 
-Compilers are scripts here, but for two tests.
+Compilers are scripts here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.request import SamplingParams
 from radixserve.runner.cpu_runner import CpuModelRunner
+from radixserve_kernels import cpu_compiler as compiler
 from radixserve_kernels import cpu_library as library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
@@ -38,12 +39,8 @@ x, weight = torch.ones(3, 5), torch.ones(7, 5)
 assert torch.equal(PackedWeight(weight)(x), x @ weight.T)
 print("right")
 """
+ASK = "import torch; from radixserve_kernels.cpu_ops import unsupported_reason\n"
 Script = Callable[[str], Path]
-
-
-def forget() -> None:
-    """As in a process that has not looked for the kernels yet."""
-    library._load.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +48,9 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not looked for the kernels yet, with an empty cache folder."""
     monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
-    forget()
+    library.forget()
     yield
-    forget()
+    library.forget()
 
 
 @pytest.fixture
@@ -85,18 +82,17 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compilations(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that the compiler gets from here on; it makes a copy of the library."""
+    """The commands that link from here on; each makes a copy of the library."""
     (made,) = compiled.glob("*.so")
-    commands, run = [], subprocess.run
+    commands = []
 
-    def compiler(command: list[str], **options: Any) -> subprocess.CompletedProcess:
-        if "-o" not in command:
-            return run(command, **options)
-        commands.append(command)
+    def run(command: Sequence[str], _: Path) -> tuple[int, str]:
+        if "-c" not in command:
+            commands.append(list(command))
         shutil.copy(made, command[-1])
-        return subprocess.CompletedProcess(command, 0)
+        return 0, ""
 
-    monkeypatch.setattr(library.subprocess, "run", compiler)
+    monkeypatch.setattr(compiler, "run_compiler", run)
     return commands
 
 
@@ -143,7 +139,7 @@ def test_no_compiler(
     check_torch_remains(tmp_path / "model", reason, caplog)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    forget()
+    library.forget()
     reason = "there is no C++ compiler: c++, g++ and clang++ not found"
     assert unsupported_reason(torch.float32) == reason
 
@@ -167,7 +163,7 @@ with Runtime("demo", num_pages=200) as runtime:
             "echo note; echo 'x.h:1: error: no such thing' >&2; echo bye >&2; exit 1",
             "no such thing",
         ),
-        ('[ -n "$out" ] && kill -9 $$', "no message"),
+        ('[ -n "$out" ] && kill -9 $$', "Killed"),
         ('printf half > "$out"; echo "no space left on device" >&2; exit 1', "no space left"),
         ('[ -n "$out" ] && : > "$out"; exit 0', "cannot be loaded"),
         ('[ -n "$out" ] && echo "no library" > "$out"; exit 0', "cannot be loaded"),
@@ -179,7 +175,7 @@ def test_a_broken_compiler(
 ) -> None:
     calls = script(body)
     check_torch_remains(tmp_path / "model", reason, caplog)
-    assert len(calls.read_text().splitlines()) <= 2  # with OpenMP and without, once a process
+    assert len(calls.read_text().splitlines()) <= 3  # two sources and their link, once a process
     left = {path.suffix for path in (tmp_path / "cache").iterdir()}
     assert left <= ({".so"} if "loaded" in reason else set())
 
@@ -208,10 +204,52 @@ def test_a_command_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_compiler_that_never_ends(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "PATIENCE_S", 0.2)
+def test_a_compiler_that_makes_no_progress(
+    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(compiler, "PATIENCE_S", 0.2)
     script('[ -n "$out" ] && exec sleep 60')
-    assert "timed out" in unsupported_reason(torch.float32)
+    assert "no progress for 0.2 seconds" in unsupported_reason(torch.float32)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_notice_after_a_second(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "NOTICE_S", 0.1)
+    script('[ -n "$out" ] && sleep 0.5; exit 1')
+    unsupported_reason(torch.float32)
+    assert [one for one in caplog.messages if one.startswith("compiling the CPU kernels, once")]
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(script: Script, tmp_path: Path) -> None:
+    """Neither the compiler, nor what it wrote."""
+    script(f'[ -n "$out" ] && echo $$ > "{tmp_path}/pid" && echo half > "$out" && exec sleep 60')
+    code = f"{ASK}print(unsupported_reason(torch.float32))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT)
+    try:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    finally:
+        process.kill()
+        process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not is_running(pid))
+    wait_until(lambda: not list((tmp_path / "cache").glob("*.tmp")))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("name", ["a file", "a file/below"])
@@ -232,19 +270,16 @@ def test_a_cache_folder_that_cannot_be(
 
 
 def test_a_full_disk(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script("exit 0")
+    script('[ -n "$out" ] && : > "$out"; exit 0')
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(library.tempfile, "mkstemp", full)
-    assert "No space left on device" in unsupported_reason(torch.float32)
-    forget()
-    monkeypatch.undo()
-    monkeypatch.setenv("RADIXSERVE_CACHE", str(tmp_path / "cache"))
-    script("exit 0")
-    monkeypatch.setattr(library.os, "replace", full)
-    assert "No space left on device" in unsupported_reason(torch.float32)
+    for owner, name in ((compiler.Path, "mkdir"), (compiler.os, "replace")):
+        with monkeypatch.context() as patches:
+            patches.setattr(owner, name, full)
+            assert "No space left on device" in unsupported_reason(torch.float32)
+        library.forget()
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -282,20 +317,6 @@ def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_without_openmp(compiled: Path, script: Script) -> None:
-    """A compiler that refuses -fopenmp is asked again without it."""
-    (made,) = compiled.glob("*.so")
-    calls = script(
-        'case "$*" in *-fopenmp*) echo "error: -fopenmp" >&2; exit 1;; esac\n'
-        f'[ -n "$out" ] && cp "{made}" "$out"; exit 0'
-    )
-    assert unsupported_reason(torch.float32) == ""
-    first, second = calls.read_text().splitlines()
-    assert "-fopenmp" in first
-    assert "-fopenmp" not in second
-
-
-@needs_compiler
 def test_the_compiler_may_bring_flags(
     compiled: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +336,7 @@ def test_compiled_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path: path.stat().st_mtime_ns for path in compiled.iterdir()}
     assert len(before) == 1
     monkeypatch.setenv("RADIXSERVE_CACHE", str(compiled))
-    monkeypatch.setattr(library.tempfile, "mkstemp", None)
+    monkeypatch.setattr(library, "compile_once", None)
     compiled.chmod(0o555)
     try:
         assert unsupported_reason(torch.float32) == ""
@@ -338,26 +359,26 @@ def test_the_levels_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that it has, one on top of the other; a level below the highest can be asked for."""
     wanted = [name for names, _ in library.LEVELS.values() for name in names]
     for told, found in (
-        (wanted, ("avx2", "avx512", "avx512bf16", "amx")),
-        (wanted[:-1], ("avx2", "avx512", "avx512bf16")),
+        (wanted, ("avx2", "avx512", "avx512vnni", "avx512bf16", "amx")),
+        (wanted[:-1], ("avx2", "avx512", "avx512vnni", "avx512bf16")),
         ([*wanted[:3], "avx512_bf16", "avx512f"], ("avx2",)),
         (["sse2"], ()),
     ):
-        monkeypatch.setattr(library, "_processor", lambda told=told: " ".join(told))
+        monkeypatch.setattr(library, "processor", lambda told=told: " ".join(told))
         assert library.levels() == found
         monkeypatch.delenv("RADIXSERVE_CPU_LEVEL", raising=False)
-        assert library._flags()[-1] == "-march=native"
+        assert library.compiler_flags()[-1] == "-march=native"
         for level, (_, flags) in library.LEVELS.items():
             monkeypatch.setenv("RADIXSERVE_CPU_LEVEL", level)
-            library._load.cache_clear()
+            library.forget()
             if level not in found:
                 allowed = ", ".join(found) or "none, its instructions are not known"
                 reason = f"RADIXSERVE_CPU_LEVEL={level}: this processor has {allowed}"
                 assert unsupported_reason(torch.float32) == reason
             elif level == found[-1]:
-                assert library._flags()[-1] == "-march=native"
+                assert library.compiler_flags()[-1] == "-march=native"
             else:
-                assert library._flags()[-len(flags) :] == flags
+                assert library.compiler_flags()[-len(flags) :] == flags
 
 
 @needs_compiler
@@ -391,7 +412,7 @@ def test_a_damaged_library_is_replaced(
     assert "damaged" in caplog.text
     assert len(compilations) == 1
     assert path.read_bytes() == content
-    forget()
+    library.forget()
     assert unsupported_reason(torch.float32) == ""
     assert len(compilations) == 1
 
@@ -401,7 +422,7 @@ def test_other_sources_or_compilers_are_other_files(
     compilations: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def num_made() -> int:
-        forget()
+        library.forget()
         assert unsupported_reason(torch.float32) == ""
         assert len(list(library.cache_folder().iterdir())) == len(compilations)
         return len(compilations)
@@ -424,16 +445,17 @@ def test_other_sources_or_compilers_are_other_files(
 
 @needs_compiler
 def test_two_processes_at_the_same_time(compiled: Path, tmp_path: Path) -> None:
-    """Both compile, both work, one file is left; the compiler waits until both have begun."""
+    """One compiles, the other waits for it, both work."""
     (made,) = compiled.glob("*.so")
     slow = tmp_path / "slow"
     slow.write_text(
         f"""#!/bin/sh
 out=; last=; for a in "$@"; do [ "$last" = -o ] && out="$a"; last="$a"; done
-[ -n "$out" ] || exit 0
+[ -n "$out" ] || {{ : > "{tmp_path}/asked.$$"; exit 0; }}
+case "$out" in *.o) exit 0;; esac
 : > "{tmp_path}/begun.$$"
-while [ $(ls "{tmp_path}" | grep -c begun) -lt 2 ]; do sleep 0.05; done
-head -c 9000 "{made}" > "$out"; sleep 0.05; cat "{made}" > "$out"
+while [ $(ls "{tmp_path}" | grep -c asked) -lt 2 ]; do sleep 0.05; done
+head -c 9000 "{made}" > "$out"; sleep 0.3; cat "{made}" > "$out"
 """
     )
     slow.chmod(0o755)
@@ -459,6 +481,7 @@ head -c 9000 "{made}" > "$out"; sleep 0.05; cat "{made}" > "$out"
         out, err = process.communicate(timeout=120)
         assert out == "right\n", err
     assert len(list(folder.iterdir())) == 1
+    assert len(list(tmp_path.glob("begun.*"))) == 1
 
 
 @needs_compiler

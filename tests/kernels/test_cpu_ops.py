@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import subprocess
@@ -105,6 +104,16 @@ def test_threads(dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     assert torch.equal(packed(x), out)
     check_product(300, 333, 257, dtype)
+
+
+@pytest.mark.usefixtures("cpu_level")
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_weights_in_float16_are_widened(m: int, n: int, k: int) -> None:
+    """To the bits of the same weights in float32."""
+    x, weight, bias = operands(m, n, k, torch.float32)
+    packed = PackedWeight(weight.half(), bias)
+    assert packed.num_bytes < PackedWeight(weight, bias).num_bytes
+    assert torch.equal(packed(x), PackedWeight(weight.half().float(), bias)(x))
 
 
 def check_rows(n: int, k: int, dtype: torch.dtype, counts: Sequence[int] = COUNTS) -> None:
@@ -251,19 +260,51 @@ def test_what_the_kernels_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> 
     assert cpu_ops.describe().startswith("vectors of ")
 
     class Processor:
-        def __init__(self, lanes: int, bf16: int) -> None:
+        def __init__(self, lanes: int, bf16: int, integers: int) -> None:
             self.radixserve_lanes, self.radixserve_bf16 = lambda: lanes, lambda: bf16
+            self.radixserve_integer_dot = lambda: integers
 
-    for lanes, bf16, told in (
-        (4, 0, "vectors of 128 bits, bfloat16: vectors of 128 bits, widened to float32"),
-        (8, 0, "vectors of 256 bits, bfloat16: AVX2, widened to float32"),
-        (16, 0, "vectors of 512 bits, bfloat16: AVX-512, widened to float32"),
-        (16, 1, "vectors of 512 bits, bfloat16: AVX-512 BF16"),
-        (16, 2, "vectors of 512 bits, bfloat16: AMX"),
+    for lanes, bf16, integers, told in (
+        (4, 0, 0, "128 bits, bfloat16: vectors of 128 bits widened to float32, 8 and 4 bits: "),
+        (8, 0, 1, "256 bits, bfloat16: AVX2 widened to float32, 8 and 4 bits: AVX2"),
+        (8, 0, 2, "256 bits, bfloat16: AVX2 widened to float32, 8 and 4 bits: VNNI"),
+        (16, 0, 1, "512 bits, bfloat16: AVX-512 widened to float32, 8 and 4 bits: AVX-512"),
+        (16, 1, 2, "512 bits, bfloat16: AVX-512 BF16, 8 and 4 bits: VNNI"),
+        (16, 2, 2, "512 bits, bfloat16: AMX, 8 and 4 bits: VNNI"),
     ):
-        monkeypatch.setattr(cpu_ops, "cpu_library", functools.partial(Processor, lanes, bf16))
-        assert cpu_ops.describe() == told
+        processor = Processor(lanes, bf16, integers)
+        monkeypatch.setattr(cpu_ops, "cpu_library", lambda _=None, it=processor: it)
+        assert cpu_ops.describe().startswith(f"vectors of {told}")
         assert unsupported_reason(torch.bfloat16) == ""
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 100, 4_099])
+def test_masks_over_logits(columns: int) -> None:
+    if reason := cpu_ops.unsupported_reason(torch.float32):
+        pytest.skip(reason)
+    rng = np.random.default_rng(columns)
+    words = -(-columns // 32) + 1  # a mask may be longer than a row
+    logits = torch.from_numpy(rng.standard_normal((8, columns)).astype(np.float32)).round(
+        decimals=1
+    )
+    logits[6, columns // 2] = torch.nan
+    share = np.array([0.0, 0.02, 0.5, 0.98, 1.0, 1.0, 0.7])
+    bits = rng.random((7, words * 32)) < share[:, None]
+    bitmask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    mask_of = np.array([0, 1, 2, -1, 3, 4, 5, 6])
+    wanted = logits.clone()
+    for row, mask in enumerate(mask_of.tolist()):
+        if mask >= 0:
+            wanted[row, ~torch.from_numpy(bits[mask, :columns])] = -torch.inf
+    found = logits.clone()
+    rows = np.flatnonzero(mask_of >= 0)
+    cpu_ops.forbid_(found, bitmask, rows)
+    assert torch.equal(found.nan_to_num(9), wanted.nan_to_num(9))
+    ids, num_broken = cpu_ops.argmax_allowed(logits, bitmask, mask_of)
+    best = wanted.numpy().argmax(-1)
+    top = wanted.numpy()[np.arange(8), best]
+    assert num_broken == (~np.isfinite(top)).sum()
+    assert ids == [-1 if value == -np.inf else at for at, value in zip(best, top, strict=True)]
 
 
 @pytest.mark.parametrize("columns", [1, 5, 16, 17, 100, 4_099])

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from radixserve_kernels import gpu_ops
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from tests.kernels.paged_case import PagedCase, assert_near, attention, make_case
 
-both = pytest.mark.usefixtures("path")  # the references, and the kernels interpreted
+both = pytest.mark.usefixtures("path")  # references, interpreted kernels, compiled ones
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 # dtype, query heads, key heads, head dim, page size, keys of each row, num_splits, fixed_splits
@@ -39,8 +40,21 @@ EXTENDS = [
 ]
 
 
+FEATURES = [
+    {"sliding_window": 1},
+    {"sliding_window": 37},
+    {"attention_chunk_size": 33},
+    {"logits_soft_cap": 1.5},
+    {"sliding_window": 150, "attention_chunk_size": 64, "logits_soft_cap": 0.5},
+]
+
+
 def decode(
-    case: PagedCase, q: Tensor, num_splits: int, fixed_splits: int | None
+    case: PagedCase,
+    q: Tensor,
+    num_splits: int,
+    fixed_splits: int | None,
+    features: AttentionFeatures = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Through poisoned outputs and a poisoned workspace."""
     num_rows, num_heads, head_dim = q.shape
@@ -54,6 +68,7 @@ def decode(
         out=out,
         lse=lse,
         fixed_splits=fixed_splits,
+        features=features,
     )
     assert found is out
     return out, lse
@@ -66,12 +81,13 @@ def extend(
     max_q: int | None,
     num_splits: int,
     causal: bool,
+    features: AttentionFeatures = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
     keys = case.keys
     places = torch.tensor(qo_indptr, dtype=torch.int32)
     gpu_ops.extend(
-        q, *keys[:2], places, *keys[2:], None, causal, max_q, num_splits, None, out, lse
+        q, *keys[:2], places, *keys[2:], None, causal, max_q, num_splits, None, out, lse, features
     )  # fmt: skip
     return out, lse
 
@@ -103,6 +119,36 @@ def test_extend(shape: tuple, causal: bool) -> None:
     q = queries(qo_indptr[-1], num_heads, head_dim, dtype)
     expected = attention(case, q, qo_indptr, head_dim**-0.5, causal=causal)
     assert_near(*extend(case, q, qo_indptr, max_q, num_splits, causal), expected)
+
+
+@pytest.mark.parametrize("fields", FEATURES, ids=str)
+@both
+def test_features(fields: dict) -> None:
+    """Of rows whose keys are split, with sequences shorter and longer than what they see."""
+    features = AttentionFeatures(**fields)
+    torch.manual_seed(0)
+    for dtype, num_splits in ((F32, 1), (BF16, 3)):
+        case = make_case([300, 0, 20, 129], 2, 16, 4, dtype)
+        q = queries(4, 4, 16, dtype)
+        expected = attention(case, q, range(5), 0.25, causal=True, features=features)
+        assert_near(*decode(case, q, num_splits, None, features), expected)
+        case = make_case([70, 0, 150, 12], 2, 16, 4, dtype)
+        qo_indptr = [0, 70, 70, 90, 91]
+        q = queries(91, 4, 16, dtype)
+        expected = attention(case, q, qo_indptr, 0.25, causal=True, features=features)
+        assert_near(*extend(case, q, qo_indptr, 70, num_splits, True, features), expected)
+
+
+@both
+def test_sinks() -> None:
+    torch.manual_seed(0)
+    out, lse = torch.randn(3, 4, 8), torch.randn(3, 4) * 5
+    lse[1, 2], out[1, 2] = -torch.inf, 0.0  # it has seen no key
+    sinks = torch.tensor([-40.0, 0.5, 3.0, 40.0])
+    weights = lse.exp2().double()
+    expected = out.double() * (weights / (weights + sinks.double().exp()))[..., None]
+    assert gpu_ops.add_sinks(out, lse, sinks) is out
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
 
 
 @both
@@ -197,7 +243,7 @@ def test_pools_of_more_than_2_to_the_31_features() -> None:
     except MemoryError:
         pytest.skip("the system gives no memory that it has not got")
     torch.manual_seed(0)
-    kv = torch.from_numpy(zeros)
+    kv = torch.from_numpy(zeros).to(torch.get_default_device())
     pages = torch.tensor([num_pages - 1, 3], dtype=torch.int32)
     kv[0, :, pages] = torch.randn(2, 2, 4, 1, 16).half()
     k_slots, v_slots = kv[0].flatten(1, 2).unbind(0)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_compiled_and_interpreted_live_together(
 
     def compiled() -> object:
         x = torch.empty(2, 48, dtype=torch.bfloat16, device="meta")
-        (one,) = norm.rms_norm(x, None, x[0], 1e-6, x)
+        (one,) = norm.rms_norm(x, None, x[0], 1e-6, False, x)
         return compiler.compile_launch(Variant("", one), 90)
 
     before, names = compiled(), [dict(vars(one)) for one in (launch.tl, launch.tl.core)]
@@ -121,3 +122,50 @@ def test_the_command(compiler: ModuleType, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         compiler.main(["--targets", "70"])
     assert "70" in capsys.readouterr().err
+
+
+def test_what_spills_does_not_fit(compiler: ModuleType) -> None:
+    def made(target: int, stack_bytes: int, shared_bytes: int = 0) -> bool:
+        return bool(compiler.Compiled(target, "k", "v", 4, 255, stack_bytes, shared_bytes).fits)
+
+    assert made(90, 16)
+    assert not made(90, 24)
+    assert not made(100, 24)
+    assert made(80, 24)  # more live in registers there
+    assert not made(90, 0, 228 << 10)
+
+
+def ptx_of(compiler: ModuleType, launch: Any, target: int) -> str:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    from radixserve_kernels.gpu.launch import has_pdl
+
+    gpu, pdl = GPUTarget("cuda", target, 32), has_pdl(divmod(target, 10))
+    source = compiler.source_of(launch, make_backend(gpu), pdl)
+    made = triton.compile(source, target=gpu, options=launch.options(pdl))
+    assert made.metadata.launch_pdl == (pdl and launch.takes_pdl)
+    return str(made.asm["ptx"])
+
+
+def test_programs_of_one_kernel_start_while_those_before_it_end(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Hopper on; only weights are read before all that the others wrote is there."""
+    from radixserve_kernels.gpu import launch, norm, pages
+
+    if launch.gdc_wait is None:
+        pytest.skip("this Triton has no programmatic dependent launch")
+    x = torch.empty(2, 4_096, dtype=torch.bfloat16, device="meta")
+    (add_norm,) = norm.rms_norm(x, x, x[0], 1e-6, False, x)
+    before, after = ptx_of(compiler, add_norm, 90).split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in after
+    assert "st.global" not in before
+    assert before.count("ld.global") < after.count("ld.global")
+    assert "griddepcontrol" not in ptx_of(compiler, add_norm, 80)
+    index = torch.empty(4, dtype=torch.int32, device="meta")
+    (flat,) = pages.flat_indices(index[None], index, index, index, index)
+    assert "griddepcontrol" not in ptx_of(compiler, flat, 90)
+    monkeypatch.setenv("RADIXSERVE_PDL", "0")
+    assert "griddepcontrol" not in ptx_of(compiler, add_norm, 90)

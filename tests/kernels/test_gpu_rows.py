@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve_kernels import gpu_ops, torch_ops
 
-both = pytest.mark.usefixtures("path")  # the references, and the kernels interpreted
+both = pytest.mark.usefixtures("path")  # references, interpreted kernels, compiled ones
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -18,28 +19,30 @@ def assert_rounded(out: Tensor, expected: Tensor, around: float = 0.1) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=2 * step, atol=2 * step * around)
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
     x = x.double()
+    x = x - x.mean(-1, keepdim=True) if is_centered else x
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 100, 1_024])
+@pytest.mark.parametrize("size", [1, 100, 1_024, 8_192])
+@pytest.mark.parametrize("is_centered", [False, True])
 @both
-def test_rms_norm(dtype: torch.dtype, size: int) -> None:
+def test_rms_norm(dtype: torch.dtype, size: int, is_centered: bool) -> None:
     torch.manual_seed(0)
     x = (torch.randn(3, size + 5) * torch.tensor([[1e-3], [1.0], [100.0]])).to(dtype)[:, :size]
-    weight = torch.randn(size).to(dtype)
-    expected = norm(x, weight, 1e-5)
-    out = gpu_ops.rms_norm(x, weight, 1e-5)
+    weight = torch.randn(size)  # float32, beside activations of any dtype
+    expected = norm(x, weight, 1e-5, is_centered=is_centered)
+    out = gpu_ops.rms_norm(x, weight, 1e-5, is_centered=is_centered)
     assert_rounded(out, expected)
-    assert gpu_ops.rms_norm(x, weight, 1e-5, out=x) is x
+    assert gpu_ops.rms_norm(x, weight, 1e-5, out=x, is_centered=is_centered) is x
     assert torch.equal(x, out)
     assert gpu_ops.rms_norm(x[:0], weight, 1e-5).shape == (0, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [3, 130])
+@pytest.mark.parametrize("size", [3, 130, 4_096])
 @both
 def test_add_rms_norm(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(0)
@@ -57,28 +60,31 @@ def test_add_rms_norm(dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 70, 1_030])
+@pytest.mark.parametrize("size", [1, 70, 1_030, 14_336])
 @both
-def test_silu_and_mul(dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_act_and_mul(dtype: torch.dtype, size: int, activation: str) -> None:
     torch.manual_seed(0)
     gate_up = (4 * torch.randn(3, 2 * size + 1)).to(dtype)[:, : 2 * size]
     gate_up[0, 0] = -100.0
     gate, up = gate_up.double().chunk(2, -1)
-    expected = gate * torch.sigmoid(gate) * up
-    out = gpu_ops.silu_and_mul(gate_up)
+    expected = {"silu": F.silu(gate), "gelu_tanh": F.gelu(gate, approximate="tanh")}[
+        activation
+    ] * up
+    out = gpu_ops.act_and_mul(gate_up, activation)
     assert out.is_contiguous()
-    assert_rounded(out, expected)
+    assert_rounded(out, expected, 0.1 if activation == "silu" else 16.0)  # 1 + tanh loses digits
     into = torch.full((3, 2 * size), torch.nan, dtype=dtype)[:, :size]
-    assert gpu_ops.silu_and_mul(gate_up, into) is into
+    assert gpu_ops.act_and_mul(gate_up, activation, into) is into
     assert torch.equal(into, out)
-    assert gpu_ops.silu_and_mul(gate_up[:0]).shape == (0, size)
+    assert gpu_ops.act_and_mul(gate_up[:0], activation).shape == (0, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("shape", [(3, 2, 24), (8, 8, 64), (5, 1, 2)], ids=str)
+@pytest.mark.parametrize("norm_type", ["rms", "layer", ""])
+@pytest.mark.parametrize("shape", [(3, 2, 24), (8, 8, 64), (5, 1, 2), (32, 8, 128)], ids=str)
 @both
-def test_rope_and_store(dtype: torch.dtype, has_norm: bool, shape: tuple[int, int, int]) -> None:
+def test_rope_and_store(dtype: torch.dtype, norm_type: str, shape: tuple[int, int, int]) -> None:
     """The pool's other slots, and other heads of its own, stay as they are."""
     torch.manual_seed(0)
     num_heads, num_kv_heads, head_dim = shape
@@ -89,20 +95,21 @@ def test_rope_and_store(dtype: torch.dtype, has_norm: bool, shape: tuple[int, in
     table = torch.cat((angles.cos(), angles.sin()), 1).float()
     pools = [torch.full((7, num_kv_heads + 1, head_dim), torch.nan, dtype=dtype) for _ in "kv"]
     k_slots, v_slots = (pool[:, 1:] for pool in pools)
-    weight = torch.randn(num_heads + num_kv_heads, head_dim).to(dtype) if has_norm else None
-    q = gpu_ops.rope_and_store(
-        qkv, positions, slots, table, k_slots, v_slots, num_heads, num_kv_heads, weight, 1e-6
-    )
+    weight = torch.randn(num_heads + num_kv_heads, head_dim) if norm_type else None
+    is_centered = norm_type == "layer"
+    arguments = (qkv, positions, slots, table, k_slots, v_slots, num_heads, num_kv_heads, weight)
+    q = gpu_ops.rope_and_store(*arguments, 1e-6, is_centered=is_centered)
 
     heads = qkv.unflatten(1, (num_all, head_dim))
     rotated = heads[:, :-num_kv_heads].double()
     if weight is not None:
-        rotated = norm(heads[:, :-num_kv_heads], weight, 1e-6)
+        rotated = norm(heads[:, :-num_kv_heads], weight, 1e-6, is_centered=is_centered)
     turned = torch.view_as_complex(rotated.unflatten(-1, (-1, 2)).contiguous())
-    turned = turned * torch.exp(1j * angles[positions])[:, None]
+    turned = turned * torch.polar(torch.ones_like(angles), angles)[positions][:, None]
     rotated = torch.view_as_real(turned).flatten(-2)
     assert q.shape == (5, num_heads, head_dim)
-    around = 3.0 if has_norm else 0.5  # what is rounded before it is rotated
+    # what is rounded before it is rotated; a mean that is taken off two numbers loses digits
+    around = {"": 1.0, "rms": 3.0, "layer": 40.0}[norm_type]
     assert_rounded(q, rotated[:, :num_heads], around)
     expected = [torch.full((7, num_kv_heads, head_dim), torch.nan).double() for _ in "kv"]
     expected[0][[4, 0, 6]] = rotated[[0, 2, 3], num_heads:]
@@ -113,6 +120,15 @@ def test_rope_and_store(dtype: torch.dtype, has_norm: bool, shape: tuple[int, in
         assert_rounded(found[is_written], wanted[is_written], around)
         assert pool[:, 0].isnan().all()
     assert torch.equal(v_slots[6], heads[3, -num_kv_heads:])
+
+
+@both
+def test_store_without_rope() -> None:
+    qkv, pool = torch.randn(2, 4 * 16), torch.zeros(2, 3, 1, 16)
+    places = torch.tensor([2, 0])
+    q = gpu_ops.rope_and_store(qkv, places, places, None, pool[0], pool[1], 2, 1)
+    assert torch.equal(q.flatten(1), qkv[:, :32])
+    assert torch.equal(pool[:, places, 0], qkv[:, 32:].view(2, 2, 16).transpose(0, 1))
 
 
 @both
@@ -159,7 +175,7 @@ def test_copies_of_pages(dtype: torch.dtype, shape: tuple[int, int, int]) -> Non
     torch.testing.assert_close(kv, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("width", [5, 2_500])
+@pytest.mark.parametrize("width", [5, 2_500, 70_000])
 @both
 def test_flat_indices(width: int) -> None:
     table = torch.randint(0, 99, (3, width + 4), dtype=torch.int32)[:, :width]
@@ -175,4 +191,17 @@ def test_flat_indices(width: int) -> None:
     assert torch.equal(out, expected)
     nothing = torch.empty(0, dtype=torch.int32)
     gpu_ops.flat_indices(table, nothing, nothing, starts[:1], out)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("most", [5, 2_500])
+@both
+def test_copied_ranges(most: int) -> None:
+    values = torch.randint(0, 99, (most + 20,), dtype=torch.int32)
+    first, count = [20, 0, 7, 7], [most, 0, 3, 1]
+    starts = torch.tensor([0, most, most, most + 3, most + 4], dtype=torch.int32)
+    out = torch.full((most + 6,), -7, dtype=torch.int32)
+    expected = torch.cat([values[20:], values[7:10], values[7:8], out[-2:]])
+    arrays = [torch.tensor(one, dtype=torch.int32) for one in (first, count)]
+    assert gpu_ops.copy_ranges(values, *arrays, starts, out, most) is out
     assert torch.equal(out, expected)

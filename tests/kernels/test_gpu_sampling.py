@@ -15,7 +15,7 @@ from radixserve.runner import sampler
 from radixserve.schedule import SampleSpec
 from radixserve_kernels import gpu_ops
 
-both = pytest.mark.usefixtures("path")  # the references, and the kernels interpreted
+both = pytest.mark.usefixtures("path")  # references, interpreted kernels, compiled ones
 INF, NAN = torch.inf, torch.nan
 NO_TOKENS = np.empty(0, np.int32)
 
@@ -43,9 +43,9 @@ def draw(
 def sampled(logits: Tensor, params: Sequence[SamplingParams], seed: int) -> tuple[list, list]:
     """By the kernels, and by the sampler itself."""
     specs = [SampleSpec(one, seed + row, 0, NO_TOKENS, 0) for row, one in enumerate(params)]
-    found, finite = draw(logits, params, torch.from_numpy(sampler.uniform_numbers(specs)))
+    found, finite = draw(logits, params, torch.tensor(sampler.uniform_numbers(specs)))
     assert all(finite)
-    return found, sampler.draw_tokens(logits, specs).tolist()
+    return found, sampler.draw_tokens(logits.cpu(), specs).tolist()
 
 
 PARAMS = [
@@ -117,6 +117,22 @@ def test_floors_are_kept() -> None:
 
 
 @both
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, 4_099])
+def test_masks(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    words = -(-vocab_size // 32) + 1
+    bits = rng.random((3, words * 32)) < np.array([[0.0], [0.5], [1.0]])
+    bitmask = torch.tensor(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    rows = torch.tensor([4, 0, 3])
+    wide = torch.tensor(rng.standard_normal((5, vocab_size + 3)).astype(np.float32))
+    wanted = wide.clone()
+    for row, allowed in zip(rows.tolist(), torch.tensor(bits), strict=True):
+        wanted[row, :vocab_size][~allowed[:vocab_size]] = -INF
+    gpu_ops.forbid_(wide[:, :vocab_size], bitmask, rows)
+    assert torch.equal(wide, wanted)
+
+
+@both
 def test_rows_that_cannot_be_drawn_from() -> None:
     """They are flagged, get token 0 and leave the others alone; greedy rows get the argmax."""
     torch.manual_seed(0)
@@ -178,6 +194,17 @@ def test_draws_follow_the_distribution() -> None:
     expected = torch.zeros(40).index_copy(0, kept, logits[0, kept].softmax(0))
     counts = tokens.bincount(minlength=40) / 20_000
     torch.testing.assert_close(counts, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("vocab_size", [128_256, 151_936])
+@both
+def test_vocabularies_of_real_models(vocab_size: int) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(len(PARAMS), vocab_size)
+    found, expected = sampled(logits, PARAMS, 7)
+    assert found == expected
+    assert gpu_ops.argmax(logits)[0].tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.long

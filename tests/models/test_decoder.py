@@ -10,17 +10,22 @@ import pytest
 import torch
 
 from radixserve.config import EngineConfig
-from radixserve.errors import ModelNotSupported
-from radixserve.models.decoder_tensors import ARCHITECTURES, FIRST_POSITIONS, RotaryTable
+from radixserve.errors import InvalidRequest, ModelNotSupported
+from radixserve.models.decoder_shape import check_decoder
+from radixserve.models.families import FAMILIES
+from radixserve.models.rope import FIRST_POSITIONS, RotaryTable
 from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve_kernels.torch_ops import rotations
 from tests.checkpoints import (
     NATIVE,
+    NATIVE_PARTS,
     all_logprobs,
     edit_json,
     greedy,
     load_reference,
     make_checkpoint,
+    make_config,
+    make_model,
 )
 from tests.runner.driver import Driver
 
@@ -143,33 +148,11 @@ def test_float16_runs_in_float32(tmp_path: Path, stored: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("mistral", {"sliding_window": 64}, "sliding window attention over 64 positions"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "sliding_attention",
-        ),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rope scaling 'dynamic'",
         ),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 128,
-                }
-            },
-            "rope scaling 'longrope'",
-        ),
-        ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
     ],
 )
 def test_refused(tmp_path: Path, family: str, fields: dict[str, Any], reason: str) -> None:
@@ -178,8 +161,114 @@ def test_refused(tmp_path: Path, family: str, fields: dict[str, Any], reason: st
         CpuModelRunner(str(tmp_path), EngineConfig(num_pages=10))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.75])
+def test_longrope_up_to_the_original_length(
+    tmp_path: Path, share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_factors = round(16 * share) // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + at / 10 for at in range(num_factors)],
+        "long_factor": [3.0 + at for at in range(num_factors)],
+        "partial_rotary_factor": share,
+    }
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 200}
+    runner = check(make_checkpoint(tmp_path, "phi3", **fields))
+    assert runner.info.max_positions == 200
+    assert "limited to 200 of the model's 512 positions: beyond them longrope" in caplog.text
+    with pytest.raises(InvalidRequest, match="max_seq_len must be at most the model's 200"):
+        CpuModelRunner(str(tmp_path), EngineConfig(num_pages=10, max_seq_len=300))
+
+
+def test_what_the_native_decoder_has_not_runs_in_transformers_code(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", hidden_act="gelu")
+    runner = CpuModelRunner(str(tmp_path), EngineConfig(num_pages=200))
+    assert not runner.info.is_native
+    driver = Driver(runner, 1)
+    stream = driver.add(PROMPT)
+    driver.run(chunk=40)
+    assert stream.tokens == greedy(load_reference(tmp_path), PROMPT, len(stream.outputs))
+
+
+def test_the_implementation_can_be_chosen(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gemma3")
+    native, wrapped = (
+        CpuModelRunner(str(folder), EngineConfig(num_pages=200, model_impl=name))
+        for name in ("native", "transformers")
+    )
+    assert native.info.is_native
+    assert not wrapped.info.is_native
+    assert native.info.attention_features == wrapped.info.attention_features == ("sliding_window",)
+    streams = []
+    for runner in (native, wrapped):
+        driver = Driver(runner, 1)
+        streams.append(driver.add(PROMPT))
+        driver.run(chunk=40)
+    assert streams[0].tokens == streams[1].tokens
+    make_checkpoint(tmp_path / "other", "stablelm")
+    for path, impl, reason in (
+        (str(tmp_path / "other"), "native", "native decoder cannot run StableLm"),
+        ("random:tiny-llama", "transformers", 'model_impl="transformers" runs checkpoint folders'),
+    ):
+        with pytest.raises(ModelNotSupported, match=reason):
+            CpuModelRunner(path, EngineConfig(num_pages=8, model_impl=impl))
+
+
+def test_a_gguf_file_or_ranks_need_the_native_decoder() -> None:
+    config = make_config("llama", hidden_act="gelu")
+    config.architectures = ["LlamaForCausalLM"]
+    with pytest.raises(ModelNotSupported, match=r"cannot run Llama.*activation 'gelu'; possible"):
+        check_decoder(config)
+
+
 def test_every_native_family_is_tested() -> None:
-    assert len(NATIVE) == len(ARCHITECTURES)
+    names = {type(make_model(make_config(family))).__name__ for family in (*NATIVE, *NATIVE_PARTS)}
+    assert names == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", NATIVE_PARTS)
+def test_parts(tmp_path: Path, family: str) -> None:
+    runner = check(make_checkpoint(tmp_path, family, seed=6))
+    reference = load_reference(tmp_path)
+    assert runner.info.num_parameters == sum(p.numel() for p in reference.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("phi3", {"rope_parameters": {**ROPE["default"], "partial_rotary_factor": 0.5}}),
+        ("gemma", {"attention_bias": True, "tie_word_embeddings": False}),
+        ("glm4", {"attention_bias": False}),
+        ("granite", {"attention_bias": True, "mlp_bias": True}),
+        (
+            "gemma3",
+            {
+                "rope_parameters": {
+                    "full_attention": ROPE["linear"],
+                    "sliding_attention": ROPE["default"],
+                },
+                "final_logit_softcapping": 3.0,
+                "query_pre_attn_scalar": 40,
+            },
+        ),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": ROPE["yarn"],
+                    "sliding_attention": ROPE["default"],
+                },
+                "tie_word_embeddings": True,
+            },
+        ),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 21, "no_rope_layers": [0, 1]}),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        ("cohere2", {"attention_bias": True, "logit_scale": 0.7}),
+    ],
+)
+def test_settings_of_parts(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    check(make_checkpoint(tmp_path, family, seed=7, **fields))
 
 
 def test_rotary_table_grows_with_the_positions() -> None:

@@ -25,6 +25,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
+    "mixtral": {},
+    "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True},
 }
 
 
@@ -56,12 +58,12 @@ def test_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_every_stored_form(tmp_path: Path, kind: str) -> None:
+def test_every_stored_form_widened(tmp_path: Path, kind: str) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     path = write_gguf(tmp_path / "model.gguf", folder, kind)
     # Rows of q and k are quantised one by one, so their order in the file changes nothing.
     reference = widened(load_reference(folder), kind)
-    assert answers(path) == greedy(reference, PROMPT, 20)[len(PROMPT) :]
+    assert answers(path, attention_backend="torch") == greedy(reference, PROMPT, 20)[len(PROMPT) :]
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
@@ -117,26 +119,6 @@ def test_a_chat_and_its_text(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").write_bytes(path.read_bytes())
     with pytest.raises(InvalidRequest, match=r"several GGUF files \(model.gguf, other.gguf\)"):
         Runtime(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("pre", "text", "pieces"),
-    [
-        ("gpt-2", "a 12 b", ["a", "Ġ12", "Ġb"]),
-        ("smollm", "a 12 b", ["a", "Ġ", "1", "2", "Ġb"]),
-        ("llama-bpe", "a 12345 DON'T", ["a", "Ġ", "123", "45", "ĠDON", "'T"]),
-        ("qwen2", "a 12\n\nb", ["a", "Ġ", "1", "2", "ĊĊ", "b"]),
-    ],
-)
-def test_text_is_split_as_the_file_says(
-    tmp_path: Path, pre: str, text: str, pieces: list[str]
-) -> None:
-    from radixserve.text.gguf_tokenizer import gguf_tokenizer
-
-    folder = make_checkpoint(tmp_path / "model", "llama", with_tokenizer=True)
-    file = GgufFile(write_gguf(tmp_path / "model.gguf", folder, pre=pre))
-    splitter = gguf_tokenizer(file).backend_tokenizer.pre_tokenizer
-    assert [piece for piece, _ in splitter.pre_tokenize_str(text)] == pieces
 
 
 class TestRefusals:
@@ -199,17 +181,6 @@ class TestSmolLM2:
         tokenizer = Tokenizer.load(smollm2())
         assert tokenizer is not None
         assert tokenizer.encode("words:\n\n12.") == [6774, 42, 1116, 33, 34, 30]
-
-    def test_a_chat_computes_only_what_is_new(self) -> None:
-        smollm2()
-        params = SamplingParams(max_tokens=30, temperature=0.0)
-        with Runtime("smollm2", num_pages=2_000) as rt, rt.chat(params=params) as chat:
-            first = chat.send("What is the capital of France?")
-            assert first.text == "The capital of France is Paris."
-            second = chat.send("And of Italy?")
-            before = first.usage.prompt_tokens + first.usage.completion_tokens - 1
-            assert second.usage.cached_tokens == before
-            rt.check()
 
 
 def smollm2() -> Path:

@@ -21,7 +21,7 @@ from radixserve.request import SamplingParams
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
-from tests.checkpoints import NATIVE, make_checkpoint
+from tests.checkpoints import EXPERTS, NATIVE, NATIVE_PARTS, make_checkpoint
 from tests.models.test_decoder import ROPE
 
 CPU = torch.device("cpu")
@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 rope": ("llama", {"rope_parameters": ROPE["llama3"]}),
     "yarn rope": ("qwen3", {"rope_parameters": ROPE["yarn with its own attention factor"]}),
     "one layer": ("mistral", {"num_hidden_layers": 1, "rms_norm_eps": 1e-3}),
+    **{family: (family, {}) for family in NATIVE_PARTS},
 }
 
 
@@ -53,7 +54,8 @@ class World:
         info = self.model.info
         shape = (info.num_layers, 2, NUM_PAGES, self.page_size, info.num_kv_heads, info.head_dim)
         self.kv = torch.zeros(shape, dtype=info.dtype)
-        self.backend = make_backend(self.backend_name, self.kv, info.num_heads)
+        shares = "sliding_window" not in info.attention_features
+        self.backend = make_backend(self.backend_name, self.kv, info.num_heads, shares=shares)
 
     @torch.inference_mode()
     def run(self, rows: list[ScheduledRequest]) -> Tensor:
@@ -130,15 +132,19 @@ def test_variants(tmp_path: Path, variant: str) -> None:
         compare(model, expected, backend, page_size, 1e-5, "cpu")
 
 
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", [*NATIVE, *NATIVE_PARTS])
 def test_bfloat16(tmp_path: Path, family: str) -> None:
-    """The same weights as in float32, up to rounding."""
-    source = checkpoint(make_checkpoint(tmp_path, family, dtype=torch.bfloat16))
+    """The same weights as in float32, up to rounding; every token has all experts, so that no
+    choice hangs on it."""
+    fields = {"num_experts_per_tok": 4} if family in EXPERTS else {}
+    source = checkpoint(make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **fields))
     model, expected = (load_decoder(source, d, CPU) for d in (torch.bfloat16, torch.float32))
     compare(model, expected, "torch", 2, 0.05)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "cohere", "granite", "gemma2", "smollm3", "qwen2_moe"]
+)
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_themselves(tmp_path: Path, family: str) -> None:
     """In Triton's interpreter, instead of their references."""

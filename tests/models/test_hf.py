@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_utils
 
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
-from radixserve.models import hf
-from radixserve.models.weights import load_config
+from radixserve.models import attention_probe, hf
+from radixserve.models.attention_probe import span_of_mask
+from radixserve.models.weights import load_config, transformers_config
 from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import edit_json, make_checkpoint
 from tests.runner.driver import Driver
+
+CPU = torch.device("cpu")
 
 SMALL = {
     "vocab_size": 128,
@@ -30,7 +33,6 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FULL = {"layer_types": ["full_attention"] * 2}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -39,20 +41,15 @@ LONGROPE = {
 }
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Phi3Config", {"sliding_window": 64}, "sliding window attention over 64"),
-    ("Starcoder2Config", {"sliding_window": 64}, "sliding window attention over 64"),
-    ("Gemma3TextConfig", {"head_dim": 8}, "sliding_attention"),
-    ("Cohere2Config", {"head_dim": 8, "sliding_window": 32}, "sliding_attention"),
-    ("Gemma2Config", {"head_dim": 8, **FULL}, "soft-capped"),
-    ("GptOssConfig", {"head_dim": 8, "num_local_experts": 2, **FULL}, "attention sinks"),
-    ("MambaConfig", {"state_size": 4}, "linear_attention|linear attention"),
-    ("JambaConfig", {"num_experts": 2}, "linear_attention|linear attention"),
+    ("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 2}, "by their place in the batch"),
+    ("MambaConfig", {"state_size": 4}, "recurrent layers only"),
+    ("JambaConfig", {"num_experts": 2}, "recurrent layers only"),
     ("BloomConfig", {"n_head": 4, "n_layer": 2}, "attention interface"),
     ("FalconConfig", {"alibi": True}, "attention interface"),
     ("BertConfig", {}, "not causal"),
     ("T5Config", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}, "encoder-decoder"),
     (
-        "Phi3Config",
+        "Starcoder2Config",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
         "rope scaling 'longrope'",
     ),
@@ -72,20 +69,20 @@ def test_refused(tmp_path: Path, name: str, fields: dict[str, Any], reason: str)
 
 
 def test_other_heads_are_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "olmo2")
-    edit_json(tmp_path / "config.json", architectures=["Olmo2ForSequenceClassification"])
+    make_checkpoint(tmp_path, "stablelm")
+    edit_json(tmp_path / "config.json", architectures=["StableLmForSequenceClassification"])
     with pytest.raises(ModelNotSupported, match="not a causal language model"):
         CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
 
 
 def test_comparison_finds_what_rules_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_checkpoint(tmp_path, "olmo2")
-    sound = hf._attention
+    make_checkpoint(tmp_path, "stablelm")
+    sound = hf.attention_forward
 
     def without_scale(module: Any, *tensors: torch.Tensor, **kwargs: Any) -> Any:
         return sound(module, *tensors, **{**kwargs, "scaling": 1.0})
 
-    monkeypatch.setattr(hf, "_attention", without_scale)
+    monkeypatch.setattr(hf, "attention_forward", without_scale)
     with pytest.raises(ModelNotSupported, match=r"differ by [\d.]+ of their norm"):
         CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
 
@@ -93,7 +90,7 @@ def test_comparison_finds_what_rules_miss(tmp_path: Path, monkeypatch: pytest.Mo
 def test_two_models_do_not_mix(tmp_path: Path) -> None:
     """The registered attention function is shared; nothing that belongs to a model may be."""
     runners = []
-    for name, family in (("a", "granite"), ("b", "granite"), ("c", "stablelm")):
+    for name, family in (("a", "gpt_neox"), ("b", "gpt_neox"), ("c", "stablelm")):
         make_checkpoint(tmp_path / name, family, seed=ord(name))
         runners.append(CpuModelRunner(str(tmp_path / name), EngineConfig(num_pages=64)))
     alone = []
@@ -109,8 +106,63 @@ def test_two_models_do_not_mix(tmp_path: Path) -> None:
     assert [s.tokens for s in streams] == [s.tokens for s in alone]
 
 
+def test_the_probe_reads_masks() -> None:
+    """Which positions a mask lets a query see, of those that transformers makes."""
+    zeros = torch.zeros(1, dtype=torch.int64)
+    causal = masking_utils.causal_mask_function
+    window = masking_utils.sliding_window_causal_mask_function
+    assert span_of_mask(causal, None) == (0, 0)
+    assert span_of_mask(causal, 4) == (0, 0)
+    for size in (1, 2, 7, 4096):
+        assert span_of_mask(window(size), size) == (size, 0)
+        chunks = masking_utils.chunked_causal_mask_function(size, zeros)
+        assert span_of_mask(chunks, size) == ((0, size) if size > 1 else (1, 0))
+    assert span_of_mask(window(5), 6) == "an attention mask of its own"
+    both_ways = masking_utils.bidirectional_mask_function
+    either = masking_utils.or_masks(causal, lambda _b, _h, q, k: (q < 2) & (k < 2))
+    for mask in (both_ways, either):
+        assert span_of_mask(mask, None) == "attention that is not causal"
+
+
+@pytest.mark.parametrize(
+    ("family", "features"),
+    [
+        ("gemma2", ("logits_soft_cap", "sliding_window")),
+        ("gpt_oss", ("sinks", "sliding_window")),
+        ("llama4", ("attention_chunk_size",)),
+        ("starcoder2_window", ("sliding_window",)),
+    ],
+)
+def test_features_are_found(family: str, features: tuple[str, ...], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, family)
+    model = hf.load_transformers(tmp_path, transformers_config(tmp_path), torch.float32, CPU)
+    assert model.info.attention_features == features
+    assert not model.info.is_native
+    with pytest.raises(
+        ModelNotSupported, match=f'"flashinfer" cannot be used: .* no {features[0]}'
+    ):
+        CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8, attention_backend="flashinfer"))
+
+
+def test_a_window_of_all_positions_is_none(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "starcoder2", sliding_window=512)
+    runner = CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
+    assert not runner.info.is_native
+    assert not runner.info.attention_features
+
+
+def test_a_window_that_is_not_kept_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the comparison with eager attention."""
+    make_checkpoint(tmp_path, "starcoder2", sliding_window=5)
+    monkeypatch.setattr(attention_probe, "span_of_mask", lambda *_: (0, 0))
+    with pytest.raises(ModelNotSupported, match=r"differ by [\d.]+ of their norm"):
+        CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
+
+
 def test_bfloat16(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "phi3", dtype=torch.bfloat16)
+    make_checkpoint(tmp_path, "stablelm", dtype=torch.bfloat16)
     runner = CpuModelRunner(str(tmp_path), EngineConfig(num_pages=64))
     assert runner.info.dtype == torch.bfloat16
     driver = Driver(runner, 1)
@@ -121,7 +173,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 def test_float16(tmp_path: Path) -> None:
     """Of a device: what it is compared by at load runs on the CPU, too."""
-    make_checkpoint(tmp_path, "phi3", dtype=torch.float16)
+    make_checkpoint(tmp_path, "stablelm", dtype=torch.float16)
     config = load_config(tmp_path)
-    model = hf.load_transformers(tmp_path, config, torch.float16, torch.device("cpu"))
+    model = hf.load_transformers(tmp_path, config, torch.float16, CPU)
     assert model.info.dtype == torch.float16

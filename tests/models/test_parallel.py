@@ -14,7 +14,8 @@ from torch import Tensor
 
 from radixserve.errors import InvalidRequest
 from radixserve.models.decoder import Decoder, load_decoder
-from radixserve.models.decoder_tensors import LayerTensors, decoder_shape, read_decoder
+from radixserve.models.decoder_shape import decoder_shape
+from radixserve.models.decoder_tensors import LayerTensors, read_decoder
 from radixserve.models.parallel import check_split, shard_head, shard_layer
 from radixserve.models.sizes import size_config
 from radixserve.models.source import checkpoint
@@ -72,7 +73,7 @@ def loaded_layers(source: Any) -> list[LayerTensors]:
 
 
 def tensors_of(layer: LayerTensors) -> list[Tensor]:
-    single = [layer.input_norm, layer.post_norm, layer.qk_norm]
+    single = layer.norms.values()
     both = [tensor for pair in layer.projections for tensor in pair]
     return [tensor for tensor in (*single, *both) if tensor is not None]
 
@@ -88,6 +89,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {"tie_word_embeddings": True, "vocab_size": 287},
     ),
+    **{f"{family} over 2": (family, 2, {}) for family in ("cohere2", "gemma2", "glm4", "granite")},
     "a head with a part of zeros": ("llama", 4, {"vocab_size": 261}),
 }
 
@@ -119,7 +121,7 @@ def test_a_rank_keeps_its_part_only(tmp_path: Path) -> None:
     for layer in loaded_layers(source):
         sharded = [shard_layer(layer, shape, rank, 2) for rank in range(2)]
         for tensor in (tensor for one in sharded for tensor in tensors_of(one)):
-            if tensor is not layer.input_norm and tensor is not layer.post_norm:
+            if not any(tensor is norm for norm in layer.norms.values()):
                 assert tensor.is_contiguous()
                 assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         matrices = [
@@ -135,9 +137,9 @@ def test_bias_of_a_sum_is_added_once(tmp_path: Path) -> None:
     for layer in loaded_layers(source):
         first, second = (shard_layer(layer, shape, rank, 2) for rank in range(2))
         assert first.o[1] is not None
-        assert first.down[1] is not None
+        assert first.mlp.down[1] is not None
         assert second.o[1] is None
-        assert second.down[1] is None
+        assert second.mlp.down[1] is None
 
 
 def test_head_has_as_many_rows_in_every_rank() -> None:
@@ -157,6 +159,13 @@ def test_what_cannot_be_split_is_refused(size: int, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=f"tensor_parallel_size={size} cannot .*{reason}"):
         check_split(shape, size)
     check_split(shape, 32)
+
+
+def test_norms_over_all_heads_are_not_split(tmp_path: Path) -> None:
+    shape = decoder_shape(checkpoint(make_checkpoint(tmp_path, "olmo2")).config)
+    with pytest.raises(InvalidRequest, match=r"normed over all heads; possible are 1$"):
+        check_split(shape, 2)
+    check_split(shape, 1)
 
 
 def test_key_heads_that_cannot_be_shared_evenly_are_refused(tmp_path: Path) -> None:

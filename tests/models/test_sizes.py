@@ -21,6 +21,7 @@ from radixserve.models.random_weights import CHUNK, RandomWeights
 from radixserve.models.registry import load_model
 from radixserve.models.sizes import SIZES
 from radixserve.models.source import find_model
+from radixserve_kernels import experts
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import make_checkpoint
 from tests.models.test_gpu_decoder import CPU, World, compare, steps
@@ -31,6 +32,9 @@ PUBLISHED = {  # parameters, KV bytes a token in bfloat16
     "llama-3.1-8b": (8_030_261_248, 131_072),
     "qwen3-0.6b": (596_049_920, 114_688),
     "qwen3-8b": (8_190_735_360, 147_456),
+    "qwen3-30b-a3b": (30_532_122_624, 98_304),
+    "mixtral-8x7b": (46_702_792_704, 131_072),
+    "gpt-oss-20b": (20_914_757_184, 49_152),
 }
 
 
@@ -96,7 +100,7 @@ def test_norms_lie_around_one() -> None:
     assert float(norm.std()) == pytest.approx(0.02, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-qwen3-moe"])
 def test_every_decoder_has_the_same_weights(name: str) -> None:
     source = find_model(f"random:{name}", seed=3)
     expected = load_decoder(source, torch.float32, CPU)
@@ -131,8 +135,8 @@ class ShapeBackend:
     def __init__(self, kv: torch.Tensor) -> None:
         self.kv = kv
 
-    def attend(self, q: torch.Tensor, layer: int) -> torch.Tensor:
-        del layer
+    def attend(self, q: torch.Tensor, layer: int, *arguments: object) -> torch.Tensor:
+        del layer, arguments
         return torch.empty_like(q)
 
 
@@ -158,7 +162,7 @@ def test_forward_depends_on_no_value(
     model = load_decoder(find_model(f"random:{name}"), torch.bfloat16, META)
     info = model.info
 
-    def rope_and_store(qkv: torch.Tensor, *arguments: object) -> torch.Tensor:
+    def rope_and_store(qkv: torch.Tensor, *arguments: object, **_: object) -> torch.Tensor:
         k_slots, num_heads, num_kv_heads = arguments[3], arguments[5], arguments[6]
         assert isinstance(k_slots, torch.Tensor)
         assert k_slots.shape == (50 * 16, info.num_kv_heads, info.head_dim)
@@ -166,7 +170,12 @@ def test_forward_depends_on_no_value(
         assert qkv.shape == (num_tokens, (info.num_heads + 2 * num_kv_heads) * info.head_dim)
         return qkv.new_empty((num_tokens, info.num_heads, info.head_dim))
 
+    def grouped_linear(x: torch.Tensor, weight: torch.Tensor, *others: object) -> torch.Tensor:
+        assert isinstance(others[1], torch.Tensor)
+        return x.new_empty((len(others[1]), weight.shape[1]))
+
     monkeypatch.setattr(decoder, "rope_and_store", rope_and_store)
+    monkeypatch.setattr(experts, "grouped_linear", grouped_linear)
     shape = (info.num_layers, 2, 50, 16, info.num_kv_heads, info.head_dim)
     backend = ShapeBackend(torch.empty(shape, dtype=info.dtype, device=META))
     logits = model.forward(meta_batch(num_tokens, num_sampled), backend)  # type: ignore[arg-type]
@@ -179,18 +188,18 @@ def test_table_of_rotations_is_bounded(
 ) -> None:
     source = find_model("random:tiny-llama")  # 512 positions, heads of 16: 64 bytes each
     model = load_decoder(source, torch.float32, CPU)
-    assert model.cos_sin.shape == (512, 16)
-    assert load_decoder(source, torch.float32, CPU, None, 100).cos_sin.shape == (100, 16)
-    assert load_decoder(source, torch.float32, CPU, None, 900).cos_sin.shape == (512, 16)
+    assert model.tables[0].shape == (512, 16)
+    assert load_decoder(source, torch.float32, CPU, None, 100).tables[0].shape == (100, 16)
+    assert load_decoder(source, torch.float32, CPU, None, 900).tables[0].shape == (512, 16)
     monkeypatch.setattr(decoder, "TABLE_BYTES", 64 * 200)
     model = load_decoder(source, torch.float32, CPU)
-    assert (len(model.cos_sin), model.info.max_positions) == (200, 200)
+    assert (len(model.tables[0]), model.info.max_positions) == (200, 200)
     assert "limited to 200 of the model's 512 positions" in caplog.text
     model = load_decoder(source, torch.float32, CPU, None, 300)
-    assert (len(model.cos_sin), model.info.max_positions) == (300, 512)
+    assert (len(model.tables[0]), model.info.max_positions) == (300, 512)
     read = read_decoder(source, torch.float32, CPU, lambda _: None)
-    pairs = torch.view_as_real(read.rotary.up_to(300)[:300, 0])  # [n, D/2, 2]
-    assert torch.equal(model.cos_sin, pairs.transpose(1, 2).flatten(1))
+    pairs = torch.view_as_real(read.rotaries[0].up_to(300)[:300, 0])  # [n, D/2, 2]
+    assert torch.equal(model.tables[0], pairs.transpose(1, 2).flatten(1))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from radixserve.models.weights import WeightReader, find_checkpoint
 from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import EOS_ID, edit_json, make_checkpoint, make_tokenizer
 
-FAMILY_OF_EACH_PATH = ("llama", "olmo2")  # native, transformers
+FAMILY_OF_EACH_PATH = ("llama", "olmo")  # native, transformers
 
 
 def load(folder: Path) -> CpuModelRunner:

@@ -156,3 +156,16 @@ def test_combinations_leave_out_what_makes_no_sense() -> None:
     specs = cross([10, 20], ["lru", "arc"], [1, 2], ["radix", "hash"], use_sessions=True)
     assert len(specs) == len(set(specs)) == 2 * 2 * (2 * 2 + 1)
     assert {spec.label for spec in specs} == {"lru", "lru+sessions", "arc", "arc+sessions", "hash"}
+
+
+@pytest.mark.parametrize(("name", "count", "sizes"), REAL)
+def test_checkpoints_reuse_nearly_all(name: str, count: int, sizes: tuple[int, ...]) -> None:
+    trace = real_trace(name, count)
+    exact, kept = (
+        replay_direct(trace, spec)
+        for spec in cross(
+            sizes[-1:], ["lru"], [1], ["radix"], use_sessions=False, checkpoint_interval=512
+        )
+    )
+    assert kept.spec.label == "lru+states"
+    assert 0.9 * exact.hit_tokens <= kept.hit_tokens

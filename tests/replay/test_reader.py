@@ -15,7 +15,7 @@ import pytest
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay import read_trace
-from radixserve.replay.tokens import block_matrix, block_tokens, runs_of, tokenize
+from radixserve.replay.tokens import block_matrix, block_tokens, tokenize
 from tests.replay.traces import SHARED, SHARED_NAMES
 
 EXPAND = SHARED / "expand.py"
@@ -88,11 +88,6 @@ def test_stitching_takes_tail_and_output_from_what_goes_on(tmp_path: Path) -> No
     assert plain.request(0).prompt[:4].tolist() == blocks[:4]
     assert plain.request(0).prompt[4:].tolist() != blocks[4:6]
     assert not plain.sessions_inferred
-
-
-def test_runs_are_lists_of_ids_written_shorter() -> None:
-    assert runs_of(np.asarray([5, 6, 7, 2, 3, 9])).tolist() == [[5, 3], [2, 2], [9, 1]]
-    assert runs_of(np.asarray([], np.int64)).tolist() == []
 
 
 def test_texts_follow_their_parents(tmp_path: Path) -> None:
@@ -220,5 +215,5 @@ def test_a_log_may_have_several_headers_of_one_form(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", log, request, log, request)
     assert len(read_trace(path)) == 2
     path = write(tmp_path / "u.jsonl", log, request, {**log, "block_size": 4}, request)
-    with pytest.raises(InvalidRequest, match=r"u\.jsonl:3: .*another form"):
+    with pytest.raises(InvalidRequest, match=r"u\.jsonl:3: .*another format"):
         read_trace(path)

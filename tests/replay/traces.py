@@ -30,7 +30,6 @@ def make_trace(
     return Trace(
         name="made",
         source=packed,
-        order=np.arange(len(turns)),
         times=np.asarray(times or [0.0] * len(turns)),
         sessions=sessions or [None] * len(turns),
         namespaces=namespaces or [""] * len(turns),

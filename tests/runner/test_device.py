@@ -213,6 +213,10 @@ def test_profile_schedules(
     assert copy[0] in used
     assert copy[1] not in used
     assert copy[1] < room
+    longest_row = max(schedules[0].rows, key=lambda row: len(row.token_ids))
+    if len(longest_row.token_ids) > 1:  # a prompt that is scored has the most logits
+        assert longest_row.logprob_targets is not None
+        assert len(longest_row.logprob_targets) == len(longest_row.token_ids) - 1
     largest = sum(len(row.token_ids) for row in schedules[0].rows)
     num_chunks = min(-(-chunked_prefill_size // longest), max_running_requests)
     assert (

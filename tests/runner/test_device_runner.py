@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve import EngineDead, ModelNotSupported, Runtime, SamplingParams
+from radixserve import EngineDead, ModelNotSupported, RequestFailed, Runtime, SamplingParams
 from radixserve.config import EngineConfig
 from radixserve.output import Completion
 from radixserve.runner import cuda_graph, cuda_runner
@@ -61,7 +61,7 @@ def test_native_families(
 class Unready:
     """A backend whose kernels cannot be compiled."""
 
-    def prepare(self) -> None:
+    def prepare(self, _features: frozenset[str]) -> None:
         raise ModelNotSupported("nvcc is missing")
 
 
@@ -89,10 +89,21 @@ def test_a_backend_that_cannot_be_made_ready(
     assert "nvcc is missing" in caplog.text
     with pytest.raises(ModelNotSupported, match="nvcc is missing"):
         device_runner(checkpoints["llama"], attention_backend="flashinfer", **fields)
+    monkeypatch.setattr(Unready, "prepare", lambda *_: None)  # and what fails in the first step
+    monkeypatch.setattr(Unready, "plan", fails_to_plan, raising=False)
+    with caplog.at_level("WARNING", logger="radixserve"):
+        assert device_runner(checkpoints["llama"], **fields).backend_name == "triton"
+    assert "undefined symbol" in caplog.text
+    with pytest.raises(OSError, match="undefined symbol"):
+        device_runner(checkpoints["llama"], attention_backend="flashinfer", **fields)
+
+
+def fails_to_plan(*_: Any) -> None:
+    raise OSError("undefined symbol")
 
 
 def test_transformers_families(tmp_path: Path) -> None:
-    runner = device_runner(make_checkpoint(tmp_path, "olmo2"), num_pages=TOKENS)
+    runner = device_runner(make_checkpoint(tmp_path, "stablelm"), num_pages=TOKENS)
     assert not runner.info.is_native
     assert not runner.resolved_config.graph_sizes  # their code cannot be captured
     driver = Driver(runner, 1)
@@ -100,6 +111,21 @@ def test_transformers_families(tmp_path: Path) -> None:
         driver.add(prompt)
     driver.run(chunk=20)
     check_parity(driver.sequences, load_reference(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_windows_and_soft_caps(tmp_path: Path, family: str) -> None:
+    """In graphs, too; rows that share pages read them on their own."""
+    folder = make_checkpoint(tmp_path, family)
+    runner = device_runner(folder, page_size=2, num_pages=TOKENS)
+    assert runner.info.is_native
+    assert runner.backend_name == "triton"
+    driver = Driver(runner, 2)
+    for prompt in prompts_of([1, 37, 60]):
+        driver.add(prompt)
+        driver.add(prompt)
+    driver.run(chunk=20)
+    check_parity(driver.sequences, load_reference(folder))
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -263,11 +289,41 @@ def test_a_failed_step_leaves_nothing_behind(
 
         monkeypatch.setattr(DeviceSampler, "launch", sometimes)
         for _ in range(3):
-            with pytest.raises(EngineDead, match="on fire"):
+            with pytest.raises(RequestFailed, match="on fire"):
                 rt.generate(prompts, params, progress=False)
         monkeypatch.setattr(DeviceSampler, "launch", real)
         assert_same(run_jobs(rt), expected)
         rt.check()
+
+
+class FaultyQueue(LateQueue):
+    """A device whose memory was accessed illegally, once `is_faulty`: every later call says so."""
+
+    is_faulty = False
+
+    def wait(self) -> None:
+        if self.is_faulty:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA ...")
+        super().wait()
+
+
+@pytest.mark.parametrize("part", ["launch", "collect"])
+def test_an_error_that_the_device_does_not_survive(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    queue = FaultyQueue()
+    driver = prefilled(checkpoints["llama"], 2, queue=queue)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("of one step")
+
+    monkeypatch.setattr(DeviceSampler, part, fails)
+    with pytest.raises(ValueError, match="of one step"):  # which leaves the device in order
+        driver.step([(one, 1) for one in driver.sequences])
+    queue.is_faulty = True
+    with pytest.raises(EngineDead, match=r"cpu can compute nothing.*illegal memory") as caught:
+        driver.step([(one, 1) for one in driver.sequences])
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 # -- what a step costs, and what it must not touch ----------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,10 +26,12 @@ def spec(
     output: tuple[int, ...] = (),
     banned: tuple[int, ...] = (),
     num_candidates: int = 0,
-    **params: float,
+    words: tuple[tuple[int, ...], ...] = (),
+    **params: Any,
 ) -> SampleSpec:
     ids = np.array((3, 4, 4, *output), np.int32)
-    return SampleSpec(SamplingParams(**params), seed, 3, ids, banned, num_candidates)
+    asked = SamplingParams(**params)
+    return SampleSpec(asked, seed, 3, ids, banned, num_candidates, bad_words_ids=words)
 
 
 def row(at: int, asked: SampleSpec | None, **fields: object) -> ScheduledRequest:
@@ -102,7 +105,11 @@ PARAMS: list[dict[str, float]] = [
     {"temperature": 1e-5},
     {"temperature": 100.0, "logprobs": 100},
 ]
-PENALIZED: list[dict[str, float]] = [
+PENALIZED: list[dict[str, Any]] = [
+    {"logit_bias": {7: 50.0, 8: 49.0, 9: -3.0}, "temperature": 0.5},
+    {"logit_bias": {7: 50.0}, "repetition_penalty": 3.0, "allowed_token_ids": [7, 9, 200]},
+    {"allowed_token_ids": range(0, 300, 3), "logprobs": 2, "words": ((3,), (4, 6), (5, 9))},
+    {"logits_processors": [lambda _, logits: logits.neg()], "temperature": 0.0},
     {"repetition_penalty": 1.5, "temperature": 0.0},
     {"presence_penalty": 0.5, "frequency_penalty": 0.4, "logprobs": 1},
 ]
@@ -249,7 +256,8 @@ def test_plain_rows_send_nothing() -> None:
     assert not plan.has_gaps
 
 
-PENALTIES: list[dict[str, float]] = [
+PENALTIES: list[dict[str, Any]] = [
+    {"logit_bias": {1: 3.0}, "allowed_token_ids": range(6), "temperature": 9.0},
     {"repetition_penalty": 1.7, "temperature": 0.0},
     {"frequency_penalty": 2.0, "temperature": 0.0, "logprobs": 3},
     {"presence_penalty": 2.0, "temperature": 0.0},
@@ -277,6 +285,7 @@ class Penalized:
             np.array(self.prompt + drawn, np.int32),
             (),
             num_unknown=num_unknown,
+            bad_words_ids=((3,), *((a, b) for a in range(6) for b in range(0, 6, 2)), (1, 5, 1)),
         )
 
 

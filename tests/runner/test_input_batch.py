@@ -149,10 +149,10 @@ def test_tokens_that_the_device_has() -> None:
     generator = np.random.default_rng(0)
     rows = random_rows(generator, 1, 4, are_decodes=True)
     rows[1] = rows[1]._replace(future_index=5, token_ids=np.array([-1], np.int32))
-    assert prepare_inputs(rows, 1).future_tokens().tolist() == [[1], [5]]
+    assert [one.tolist() for one in prepare_inputs(rows, 1).future_tokens()] == [[1], [5]]
     rows[3] = rows[3]._replace(future_index=0, token_ids=np.array([7, -1], np.int32), start=9)
     rows[3] = rows[3]._replace(page_ids=np.arange(11, dtype=np.int32))
-    assert prepare_inputs(rows, 1).future_tokens().tolist() == [[1, 4], [5, 0]]
+    assert [one.tolist() for one in prepare_inputs(rows, 1).future_tokens()] == [[1, 4], [5, 0]]
 
 
 def test_released_page_ids_are_not_read() -> None:

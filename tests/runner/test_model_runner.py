@@ -23,6 +23,7 @@ from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import (
     FAMILIES,
     NATIVE,
+    NATIVE_PARTS,
     VOCAB_SIZE,
     all_logprobs,
     greedy,
@@ -95,10 +96,10 @@ def test_native_families_on_torch(
     run_mixed(checkpoints[family], page_size, 7, lengths, 1, attention_backend="torch")
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(NATIVE)))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {*NATIVE, *NATIVE_PARTS}))
 def test_transformers_families(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path, family, seed=1)
-    backend = "torch" if family in ("phi3", "gpt2") else "auto"
+    backend = "torch" if family in ("starcoder2", "gpt2") else "auto"
     driver = Driver(runner_of(folder, 2, attention_backend=backend), 2)
     assert not driver.runner.info.is_native
     for prompt in prompts_of([1, 5, 37, 70]):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from radixserve.request import SamplingParams
+from radixserve.runner.logit_changes import apply_penalties
 from radixserve.runner.sampler import (
-    apply_penalties,
     best_tokens,
     draw_tokens,
     filter_tokens,

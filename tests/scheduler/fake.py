@@ -10,7 +10,8 @@ The runner also keeps a table of every request's pages, told what changed alone,
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from radixserve.schedule import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from radixserve.scheduler import Scheduler
+from radixserve.scheduler.request_state import RequestState
 
 VOCAB = 50
 EOS = 1
@@ -65,6 +68,7 @@ class FakeRunner:
     """Answers like a model runner: the next token is a function of the whole prefix."""
 
     overlap_depth = 0
+    num_states = 0
     num_slots = 1 << 30  # in the page table
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -75,6 +79,7 @@ class FakeRunner:
         self.cells = np.zeros((num_pages, page_size), np.uint64)
         self.tokens: dict[str, list[int]] = {}
         self.hashes: dict[str, list[int]] = {}
+        self.states: dict[int, int] = {}  # recurrent state -> hash of the prefix that it stands for
         self.computed: dict[tuple[str, int], int] = {}  # (namespace, prefix hash) -> times
         self.namespaces: dict[str, str] = {}
         self.table: dict[int, tuple[str, list[int]]] = {}  # request and pages of each slot, from
@@ -82,6 +87,7 @@ class FakeRunner:
 
     def launch(self, schedule: SchedulerOutput) -> Any:
         with self.noticing():
+            self.copy_states(schedule)
             self.before_launch(schedule)
             self.read_pages(schedule)
             outputs = self.run(schedule).outputs
@@ -119,11 +125,17 @@ class FakeRunner:
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.num_slots for slot in slots)
 
+    def copy_states(self, schedule: SchedulerOutput) -> None:
+        for source, target in schedule.state_copies:
+            self.states[target] = self.states[source]
+
     def run(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         for source, target, count in schedule.cow_copies:
             self.cells[target, :count] = self.cells[source, :count]
         written = [cell for row in schedule.rows for cell in self._slots(row, row.start, row.end)]
         assert len(set(written)) == len(written), "two rows write to one slot"
+        states = [one for row in schedule.rows for one in _states(row)]
+        assert len(set(states)) == len(states), "two rows write to one state"
         for row in schedule.rows:
             self._check_reads(row, set(written))
         return ModelRunnerOutput(tuple(self._compute(row) for row in schedule.rows), {})
@@ -149,6 +161,8 @@ class FakeRunner:
         assert row.token_ids.tolist() == tokens[row.start : row.end]
         hashes = prefix_hashes(tokens, self.hashes.get(row.request_id))
         self.hashes[row.request_id] = hashes
+        if row.state_id >= 0 and row.start:
+            assert self.states[row.state_id] == hashes[row.start - 1], "another state"
         for at, cell in enumerate(self._slots(row, 0, row.start)):
             assert self.cells[cell] == hashes[at], f"{row.request_id} reads a wrong cell at {at}"
             assert cell not in written, "a row reads what another one writes in the same step"
@@ -160,6 +174,11 @@ class FakeRunner:
             self.cells[cell] = hashes[at]
             key = namespace, hashes[at]
             self.computed[key] = self.computed.get(key, 0) + 1
+        for length, state_id in row.checkpoints:
+            assert row.start < length <= row.end
+            self.states[state_id] = hashes[length - 1]
+        if row.state_id >= 0:
+            self.states[row.state_id] = hashes[row.end - 1]
         output = self._draw(row)
         if row.logprob_targets is None:
             return output
@@ -188,6 +207,20 @@ class FakeRunner:
         return SampleOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
 
 
+def _states(row: ScheduledRequest) -> list[int]:
+    """Recurrent states that a row writes."""
+    kept = [state_id for _, state_id in row.checkpoints]
+    return kept if row.state_id < 0 else [row.state_id, *kept]
+
+
+class OpenEngine(Engine):
+    """Shows its scheduler."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
+
+
 @dataclass
 class Driver:
     """Feeds the scheduler and keeps everybody's tokens, as an engine would."""
@@ -201,6 +234,7 @@ class Driver:
     reuse: bool = True
     kind: str = "radix"  # of the cache, or "hash"
     eviction: str = "lru"
+    num_states: int = 0
     now: float = 0.0  # seconds on the cache's clock
     finished: dict[str, Finish] = field(default_factory=dict)
     schedules: list[SchedulerOutput] = field(default_factory=list)
@@ -217,7 +251,7 @@ class Driver:
             max_running_requests=self.max_running_requests,
             max_overtake=self.max_overtake,
         )
-        self.engine = Engine(self.runner, config, self.cache)
+        self.engine = OpenEngine(self.runner, config, self.cache)
         self.scheduler = self.engine.scheduler
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -237,6 +271,8 @@ class Driver:
             self.page_size,
             self.eviction,
             reuse=self.reuse,
+            num_states=self.num_states,
+            checkpoint_interval=9,
             clock=lambda: self.now,
         )
 
@@ -282,19 +318,24 @@ class Driver:
         outputs = self.engine.step()
         if self.runner.finding is not None:
             raise self.runner.finding
-        self._collect(outputs)
+        self.collect_outputs(outputs)
         return self.schedules[-1] if len(self.schedules) > num_steps else None
 
     def _note_launch(self, schedule: SchedulerOutput) -> None:
         self.schedules.append(schedule)
-        self._name_beams()
+        self.name_beams()
         for row in schedule.rows:
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
 
-    def _name_beams(self) -> None:
+    @property
+    def states(self) -> dict[str, RequestState]:
+        """The scheduler's own record of each request."""
+        return self.scheduler._requests
+
+    def name_beams(self) -> None:
         """Tell the runner what the rows of beams are to hold."""
-        for name, state in self.scheduler._requests.items():
+        for name, state in self.states.items():
             if state.search is not None:
                 self.runner.tokens[name] = state.tokens.view().tolist()
                 self.runner.hashes.pop(name, None)
@@ -302,14 +343,14 @@ class Driver:
 
     def run(self) -> None:
         while self.step() is not None:
-            self.cache.check()
+            self.engine.check()
 
     def abort(self, name: str) -> None:
         output = self.engine.abort(name)
         if output is not None:
-            self._collect([output])
+            self.collect_outputs([output])
 
-    def _collect(self, outputs: list[RequestOutput]) -> None:
+    def collect_outputs(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             self.runner.tokens[output.request_id] += output.token_ids
             self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
@@ -330,9 +371,10 @@ class Driver:
 
     def drain(self) -> None:
         """Nobody is left and not a page is lost."""
-        self.cache.check()
+        self.engine.check()
         stats = self.cache.stats()
         assert stats["sequences"] == stats["pages_private"] == stats["pages_locked"] == 0
+        assert stats.get("states_private", 0) == 0
         self.cache.evict(self.num_pages * self.page_size)
         self.cache.check()
         assert self.cache.stats()["pages_free"] == self.num_pages
@@ -346,3 +388,8 @@ def random_prompt(rng: random.Random, known: list[list[int]], max_len: int) -> l
         head = other[: rng.randint(0, len(other))]
     tail = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, max(1, max_len // 3)))]
     return (head + tail)[:max_len]
+
+
+def counters(stats: Mapping[str, Any]) -> Counter[str]:
+    """What a scheduler's statistics count since its start."""
+    return Counter({name: value for name, value in stats.items() if isinstance(value, int)})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,11 @@ class Launched:
 
     def __init__(self, schedule: SchedulerOutput, runner: DelayedRunner) -> None:
         rows = tuple(_snapshot(row) for row in schedule.rows)
-        self.schedule = SchedulerOutput(
-            schedule.step, rows, schedule.cow_copies.copy(), schedule.num_prefill_tokens,
-            schedule.num_decode_tokens,
-        )  # fmt: skip
+        copies = [*runner.owed_copies, *schedule.state_copies]
+        self.schedule = replace(
+            schedule, rows=rows, cow_copies=schedule.cow_copies.copy(), state_copies=copies
+        )
+        runner.owed_copies = []
         names = [row.request_id for row in rows]
         self.tokens = {name: runner.known(name) for name in names}
         self.serials = {name: runner.serials[name] for name in names}
@@ -68,6 +69,7 @@ class DelayedRunner(FakeRunner):
         super().__init__(num_pages, page_size)
         self.rng = rng
         self.pace = pace
+        self.owed_copies: list[tuple[int, int]] = []  # of states, by steps that failed to launch
         self.queue: list[Launched] = []  # not collected yet
         self.log: list[tuple[str, int]] = []  # ("launch" or "collect", step)
         # What a test may do, or have happen.
@@ -92,6 +94,7 @@ class DelayedRunner(FakeRunner):
     def _launch(self, schedule: SchedulerOutput) -> Launched:
         self.before_launch(schedule)
         if self.fails_to_launch():
+            self.owed_copies += schedule.state_copies
             raise DeviceFailed("the launch failed")
         assert len(self.queue) < 2, "more than two steps are in flight"
         self.log.append(("launch", schedule.step))
@@ -133,6 +136,7 @@ class DelayedRunner(FakeRunner):
         lost, self._lost = self._lost, set()
         before, self._last = self._last, launched
         schedule = launched.schedule
+        self.copy_states(schedule)
         if self.fails_to_compute():
             launched.error = DeviceFailed("the device failed")
             self._lost = set(launched.serials.values())
@@ -178,10 +182,7 @@ class DelayedRunner(FakeRunner):
 
 def _with_rows(schedule: SchedulerOutput, rows: dict[int, ScheduledRequest]) -> SchedulerOutput:
     """Only those rows."""
-    return SchedulerOutput(
-        schedule.step, tuple(rows.values()), schedule.cow_copies, schedule.num_prefill_tokens,
-        schedule.num_decode_tokens,
-    )  # fmt: skip
+    return replace(schedule, rows=tuple(rows.values()))
 
 
 @dataclass
@@ -197,7 +198,7 @@ class OverlapDriver(Driver):
             self.num_pages * 1_000 + self.page_size * 100 + self.chunked_prefill_size
         )
         runner = DelayedRunner(self.num_pages, self.page_size, rng, self.pace)
-        runner.length = lambda name: len(self.scheduler._requests[name].tokens)
+        runner.length = lambda name: len(self.states[name].tokens)
         return runner
 
     def add(self, name: str, *args: Any, **more: Any) -> None:
@@ -210,7 +211,7 @@ class OverlapDriver(Driver):
         output = self.engine.finish(name, "stop")
         if output is not None:
             self.stopped.add(name)
-            self._collect([output])
+            self.collect_outputs([output])
 
     def forget(self, name: str) -> None:
         """One that has ended, so that its id can be used again."""
@@ -231,17 +232,17 @@ class OverlapDriver(Driver):
     def has_work(self) -> bool:
         return self.engine.has_work()
 
-    def _name_beams(self) -> None:
-        super()._name_beams()
-        for name, state in self.scheduler._requests.items():
+    def name_beams(self) -> None:
+        super().name_beams()
+        for name, state in self.states.items():
             if state.search is not None:
                 head = state.search.leader.request_id
                 self.runner.serials[name] = self.runner.serials[head]
 
-    def _collect(self, outputs: list[RequestOutput]) -> None:
+    def collect_outputs(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.finished, "outputs of a request that has ended"
-        super()._collect(outputs)
+        super().collect_outputs(outputs)
 
     def drain(self) -> None:
         while self.has_work:  # a step of requests that have all ended

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from radixserve.errors import EngineDead
+from radixserve.errors import EngineDead, RequestFailed
 from radixserve.request import BeamParams
 from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from tests.scheduler import (
@@ -22,7 +22,7 @@ from tests.scheduler import (
     test_scores,
     test_storm,
 )
-from tests.scheduler.fake import EOS, Driver, random_prompt
+from tests.scheduler.fake import EOS, Driver, counters, random_prompt
 from tests.scheduler.overlap_fake import OverlapDriver
 from tests.scheduler.test_scheduler import prompt
 
@@ -370,7 +370,7 @@ class TestFailures:
         reasons = {name: finish.reason for name, finish in driver.finished.items()}
         assert [reasons[f"r{i}"] for i in range(3)] == ["error"] * 3
         assert reasons["later"] in ("stop", "length")
-        assert isinstance(driver.finished["r0"].error, EngineDead)
+        assert isinstance(driver.finished["r0"].error, RequestFailed)
         driver.drain()
 
     def test_a_failed_step_with_another_behind_it(self) -> None:
@@ -404,7 +404,7 @@ class TestFailures:
         for _ in range(4):
             driver.step()
         assert len(driver.runner.queue) == 1
-        driver._collect(driver.engine.fail_all(EngineDead("closed")))
+        driver.collect_outputs(driver.engine.fail_all(EngineDead("closed")))
         assert not driver.engine.has_work()
         assert not driver.runner.queue
         driver.drain()
@@ -449,6 +449,7 @@ class Storm:
             reuse=rng.random() < 0.85,
             kind=rng.choice(["radix", "radix", "hash"]),
             pace=rng.choice([0.0, 0.2, 0.6, 1.0]),
+            num_states=rng.choice([0, 0, 12, 60]),
         )
         self.searches: dict[str, BeamParams] = {}
         self.reasons: Counter[str] = Counter()  # of ends
@@ -476,8 +477,8 @@ class Storm:
             self.note_end(name)
         stats = driver.scheduler.stats()
         assert stats["prompted_tokens"] == stats["reused_tokens"] + stats["computed_tokens"]
-        assert not driver.scheduler._beams.parked
-        return Counter(stats) + self.reasons
+        driver.scheduler.check()
+        return counters(stats) + self.reasons
 
     def interrupt(self) -> None:
         """As somebody outside would, or the cache's owner."""

@@ -36,7 +36,7 @@ class RecordingDriver(Driver):
         return [(None if who is None else who.name, level) for who, level in self.cache.asked]
 
 
-def test_holder_and_priority_reach_the_cache() -> None:
+def test_session_and_priority_reach_the_cache() -> None:
     driver = RecordingDriver(200)
     driver.scheduler.open_session("chat", 5.0)
     driver.add("a", prompt(0, 10), max_tokens=1, session="chat")
@@ -49,7 +49,7 @@ def test_holder_and_priority_reach_the_cache() -> None:
     assert driver.cache.stats()["sessions"] == 2
 
 
-def test_a_name_is_one_holder_until_it_is_closed() -> None:
+def test_a_name_is_one_session_until_it_is_closed() -> None:
     driver = RecordingDriver(200)
     for _ in range(2):
         driver.scheduler.open_session("chat")
@@ -69,10 +69,11 @@ def test_closed_names_are_forgotten() -> None:
         driver.add(f"r{i}", prompt(i, 5), max_tokens=1, session=f"chat {i}")
         driver.run()
         driver.scheduler.close_session(f"chat {i}")
-    assert len(driver.scheduler._sessions) == driver.cache.stats()["sessions"] == 0
+    driver.scheduler.check()
+    assert driver.cache.stats()["sessions"] == 0
 
 
-def test_a_request_whose_holder_was_closed_before_it_started_has_none() -> None:
+def test_a_request_whose_session_was_closed_before_it_started_has_none() -> None:
     driver = RecordingDriver(200, max_running_requests=1)
     driver.add("first", prompt(0, 10), max_tokens=3, session="chat", ignore_eos=True)
     driver.step()
@@ -85,7 +86,7 @@ def test_a_request_whose_holder_was_closed_before_it_started_has_none() -> None:
     finished_as_expected(driver)
 
 
-def test_a_preempted_request_comes_back_with_its_holder() -> None:
+def test_a_preempted_request_comes_back_with_its_session() -> None:
     driver = RecordingDriver(100, chunked_prefill_size=64)
     driver.add("old", prompt(0, 40), max_tokens=30, ignore_eos=True, session="a", priority=1)
     driver.add("young", prompt(1, 40), max_tokens=12, ignore_eos=True, session="b")
@@ -95,7 +96,7 @@ def test_a_preempted_request_comes_back_with_its_holder() -> None:
     finished_as_expected(driver)
 
 
-def test_what_only_closed_holders_reach_goes_first() -> None:
+def test_what_only_closed_sessions_reach_goes_first() -> None:
     driver = Driver(200)
     for name in ("stays", "leaves"):  # the one that leaves was used last
         driver.add(name, prompt(len(name), 40), max_tokens=1, session=name)
@@ -115,7 +116,8 @@ def test_what_is_wrong_is_refused_and_changes_nothing(kind: str) -> None:
             driver.scheduler.open_session(name, lease)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest):
         driver.add("big", prompt(0, 300), session="a")
-    assert len(driver.scheduler._sessions) == driver.cache.stats()["sessions"] == 0
+    driver.scheduler.check()
+    assert driver.cache.stats()["sessions"] == 0
     driver.add("a", prompt(0, 30), max_tokens=2, session="me")
     driver.run()
     finished_as_expected(driver)

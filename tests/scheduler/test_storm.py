@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from radixserve.config import EVICTION_POLICIES
-from tests.scheduler.fake import Driver, random_prompt
+from tests.scheduler.fake import Driver, counters, random_prompt
 
 SESSIONS = ["chat", "agent", "tenant"]
 
@@ -27,8 +27,9 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
         max_running_requests=rng.choice([1, 3, 8]),
         max_overtake=rng.choice([0, 2, 8]),
         reuse=rng.random() < 0.85,
-        kind=kind,
+        kind="hash" if kind == "hash" else "radix",
         eviction=rng.choice(EVICTION_POLICIES),
+        num_states=rng.choice([2, 5, 40]) if kind == "states" else 0,
     )
     share_plain = rng.choice([0.5, 1.0])
     names: list[str] = []
@@ -55,7 +56,7 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
         assert usage.completion_tokens == len(driver.output(name))
         assert driver.output(name) == driver.expected(name, usage.completion_tokens)
     driver.drain()
-    return Counter(driver.scheduler.stats()) + Counter(
+    return counters(driver.scheduler.stats()) + Counter(
         evicted=driver.cache.stats()["evicted_tokens"]
     )
 
@@ -83,7 +84,7 @@ def change_sessions(driver: Driver, rng: random.Random) -> None:
         driver.scheduler.close_session(name)
 
 
-@pytest.mark.parametrize("kind", ["radix", "hash"])
+@pytest.mark.parametrize("kind", ["radix", "hash", "states"])
 @pytest.mark.parametrize("block", range(5))
 def test_five_thousand_steps(block: int, kind: str) -> None:
     """Together over 5,000 steps with every kind of interruption, audited after each."""
@@ -113,4 +114,4 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_many_storms() -> None:
     """RADIXSERVE_FUZZ_SEEDS sets how many (default 5,000)."""
     for seed in range(1_000, 1_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "5000"))):
-        storm(seed, 200, "hash" if seed % 3 == 0 else "radix")
+        storm(seed, 200, ("hash", "radix", "states")[seed % 3])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import radixserve
 from radixserve.errors import InvalidRequest
+from radixserve.text.byte_level import ByteLevelDetokenizer
 from radixserve.text.tokenizer import IncrementalDetokenizer, StopStringMatcher, Tokenizer
 from tests.checkpoints import make_tokenizer
 
@@ -27,9 +31,8 @@ def load(folder: Path) -> Tokenizer:
     return found
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: str = "") -> list[str]:
+def stream(text: Any, ids: list[int], sizes: list[int]) -> list[str]:
     """The pieces that come out when the ids go in by groups of `sizes`."""
-    text = IncrementalDetokenizer(tokenizer, tokenizer.encode(prompt))
     pieces, at = [], 0
     for size in sizes:
         pieces.append(text.push(ids[at : at + size]))
@@ -41,13 +44,19 @@ def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: str =
 SIZES = st.lists(st.integers(0, 5), max_size=40)
 
 
+Make = Callable[[Tokenizer, list[int]], Any]
+
+
+@pytest.mark.parametrize("make", [IncrementalDetokenizer, Tokenizer.detokenizer])
 class TestIncrementalDetokenizer:
+    """By a window of tokens, as any tokenizer allows, and by bytes, as this one does too."""
+
     @settings(deadline=None, max_examples=300)
     @given(text=st.text(max_size=30), sizes=SIZES)
     def test_pieces_are_whole_characters_and_make_up_the_text(
-        self, tokenizer: Tokenizer, text: str, sizes: list[int]
+        self, make: Make, tokenizer: Tokenizer, text: str, sizes: list[int]
     ) -> None:
-        pieces = stream(tokenizer, tokenizer.encode(text), sizes)
+        pieces = stream(make(tokenizer, []), tokenizer.encode(text), sizes)
         assert "".join(pieces) == text
         if "\ufffd" not in text:
             assert not any("\ufffd" in piece for piece in pieces)
@@ -55,29 +64,51 @@ class TestIncrementalDetokenizer:
     @settings(deadline=None, max_examples=300)
     @given(data=st.binary(max_size=60), sizes=SIZES)
     def test_bytes_that_are_no_text_come_out_the_same_however_they_come(
-        self, tokenizer: Tokenizer, data: bytes, sizes: list[int]
+        self, make: Make, tokenizer: Tokenizer, data: bytes, sizes: list[int]
     ) -> None:
         alphabet = [tokenizer.encode(chr(code)) for code in range(128)]
         high = tokenizer.encode("é")  # two tokens: bytes beyond ASCII
         ids = [alphabet[b][0] if b < 128 else high[b % 2] for b in data]
-        assert "".join(stream(tokenizer, ids, sizes)) == "".join(stream(tokenizer, ids, []))
+        whole = "".join(stream(make(tokenizer, []), ids, []))
+        assert "".join(stream(make(tokenizer, []), ids, sizes)) == whole == tokenizer.decode(ids)
 
-    def test_a_character_is_held_back_until_it_is_complete(self, tokenizer: Tokenizer) -> None:
+    def test_a_character_is_held_back_until_it_is_complete(
+        self, make: Make, tokenizer: Tokenizer
+    ) -> None:
         ids = tokenizer.encode("a😀b")
         assert len(ids) == 6
-        text = IncrementalDetokenizer(tokenizer, tokenizer.encode("prompt"))
+        text = make(tokenizer, tokenizer.encode("prompt"))
         assert [text.push([token]) for token in ids] == ["a", "", "", "", "😀", "b"]
 
-    def test_endless_rubbish_is_let_through(self, tokenizer: Tokenizer) -> None:
+    def test_endless_rubbish_is_let_through(self, make: Make, tokenizer: Tokenizer) -> None:
         lead = tokenizer.encode("é")[0]
-        text = IncrementalDetokenizer(tokenizer, [])
+        text = make(tokenizer, [])
         shown = "".join(text.push([lead]) for _ in range(100))
         assert len(shown) > 80
 
-    def test_a_prompt_that_ends_inside_a_character(self, tokenizer: Tokenizer) -> None:
+    def test_a_prompt_that_ends_inside_a_character(self, make: Make, tokenizer: Tokenizer) -> None:
         first, second = tokenizer.encode("é")
-        text = IncrementalDetokenizer(tokenizer, [first])
+        text = make(tokenizer, [first])
         assert text.push([second, *tokenizer.encode("x")]).endswith("x")
+
+
+DEMO_TOKENIZER = load(Path(radixserve.__file__).parent / "models" / "demo")
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    ids=st.lists(st.one_of(st.integers(0, 6), st.integers(0, 4_200)), max_size=60),
+    sizes=SIZES,
+    keeps=st.one_of(st.booleans(), st.lists(st.integers(0, 9))),
+)
+def test_any_ids_of_the_demo_vocabulary(
+    ids: list[int], sizes: list[int], keeps: bool | list[int]
+) -> None:
+    """Bytes, special tokens and ids that the vocabulary does not have."""
+    assert DEMO_TOKENIZER.special_ids == set(range(7))
+    text = DEMO_TOKENIZER.detokenizer([], keep_special=keeps)
+    assert isinstance(text, ByteLevelDetokenizer)
+    assert "".join(stream(text, ids, sizes)) == DEMO_TOKENIZER.decode(ids, keep_special=keeps)
 
 
 class TestStopStringMatcher:

@@ -1,5 +1,7 @@
-// The best token of each row of logits.
+// The best token of each row of logits, and what a grammar forbids.
 #pragma once
+
+#include <limits>
 
 #include "vectors.h"
 
@@ -35,4 +37,42 @@ inline int64_t argmax_rows(const float *x, int64_t rows, int64_t columns, int64_
         num_not_finite += x[at] - x[at] != 0;
     }
     return num_not_finite;
+}
+
+inline bool is_allowed(const uint32_t *mask, int64_t at) { return mask[at / 32] >> (at % 32) & 1; }
+
+// The index of the first maximum, or of the first NaN, among the values of x [columns] that mask allows: bit
+// i % 32 of word i / 32. -1 where it allows none. Words without a bit cost nothing but their reading.
+inline int64_t argmax_allowed(const float *x, int64_t columns, const uint32_t *mask) {
+    float top = 0;
+    int64_t at = -1;
+    for (int64_t first = 0; first < columns; first += 32) {
+        const uint32_t word = mask[first / 32];
+        if (!word) continue;
+        if (word == 0xFFFFFFFF && first + 32 <= columns && at >= 0) {
+            vec most = load(x + first), odd = most - most;
+            for (int i = LANES; i < 32; i += LANES) {
+                const vec some = load(x + first + i);
+                most = max(most, some), odd += some - some;
+            }
+            const float rest = reduce_add(odd);
+            if (rest == rest && !(reduce_max(most) > top)) continue;
+        }
+        for (int64_t i = first; i < columns && i < first + 32; i++)
+            if (is_allowed(mask, i)) {
+                if (x[i] != x[i]) return i;
+                if (at < 0 || x[i] > top) top = x[i], at = i;
+            }
+    }
+    return at;
+}
+
+// -inf where mask, as above, allows nothing.
+inline void forbid_row(float *x, int64_t columns, const uint32_t *mask) {
+    for (int64_t first = 0; first < columns; first += 32) {
+        const uint32_t word = mask[first / 32];
+        if (word == 0xFFFFFFFF) continue;
+        const int64_t count = columns - first < 32 ? columns - first : 32;
+        for (int64_t i = 0; i < count; i++) x[first + i] = word >> i & 1 ? x[first + i] : -std::numeric_limits<float>::infinity();
+    }
 }

@@ -237,8 +237,10 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
         }
     }
     int64_t offsets_of[2][DIRECT_KEYS];  // of a block and of the next one
-    int64_t count = kv.key_offsets(task, 0, state.end, offsets_of[0]), num_later = 0;
-    for (int64_t from = 0; from < state.end; from += DIRECT_KEYS, count = num_later) {
+    const int64_t first = state.first_block(DIRECT_KEYS);
+    int64_t *begin = offsets_of[first / DIRECT_KEYS % 2];
+    int64_t count = first < state.end ? kv.key_offsets(task, first, state.end, begin) : 0, num_later = 0;
+    for (int64_t from = first; from < state.end; from += DIRECT_KEYS, count = num_later) {
         const int64_t *offsets = offsets_of[from / DIRECT_KEYS % 2];
         int64_t *later = offsets_of[(from / DIRECT_KEYS + 1) % 2];
         qk_amx(kv, state, offsets, count, pairs, scores, scratch);
@@ -246,10 +248,9 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
         for (int64_t head = 0; head < num_heads; head++) {
             const HeadState<bf16> part = state.head(head);
             for (int64_t row = 0; row < rows; row++) {
-                kv.online_softmax(scores + (head * rows + row) * DIRECT_KEYS, weights,
-                                  min(state.seen_by(row) - from, count), padded_depth<bf16>(count),
-                                  part.row_max[row], part.sums + row * LANES, part.acc + row * state.width,
-                                  state.width);
+                kv.softmax_row(state, row, from, count, padded_depth<bf16>(count),
+                               scores + (head * rows + row) * DIRECT_KEYS, weights, part.row_max[row],
+                               part.sums + row * LANES, part.acc + row * state.width, state.width);
                 uint32_t *to = expanded + head * expanded_size + row * TILE_KEYS;
                 for (int64_t j = 0; j < count; j += TILE_KEYS, to += 2 * rows * TILE_KEYS)
                     expand_weights(weights + j, to, rows * TILE_KEYS);

@@ -2,7 +2,7 @@
 // a single query more than all of its arithmetic. Other processors pack always.
 //
 // The sums of a score run over the lanes first, then across them: their last bits differ from those of
-// product.h.
+// gemm.h.
 #pragma once
 
 #include "attention_task.h"
@@ -210,23 +210,24 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
     const T *zeros = scratch.zeros.get<T>(size);
     const T *keys[DIRECT_KEYS], *values[DIRECT_KEYS], *later[DIRECT_KEYS];
     int64_t offsets[DIRECT_KEYS];
-    int64_t count = kv.key_offsets(task, 0, state.end, offsets), num_later = 0;
-    for (int64_t from = 0; from < state.end; from += DIRECT_KEYS, count = num_later) {
+    const int64_t first = state.first_block(DIRECT_KEYS);
+    int64_t count = first < state.end ? kv.key_offsets(task, first, state.end, offsets) : 0, num_later = 0;
+    for (int64_t from = first; from < state.end; from += DIRECT_KEYS, count = num_later) {
         for (int64_t j = 0; j < DIRECT_KEYS; j++) {  // zeros after the last one, to whole fours
             keys[j] = j < count ? kv.k + offsets[j] : zeros;
             values[j] = j < count ? kv.v + offsets[j] : zeros;
         }
         qk_direct(state, keys, values, count, dim, scores);
-        const bool starts = state.begins && !from;
+        const bool starts = state.begins && !from && !state.first_seen;
         int64_t key = 0, at = 0;
         num_later = kv.next_offsets(state, from, next, offsets);
         for (int64_t head = 0; head < task.num_heads; head++) {
             const HeadState<T> part = state.head(head);
             for (int64_t row = 0; row < rows; row++)
-                kv.online_softmax(scores + (head * rows + row) * DIRECT_KEYS, weights + row * DIRECT_KEYS,
-                                  min(state.seen_by(row) - from, count), padded_depth<Operand<T>>(count),
-                                  part.row_max[row], part.sums + row * LANES,
-                                  starts ? nullptr : part.acc + row * state.width, state.width);
+                kv.softmax_row(state, row, from, count, padded_depth<Operand<T>>(count),
+                               scores + (head * rows + row) * DIRECT_KEYS, weights + row * DIRECT_KEYS,
+                               part.row_max[row], part.sums + row * LANES,
+                               starts ? nullptr : part.acc + row * state.width, state.width);
             for (int64_t j = 0; j < DIRECT_KEYS; j++) {
                 later[j] = key < num_later ? kv.k + offsets[key] + at : zeros;
                 at += dim;

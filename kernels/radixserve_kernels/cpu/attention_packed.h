@@ -4,7 +4,6 @@
 #include "attention_task.h"
 #include "pack_kv.h"
 
-constexpr int KEYS = 192;               // of a block
 constexpr int PACK_KEYS = 32;           // packed at a time
 constexpr int SCORE_ROWS = 96;          // rows of one product
 constexpr int MAX_PREFETCH_LINES = 4;   // with each row, of K and of V
@@ -23,7 +22,7 @@ template <class T> class PackedReader {
     }
 
     void run() {
-        for (int64_t from = 0; from < state.end; from += KEYS) {
+        for (int64_t from = state.first_block(KEYS); from < state.end; from += KEYS) {
             const int64_t count = min<int64_t>(state.end - from, KEYS), used = padded_depth<Number>(count);
             for (int64_t some = 0; some < count; some += PACK_KEYS) {
                 KvPrefetcher soon = prefetch.for_packing(from + some);
@@ -121,28 +120,27 @@ template <class T> class PackedReader {
         const HeadState<T> part = state.head(head);
         const int some = int(min<int64_t>(state.rows - top, SCORE_ROWS));
         const int64_t reach = min(state.seen_by(top + some - 1) - from, count);
-        if (reach <= 0) return;
+        if (reach <= 0 || state.is_hidden(top, top + some, from + count)) return;
         const int64_t depth = state.depth, width = state.width, deep = min(padded_depth<Number>(reach), used);
-        const bool starts = state.begins && !from;
+        const bool starts = state.begins && !from && !state.first_seen;
         const int num_panels = int((reach + PANEL - 1) / PANEL);
         const Panels<Number> key_panels{keys + head * KEYS * depth, PANEL * depth, num_panels, depth};
         const Panels<Number> value_panels{values + head * KEYS * width, PANEL * used, int(width / PANEL), deep};
         with_level<Number>([&](auto level) {
-            level.template product_into<false>(part.queries + top * depth, depth, some, key_panels, scores, KEYS);
+            level.template gemm_into<false>(part.queries + top * depth, depth, some, key_panels, scores, KEYS);
         });
         for (int m = 0; m < some; m++) {
             const int64_t row = top + m;
             prefetcher.fetch(prefetch.row_lines);
-            kv.online_softmax(scores + m * KEYS, weights + m * KEYS, min(state.seen_by(row) - from, count), deep,
-                              part.row_max[row], part.sums + row * LANES,
-                              starts ? nullptr : part.acc + row * width, width);
+            kv.softmax_row(state, row, from, count, deep, scores + m * KEYS, weights + m * KEYS, part.row_max[row],
+                           part.sums + row * LANES, starts ? nullptr : part.acc + row * width, width);
         }
         with_level<Number>([&](auto level) {
             float *out = part.acc + top * width;
             if (starts)
-                level.template product_into<false>(weights, KEYS, some, value_panels, out, width);
+                level.template gemm_into<false>(weights, KEYS, some, value_panels, out, width);
             else
-                level.template product_into<true>(weights, KEYS, some, value_panels, out, width);
+                level.template gemm_into<true>(weights, KEYS, some, value_panels, out, width);
         });
     }
 };

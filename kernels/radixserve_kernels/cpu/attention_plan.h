@@ -26,6 +26,8 @@ struct Jobs {
     const int64_t *num_keys;      // [num_jobs] with CAUSAL the last query sees all of them, the one
                                   // before it all but the last ...
     const int64_t *flags;         // [num_jobs] CAUSAL; BEGINS: the first job of its tokens; ENDS: the last
+    const int64_t *first_key;     // [num_jobs] position of its first key
+    const int64_t *positions;     // [num_tokens]
     const int32_t *page_ids;
     int64_t page_size;
 };
@@ -34,6 +36,22 @@ struct Heads {
     int64_t num_heads, num_kv_heads, dim;
     float scale;  // of the scores
     int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// What a layer's attention needs beyond causal attention to all earlier positions, see
+// attention_features.py; 0 and null ask for nothing.
+struct Features {
+    int64_t window = 0, chunk = 0;  // positions that a query sees, its own the last; of its chunk
+    float soft_cap = 0;             // scores s become soft_cap * tanh(s / soft_cap)
+    const float *sinks = nullptr;   // [num_heads] scores without a value
+
+    bool has_span() const { return window || chunk; }
+    // The first position that a query sees.
+    int64_t first_seen(int64_t position) const {
+        const int64_t of_window = window ? position + 1 - window : 0;
+        const int64_t of_chunk = chunk ? position / chunk * chunk : 0;
+        return of_window > of_chunk ? of_window : of_chunk;
+    }
 };
 
 // Some queries of a job and some K/V heads.

@@ -3,15 +3,19 @@
 #pragma once
 
 #include "attention_plan.h"
-#include "product.h"
+#include "gemm.h"
 
+constexpr int KEYS = 192;         // of a block that is packed
 constexpr int DIRECT_KEYS = 128;  // keys of a block that is read without packing
 constexpr float LOWEST = -3.0e38f;
+constexpr float HIDDEN = -1.0e30f;  // a score outside of a window: no exponent of it overflows
+constexpr float LOG2_E = 1.44269504f;
 constexpr float MAX_WEIGHT = 256.0f;  // of a lane's sum: beyond it weights lose accuracy
 
 // Buffers of one thread.
 struct ThreadScratch {
     Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed, expanded;
+    Scratch first_seen;
 };
 
 // The rows of one K/V head in a task: queries, and the softmax state of the keys seen so far.
@@ -26,7 +30,9 @@ template <class T> struct HeadState {
 template <class T> struct TaskState {
     const Task &task;
     const int64_t group, rows, depth, width;
-    const int64_t seen, end;  // keys that the first query sees, and that the last one sees
+    const int64_t seen, end;  // keys up to the first query's own, and up to the last one's
+    const int64_t first;      // key that any query sees first
+    const int64_t *first_seen;  // [queries] the first key that each sees, or null: all from 0
     const bool causal;        // each query sees one key more than the one before it; else all see all
     const bool begins;        // there is no earlier state
     const HeadState<T> all;   // all heads, one after another
@@ -36,17 +42,27 @@ template <class T> struct TaskState {
         return {all.queries + at * depth, all.acc + at * width, all.row_max + at, all.sums + at * LANES};
     }
     int64_t seen_by(int64_t row) const { return causal ? seen + row / group : end; }
+    int64_t first_seen_by(int64_t row) const { return first_seen ? first_seen[row / group] : 0; }
+    // Where the first block of `size` keys begins that any query sees; blocks lie where they lie without windows.
+    int64_t first_block(int64_t size) const { return first / size * size; }
+    // Whether none of the rows [top, end) sees a key before `key`.
+    bool is_hidden(int64_t top, int64_t end, int64_t key) const {
+        for (int64_t i = top / group; first_seen && i <= (end - 1) / group; i++)
+            if (first_seen[i] < key) return false;
+        return first_seen;
+    }
 };
 
 // K and V of one layer by page, k and v [slots, kv_heads, dim], and what a step does with them.
 template <class T> struct PagedKv {
     const Plan &plan;
     const Heads &heads;
+    const Features &features;
     const T *k, *v;
     const float exponent_scale;  // of scores, for exponents to the base 2
 
-    PagedKv(const Plan &plan, const Heads &heads, const T *k, const T *v)
-        : plan(plan), heads(heads), k(k), v(v), exponent_scale(heads.scale * 1.44269504f) {}
+    PagedKv(const Plan &plan, const Heads &heads, const Features &features, const T *k, const T *v)
+        : plan(plan), heads(heads), features(features), k(k), v(v), exponent_scale(heads.scale * LOG2_E) {}
 
     // Index in k of a key of the task's job and first head, and in v of its value.
     int64_t key_offset(const Task &task, int64_t key) const {
@@ -78,6 +94,24 @@ template <class T> struct PagedKv {
         return 0;
     }
 
+    // online_softmax of a row of the task and the `count` keys from `from` on, by the layer's features; `scores`
+    // may be overwritten.
+    void softmax_row(const TaskState<T> &state, int64_t row, int64_t from, int64_t count, int64_t deep, float *scores,
+                     Operand<T> *weights, float &row_max, float *sums, float *acc, int64_t width) const {
+        int64_t visible = min(state.seen_by(row) - from, count), first = state.first_seen_by(row) - from;
+        if (features.soft_cap && visible > 0) cap_scores(scores, visible);
+        if (first > 0) {  // whole registers of keys before the first are left out, the rest of one weighs nothing
+            if (first >= visible) visible = first = 0;
+            const int64_t whole = first / LANES * LANES;
+            memset((void *)weights, 0, whole * sizeof(*weights));
+            for (int64_t j = whole; j < first; j++) scores[j] = HIDDEN;
+            online_softmax(scores + whole, weights + whole, visible - whole, deep - whole, row_max, sums, acc, width);
+            memset((void *)(weights + whole), 0, (first - whole) * sizeof(*weights));
+            return;
+        }
+        online_softmax(scores, weights, visible, deep, row_max, sums, acc, width);
+    }
+
     // Softmax weights of one row of a block of keys, zeros from `visible` to `deep`. Weights are relative to
     // `row_max`: the maximum of the row's first block, raised only when a weight would become too large. Then
     // `acc`, if it holds a state, and `sums` [LANES] are scaled down.
@@ -107,6 +141,12 @@ template <class T> struct PagedKv {
     }
 
   private:
+    // Soft-capped, in the unit that exponent_scale expects.
+    void cap_scores(float *scores, int64_t count) const {
+        const vec inner = broadcast(heads.scale / features.soft_cap), outer = broadcast(features.soft_cap / heads.scale);
+        for (int64_t j = 0; j < count; j += LANES) store(scores + j, tanh(load(scores + j) * inner) * outer);
+    }
+
     float max_score(const float *scores, int64_t visible) const {
         const int64_t whole = visible / LANES * LANES, rest = visible - whole;
         vec most = rest ? mask_tail(load(scores + whole), rest, LOWEST) : broadcast(LOWEST);

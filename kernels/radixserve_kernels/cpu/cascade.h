@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "attention_plan.h"
@@ -26,8 +27,9 @@ struct SharedNode {
 
 class SharedPages {
   public:
-    // A node pays where (rows - 1) x tokens > rows x merge_tokens.
-    SharedPages(const HostIndex &step, int64_t merge_tokens) : step(step), merge_tokens(merge_tokens) {
+    // A node pays where (rows - 1) x tokens > rows x merge_tokens; it ends at a multiple of `boundary` tokens.
+    SharedPages(const HostIndex &step, int64_t merge_tokens, int64_t boundary)
+        : step(step), merge_tokens(merge_tokens), unit(boundary / std::gcd(boundary, step.page_size)) {
         std::vector<int64_t> all(step.num_rows);
         for (int64_t r = 0; r < step.num_rows; r++) all[r] = r;
         descend(all, 0, 0, 0);
@@ -43,7 +45,7 @@ class SharedPages {
         int64_t first, depth, level;  // first page that is not covered, first page that is not compared
     };
     const HostIndex &step;
-    const int64_t merge_tokens;
+    const int64_t merge_tokens, unit;  // unit: pages that a node's end is a multiple of
     std::vector<Visit> pending;
 
     int64_t num_full_pages(int64_t row) const { return step.start[row] / step.page_size; }
@@ -81,10 +83,10 @@ class SharedPages {
             end = same;
         }
         const int64_t count = int64_t(group.size());
-        const int64_t tokens = (end - visit.first) * step.page_size;
+        const int64_t last = end / unit * unit, tokens = (last - visit.first) * step.page_size;
         if ((count - 1) * tokens > count * merge_tokens) {
-            nodes.push_back({group, visit.first, end, visit.level});
-            pending.push_back({group, end, end, visit.level + 1});
+            nodes.push_back({group, visit.first, last, visit.level});
+            pending.push_back({group, last, end, visit.level + 1});
         } else {
             pending.push_back({group, visit.first, end, visit.level});
         }
@@ -94,11 +96,12 @@ class SharedPages {
 // A step's `Jobs`, with the arrays that they point to.
 class StepJobs {
   public:
-    StepJobs(const HostIndex &step, bool shares, int64_t merge_tokens) {
+    // boundary: 0 shares no pages, see SharedPages.
+    StepJobs(const HostIndex &step, int64_t boundary, int64_t merge_tokens) {
         std::vector<int64_t> covered(step.num_rows, 0);
         query_indptr.push_back(0);
-        if (shares && step.num_rows > 1) {
-            SharedPages shared(step, merge_tokens);
+        if (boundary && step.num_rows > 1) {
+            SharedPages shared(step, merge_tokens, boundary);
             int64_t level = -1;
             for (const SharedNode &node : shared.nodes) {
                 if (node.level != level) level_indptr.push_back(int64_t(flags.size()));
@@ -108,34 +111,39 @@ class StepJobs {
                     covered[row] = node.end;
                 }
                 add_job(step.kv_indptr[node.rows[0]] + node.first,
-                        (node.end - node.first) * step.page_size, node.level ? 0 : BEGINS);
+                        (node.end - node.first) * step.page_size, node.first * step.page_size,
+                        node.level ? 0 : BEGINS);
             }
         }
         level_indptr.push_back(int64_t(flags.size()));
         for (int64_t row = 0; row < step.num_rows; row++) {
             add_tokens(step, row);
-            add_job(step.kv_indptr[row] + covered[row], step.seq_lens[row] - covered[row] * step.page_size,
-                    CAUSAL | ENDS | (covered[row] ? 0 : BEGINS));
+            const int64_t first = covered[row] * step.page_size, begins = covered[row] ? 0 : BEGINS;
+            add_job(step.kv_indptr[row] + covered[row], step.seq_lens[row] - first, first, CAUSAL | ENDS | begins);
+            for (int64_t i = 0; i < step.qo_indptr[row + 1] - step.qo_indptr[row]; i++)
+                positions.push_back(step.start[row] + i);
         }
         level_indptr.push_back(int64_t(flags.size()));
         jobs = {int64_t(flags.size()),  int64_t(level_indptr.size()) - 1,
                 step.qo_indptr[step.num_rows], level_indptr.data(),
                 query_indptr.data(),    query_tokens.data(),
                 first_page.data(),      num_keys.data(),
-                flags.data(),           step.kv_indices,
+                flags.data(),           first_key.data(),
+                positions.data(),       step.kv_indices,
                 step.page_size};
     }
     StepJobs(const StepJobs &) = delete;
     Jobs jobs;
 
   private:
-    std::vector<int64_t> level_indptr, query_indptr, query_tokens, first_page, num_keys, flags;
+    std::vector<int64_t> level_indptr, query_indptr, query_tokens, first_page, num_keys, flags, first_key, positions;
 
     void add_tokens(const HostIndex &step, int64_t row) {
         for (int64_t t = step.qo_indptr[row]; t < step.qo_indptr[row + 1]; t++) query_tokens.push_back(t);
     }
-    void add_job(int64_t page, int64_t keys, int64_t flag) {
+    void add_job(int64_t page, int64_t keys, int64_t position, int64_t flag) {
         query_indptr.push_back(int64_t(query_tokens.size()));
         first_page.push_back(page), num_keys.push_back(keys), flags.push_back(flag);
+        first_key.push_back(position);
     }
 };

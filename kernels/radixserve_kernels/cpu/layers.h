@@ -1,36 +1,63 @@
 // A decoder's layers from end to end: norms, projections, rotation, attention, MLP.
 //
-// Values are rounded to the model's type where PyTorch's operations round them, except that sums stay in
-// float32 throughout.
+// Activations are rounded to the model's type where they are multiplied and where K and V are stored; all
+// sums, those of the residual too, stay in float32.
 #pragma once
 
-#include <memory>
-
 #include "attention.h"
+#include "forms.h"
 
 // A packed weight [columns, depth], as Python passes it.
 template <class T> struct Weight {
-    const T *panels;  // [ceil(columns / PANEL)][padded_depth(depth) * PANEL]
-    const T *bias;    // [columns] or null
-    int64_t columns, depth;
+    const T *panels;     // [ceil(columns / PANEL)][padded_depth(depth) * PANEL], or those of a form
+    const T *bias;       // [columns] or null
+    const Weight *next;  // a weight of the same depth whose columns follow, in another form; or null
+    int64_t columns, depth, form;
     int num_panels() const { return int((columns + PANEL - 1) / PANEL); }
-    Panels<T> slice(int first, int last) const {
-        const int64_t deep = padded_depth<T>(depth), size = deep * PANEL;
-        return {panels + first * size, size, last - first, deep};
+    bool is_quantized() const { return (form != DENSE && form != FLOAT16) || (next && next->is_quantized()); }
+    double num_numbers() const { return double(columns) * depth + (next ? next->num_numbers() : 0); }
+    double num_bytes() const {
+        const double each = form == DENSE ? sizeof(T) : sizeof(half);
+        const double own = form == DENSE || form == FLOAT16
+                               ? each * double(columns) * depth
+                               : double(num_panels()) * num_blocks(depth) * quantized_form(form).block_bytes;
+        return own + (next ? next->num_bytes() : 0);
+    }
+    // Of DENSE or FLOAT16 panels, as numbers of type W.
+    template <class W> Panels<W> slice(int first, int last) const {
+        const int64_t deep = padded_depth<W>(depth), size = deep * PANEL;
+        return {(const W *)panels + first * size, size, last - first, deep};
     }
 };
 
-// One layer's weights, as Python passes them.
-template <class T> struct Layer {
-    const T *input_norm;  // [hidden]
-    const T *qk_norm;     // [num_heads + num_kv_heads, head_dim] or null
-    const T *post_norm;   // [hidden]
-    Weight<T> qkv, o, gate_up, down;
+// A gated MLP, as Python passes it.
+template <class T> struct Experts;
+
+template <class T> struct Mlp {
+    Weight<T> gate_up, down;
+    const Experts<T> *experts;  // instead, or null
 };
+
+// One layer's weights and what its attention needs, as Python passes them; see decoder_layer.py.
+template <class T> struct Layer {
+    // [hidden] or null: before and after attention and the MLP, the latter of what they add to the residual.
+    const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm;
+    const float *qk_norm;  // [num_heads + num_kv_heads, head_dim] or null
+    Weight<T> qkv, o;
+    Mlp<T> mlp;
+    Features features;
+    int64_t rotary;  // index of Step.rotations, -1: q and k are not rotated
+};
+
+enum NormType { RMS_NORM, LAYER_NORM };
+enum Activation { SILU, GELU_TANH };
 
 struct DecoderShape {
     int64_t num_layers, num_heads, num_kv_heads, head_dim, hidden, intermediate, vocab;
-    float eps;
+    int64_t norm_type, activation;
+    int64_t has_whole_qk_norm;  // of all heads together
+    int64_t is_parallel;        // the MLP reads what attention reads
+    float eps, attention_scale, embedding_scale, residual_scale, logit_scale, logit_soft_cap;  // 0: no cap
 };
 
 // The inputs and the output of one step.
@@ -38,8 +65,8 @@ struct Step {
     int64_t num_tokens, num_sampled;
     const int64_t *input_ids, *positions, *slots;  // [num_tokens]
     const int64_t *sampled;                        // [num_sampled] tokens, ascending
-    const float *rotations;  // [positions][head_dim / 2][2] cosine and sine
-    float *logits;           // [num_sampled][vocab]
+    const float *const *rotations;  // of each rotary [positions][head_dim / 2][2] cosine and sine
+    float *logits;                  // [num_sampled][vocab]
 };
 
 constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for rows of x
@@ -48,7 +75,7 @@ constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for r
 // rows do not map to the same cache sets.
 template <class T> inline int64_t row_size(int64_t columns) {
     const int64_t line = 64 / sizeof(T);
-    return ((columns + line - 1) / line | 1) * line;
+    return (round_up(columns, DEPTH) / line | 1) * line;
 }
 
 // Rows of x that are multiplied with a panel while both are in the cache: `rows` in parts of equal size,
@@ -59,30 +86,103 @@ inline int block_rows(int64_t rows, int64_t row_bytes, int unit) {
     return int(round_up((rows + parts - 1) / parts, unit));
 }
 
+constexpr int64_t OWN_ROWS = 4;  // rows of x up to which each thread of a team quantises all of them
+constexpr int64_t QUANTIZED_ROWS = 256;  // rows of x that a panel is multiplied with at a time
+
+// Panels [first, last) of a weight in one of the other forms, see `gemm`.
+template <class T, class Epilogue>
+void quantized_panels(const QuantizedRows &x, int64_t rows, const Weight<T> &w, int64_t first, int64_t last,
+                      Epilogue &&epilogue) {
+    alignas(64) float sums[QUANTIZED_ROWS * PANEL];
+    const QuantizedForm &form = quantized_form(w.form);
+    const int64_t panel_bytes = num_blocks(w.depth) * form.block_bytes;
+    for (int64_t top = 0; top < rows; top += QUANTIZED_ROWS)
+        for (int64_t panel = first; panel < last; panel++) {
+            const int some = int(min(rows - top, QUANTIZED_ROWS));
+            form.multiply(x.from(top), some, (const uint8_t *)w.panels + panel * panel_bytes, sums);
+            for (int m = 0; m < some; m++)
+                epilogue(top + m, panel * PANEL, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+        }
+}
+
+// `gemm` for the other forms.
+template <class A, class T, class Epilogue>
+void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
+                    Epilogue &&epilogue) {
+    static thread_local Scratch own_numbers, own_blocks;
+    const bool is_shared = thread.size > 1 && rows > OWN_ROWS;
+    Scratch &number_scratch = is_shared ? thread.state.scratches[0] : own_numbers;
+    Scratch &block_scratch = is_shared ? thread.state.scratches[1] : own_blocks;
+    const QuantizedForm &form = quantized_form(w.form);
+    const int64_t blocks = num_blocks(w.depth), panel_bytes = blocks * form.block_bytes;
+    if (is_shared) {  // one thread makes room
+        if (thread.index == 0)
+            number_scratch.get<int8_t>(rows * blocks * BLOCK), block_scratch.get<RowBlock>(rows * blocks);
+        thread.barrier();
+    }
+    int8_t *numbers = number_scratch.get<int8_t>(rows * blocks * BLOCK);
+    RowBlock *row_blocks = block_scratch.get<RowBlock>(rows * blocks);
+    auto quantize = [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++)
+            quantize_row(x + row * stride, w.depth, form.limit, numbers + row * blocks * BLOCK,
+                         row_blocks + row * blocks);
+    };
+    if (is_shared) {
+        thread.share(rows, price(8.0 * rows * w.depth, 0), quantize);
+        thread.barrier();
+    } else {
+        quantize(0, rows);
+    }
+    const QuantizedRows quantized{numbers, row_blocks, blocks};
+    const double ns = price(2.0 * rows * w.columns * w.depth, double(w.num_panels()) * panel_bytes);
+    thread.share(w.num_panels(), ns, [&](int64_t first, int64_t last) {
+        quantized_panels(quantized, rows, w, first, last, epilogue);
+    });
+    thread.barrier();
+}
+
+// Panels [first, last) of a weight in numbers of type W, by a level that multiplies them, see `gemm`.
+template <class W, class Level, class A, class T, class Epilogue>
+void dense_panels(Level level, const A *x, int64_t stride, int64_t rows, const Weight<T> &w, int64_t first, int64_t last,
+                  const OutputTile &tile, Epilogue &&epilogue) {
+    const int most = block_rows(rows, level.row_bytes(padded_depth<W>(w.depth)), level.ROW_UNIT);
+    for (int64_t top = 0; top < rows; top += most)
+        level.packed_gemm(
+            x + top * stride, stride, int(min<int64_t>(rows - top, most)), w.template slice<W>(int(first), int(last)),
+            OutputTile{tile.first + top * tile.stride + first * tile.size, tile.stride, tile.size},
+            [&](int m, int panel, vec low, vec high) { epilogue(top + m, (first + panel) * PANEL, low, high); });
+}
+
+// Calls call(level) with the level that multiplies rows in A with weights in T.
+template <class A, class T, class Call> void with_dense_level(Call &&call) {
+    if constexpr (std::is_same<A, T>::value) with_level<T>(call);
+    else call(VectorF32<A, T>());
+}
+
+// `gemm` for numbers of type W.
+template <class W, class Level, class A, class T, class Epilogue>
+void dense_gemm(Level level, const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
+                const OutputTile &tile, Epilogue &&epilogue) {
+    const double numbers = double(w.num_panels()) * PANEL * padded_depth<W>(w.depth);
+    thread.share(w.num_panels(), price(2 * rows * numbers, sizeof(W) * numbers), [&](int64_t first, int64_t last) {
+        dense_panels<W>(level, x, stride, rows, w, first, last, tile, epilogue);
+    }, 4);  // panels are read four at a time
+    thread.barrier();
+}
+
 // Calls epilogue(row, first column, low, high) for all of x W^T, also for padding columns after the last one
 // of the weight. `tile` is where it writes.
-template <class T, class Epilogue>
-void gemm(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const OutputTile &tile,
+template <class A, class T, class Epilogue>
+void gemm(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w, const OutputTile &tile,
           Epilogue &&epilogue) {
     if (!rows) return;
-    const int count = w.num_panels();
-    const int64_t depth = padded_depth<T>(w.depth);
-    const int threads = threads_for(2.0 * rows * count * PANEL * depth + 2.0 * count * PANEL * depth);
-    with_level<T>([&](auto level) {
-        const int most = block_rows(rows, level.row_bytes(depth), level.ROW_UNIT);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-        {
-            const int64_t members = team_size(), me = thread_index();
-            const int first = int(count * me / members), last = int(count * (me + 1) / members);
-            for (int64_t top = 0; top < rows; top += most)
-                level.panels_product(
-                    x + top * stride, stride, int(min<int64_t>(rows - top, most)), w.slice(first, last),
-                    OutputTile{tile.first + top * tile.stride + first * tile.size, tile.stride, tile.size},
-                    [&](int m, int panel, vec low, vec high) {
-                        epilogue(top + m, int64_t(first + panel) * PANEL, low, high);
-                    });
-        }
-    });
+    if (w.form == DENSE)
+        return with_dense_level<A, T>(
+            [&](auto level) { dense_gemm<T>(level, thread, x, stride, rows, w, tile, epilogue); });
+    if constexpr (std::is_same<T, float>::value)
+        if (w.form == FLOAT16)
+            return dense_gemm<half>(VectorF32<float, half>(), thread, x, stride, rows, w, tile, epilogue);
+    quantized_gemm(thread, x, stride, rows, w, epilogue);
 }
 
 // One vector of a row, cut off after the last column.
@@ -98,15 +198,20 @@ template <class T> inline vec load_tail(const T *row, int64_t column, int64_t co
     return x;
 }
 
-// out = x W^T (+ bias) (+ residual, which may be out itself).
-template <class T, class Out>
-void linear(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const T *residual, Out *out,
-            int64_t out_stride) {
+// out = (x W^T + bias) * scale + residual, which may be out itself; bias and residual may be null.
+template <class Out, class A, class T>
+void linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
+            const Out *residual, Out *out, int64_t out_stride, float scale = 1) {
+    if (w.next)
+        linear<Out>(thread, x, stride, rows, *w.next, residual ? residual + w.columns : nullptr, out + w.columns,
+                    out_stride, scale);
     const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(Out)), PANEL * int64_t(sizeof(Out))};
-    gemm(x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec low, vec high) {
+    const vec factor = broadcast(scale);
+    gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec low, vec high) {
         if (column + PANEL <= w.columns && !w.bias) {
+            low *= factor, high *= factor;
             if (residual) {
-                const T *with = residual + row * out_stride + column;
+                const Out *with = residual + row * out_stride + column;
                 low += load(with), high += load(with + LANES);
             }
             return store2(out + row * out_stride + column, low, high);
@@ -115,49 +220,67 @@ void linear(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, const 
         for (int i = 0; i < 2; i++, column += LANES) {
             vec sum = parts[i];
             if (w.bias) sum += load_tail(w.bias, column, w.columns);
+            sum *= factor;
             if (residual) sum += load_tail(residual + row * out_stride, column, w.columns);
             store_tail(out + row * out_stride, column, w.columns, sum);
         }
     });
 }
 
-// out = silu(gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
-template <class T>
-void silu_gate_up(const T *x, int64_t stride, int64_t rows, const Weight<T> &w, T *out, int64_t out_stride) {
-    const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(T)), LANES * int64_t(sizeof(T))};
-    gemm(x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec gate, vec up) {
+// silu(x) = x sigmoid(x); gelu in its tanh form is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
+template <class A> inline vec activate(Activation activation, vec x) {
+    const vec of = activation == SILU ? x : x * (broadcast(1.5957691216f) + broadcast(0.0713548163f) * x * x);
+    vec exponent = of * broadcast(-1.44269504f);
+    exponent = exponent < broadcast(126.0f) ? exponent : broadcast(126.0f);
+    return divide<A>(x, broadcast(1.0f) + fast_exp2<A>(exponent));
+}
+
+// out = activation(gate) * up, for a weight whose panels hold LANES rows of gate and as many of up.
+template <class A, class T>
+void gated_linear(const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
+                  Activation activation, A *out, int64_t out_stride) {
+    const OutputTile tile{(char *)out, out_stride * int64_t(sizeof(T)), LANES * int64_t(sizeof(A))};
+    gemm(thread, x, stride, rows, w, tile, [&](int64_t row, int64_t column, vec gate, vec up) {
         if (w.bias) {
             gate += load_tail(w.bias, column, w.columns);
             up += load_tail(w.bias, column + LANES, w.columns);
         }
-        gate = rounded_to<T>(gate), up = rounded_to<T>(up);
-        vec exponent = gate * broadcast(-1.44269504f);
-        exponent = exponent < broadcast(126.0f) ? exponent : broadcast(126.0f);
-        const vec silu = divide<T>(gate, broadcast(1.0f) + fast_exp2<T>(exponent));
-        store_tail(out + row * out_stride, column / 2, out_stride, rounded_to<T>(silu) * up);
+        store_tail(out + row * out_stride, column / 2, out_stride, activate<A>(activation, gate) * up);
     });
 }
 
-template <class T>
-void rms_norm(const T *x, const T *weight, int64_t size, float eps, T *out) {
+// out = weight * x / sqrt(mean(x^2) + eps); LAYER_NORM: of x less its mean. `out` may be x.
+template <class Out>
+void norm_row(NormType type, const float *x, const float *weight, int64_t size, float eps, Out *out) {
     vec squares = {}, more = {};
-    float rest = 0;
+    float rest = 0, mean = 0;
     int64_t i = 0;
+    if (type == LAYER_NORM) {
+        vec sums = {};
+        for (; i + LANES <= size; i += LANES) sums += load(x + i);
+        for (; i < size; i++) rest += x[i];
+        mean = (reduce_add(sums) + rest) / float(size);
+        i = 0, rest = 0;
+    }
+    const vec center = broadcast(mean);
     for (; i + 2 * LANES <= size; i += 2 * LANES) {
-        const vec a = load(x + i), b = load(x + i + LANES);
+        const vec a = load(x + i) - center, b = load(x + i + LANES) - center;
         squares += a * a, more += b * b;
     }
     squares += more;
-    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
-    for (; i < size; i++) rest += to_f32(x[i]) * to_f32(x[i]);
+    for (; i + LANES <= size; i += LANES) {
+        const vec a = load(x + i) - center;
+        squares += a * a;
+    }
+    for (; i < size; i++) rest += (x[i] - mean) * (x[i] - mean);
     const float scale = 1.0f / __builtin_sqrtf((reduce_add(squares) + rest) / float(size) + eps);
     for (i = 0; i + LANES <= size; i += LANES)
-        store(out + i, rounded_to<T>(load(x + i) * broadcast(scale)) * load(weight + i));
-    for (; i < size; i++) store1(out + i, rounded_to<T>(broadcast(to_f32(x[i]) * scale))[0] * to_f32(weight[i]));
+        store(out + i, (load(x + i) - center) * broadcast(scale) * load(weight + i));
+    for (; i < size; i++) store1(out + i, (x[i] - mean) * scale * weight[i]);
 }
 
 // Rotates the pairs (2i, 2i + 1) of a head in place: rotation [dim / 2][2] cosine and sine.
-template <class T> void rotate(T *x, const float *rotation, int64_t dim) {
+inline void rotate(float *x, const float *rotation, int64_t dim) {
     int64_t i = 0;
 #if defined(__AVX512F__)
     for (; i + LANES <= dim; i += LANES) {
@@ -175,8 +298,8 @@ template <class T> void rotate(T *x, const float *rotation, int64_t dim) {
     }
 #endif
     for (; i < dim; i += 2) {
-        float a = to_f32(x[i]), b = to_f32(x[i + 1]);
-        store1(x + i, a * rotation[i] - b * rotation[i + 1]);
-        store1(x + i + 1, a * rotation[i + 1] + b * rotation[i]);
+        const float a = x[i], b = x[i + 1];
+        x[i] = a * rotation[i] - b * rotation[i + 1];
+        x[i + 1] = a * rotation[i + 1] + b * rotation[i];
     }
 }

@@ -1,5 +1,5 @@
 // The C interface, see cpu_library.py. No function takes Python's lock; running out of memory ends the
-// process. is_bf16: numbers are bfloat16, else float32.
+// process. RADIXSERVE_NUMBER is the type of all numbers, float or bf16; is_bf16 says it once more.
 #include "argmax.h"
 #include "cascade.h"
 #include "decoder.h"
@@ -16,10 +16,12 @@ static bool request_amx() { return false; }
 
 bool has_amx = false;
 thread_local int max_threads = 1;
+const QuantizedForm *const *quantized_forms = nullptr;
 
 // call(zero) with a zero of the number type.
 template <class Call> static auto with_type(int is_bf16, Call &&call) {
-    return is_bf16 ? call(bf16{}) : call(0.0f);
+    if (bool(is_bf16) != std::is_same<RADIXSERVE_NUMBER, bf16>::value) abort();
+    return call(RADIXSERVE_NUMBER{});
 }
 
 // Attention over a plan's jobs, with its memory.
@@ -32,10 +34,11 @@ struct NativePlan {
     Heads heads;
     StepJobs step;
     Plan plan;
-    NativePlan(const HostIndex &rows, const Heads &heads, bool shares, int64_t merge_tokens)
-        : heads(heads), step(rows, shares, merge_tokens), plan(step.jobs, heads) {}
+    NativePlan(const HostIndex &rows, const Heads &heads, int64_t boundary, int64_t merge_tokens)
+        : heads(heads), step(rows, boundary, merge_tokens), plan(step.jobs, heads) {}
 };
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // Called once, before anything else.
@@ -46,41 +49,68 @@ void radixserve_use_amx(int use) { has_amx = use && request_amx(); }
 int radixserve_lanes() { return LANES; }
 void radixserve_set_threads(int count) { max_threads = count < 1 ? 1 : count; }
 
-// Elements of a packed weight [columns, depth].
-int64_t radixserve_packed_size(int is_bf16, int64_t columns, int64_t depth) {
-    return round_up(columns, PANEL) * (is_bf16 ? padded_depth<bf16>(depth) : depth);
+// Elements of a packed weight [columns, depth]. kind: 0 float32, 1 bfloat16, 2 float16.
+int64_t radixserve_packed_size(int kind, int64_t columns, int64_t depth) {
+    return round_up(columns, PANEL) * (kind == 1 ? padded_depth<bf16>(depth) : depth);
 }
 
 // weight [columns][depth] to `panels`, which are zero.
-void radixserve_pack(int is_bf16, const void *weight, int64_t columns, int64_t depth, void *panels) {
-    with_type(is_bf16, [&](auto zero) {
+void radixserve_pack(int kind, const void *weight, int64_t columns, int64_t depth, void *panels) {
+    auto pack = [&](auto zero) {
         using T = decltype(zero);
         const int64_t size = padded_depth<T>(depth) * PANEL;
         for (int64_t n = 0; n < columns; n++)
             for (int64_t k = 0; k < depth; k++)
                 ((T *)panels)[n / PANEL * size + panel_offset<T>(k, int(n % PANEL))] =
                     ((const T *)weight)[n * depth + k];
-    });
+    };
+    kind == 2 ? pack(half{}) : with_type(kind, pack);
 }
+
+// Products of 8 and 4 bits: 2 by VNNI, 1 by sums of pairs, 0 by vector operations of the compiler.
+int radixserve_integer_dot() { return IntegerDot::LEVEL; }
+// forms: what radixserve_forms of forms.cpp returns.
+void radixserve_use_forms(const void *forms) { quantized_forms = (const QuantizedForm *const *)forms; }
 
 // out [rows][columns] = x [rows][stride] W^T + bias; stride >= the padded depth, zeros after depth.
 void radixserve_linear(int is_bf16, const void *x, int64_t stride, int64_t rows, const void *weight, void *out) {
     with_type(is_bf16, [&](auto zero) {
         using T = decltype(zero);
         const Weight<T> &w = *(const Weight<T> *)weight;
-        linear<T, T>((const T *)x, stride, rows, w, nullptr, (T *)out, w.columns);
+        int64_t columns = 0;
+        for (const Weight<T> *part = &w; part; part = part->next) columns += part->columns;
+        this_team().run(num_threads_for(price(2 * rows * w.num_numbers(), w.num_bytes())), [&](const TeamThread &thread) {
+            linear<T>(thread, (const T *)x, stride, rows, w, nullptr, (T *)out, columns);
+        });
     });
 }
 
-void *radixserve_plan(const HostIndex *rows, const Heads *heads, int shares, int64_t merge_tokens) {
-    return new NativePlan(*rows, *heads, shares, merge_tokens);
+// out [rows][columns] float32 = experts of x [rows][stride]; see radixserve_linear.
+void radixserve_experts(int is_bf16, const void *experts, const void *x, int64_t stride, int64_t rows, float *out) {
+    with_type(is_bf16, [&](auto zero) {
+        using T = decltype(zero);
+        static thread_local ExpertMlp<T, T> own;
+        ExpertMlp<T, T> &mlp = own;  // also in the other threads
+        const Experts<T> &some = *(const Experts<T> *)experts;
+        mlp.prepare(some, rows);
+        memset(out, 0, rows * some.hidden() * sizeof(float));
+        this_team().run(num_threads_for(some.work(rows)), [&](const TeamThread &thread) {
+            mlp.run(thread, some, (const T *)x, stride, rows, out, some.hidden(), 1);
+        });
+    });
+}
+
+void *radixserve_plan(const HostIndex *rows, const Heads *heads, int64_t boundary, int64_t merge_tokens) {
+    return new NativePlan(*rows, *heads, boundary, merge_tokens);
 }
 // Replaces a plan in place.
-void radixserve_reset_plan(void *plan, const HostIndex *rows, const Heads *heads, int shares,
+void radixserve_reset_plan(void *plan, const HostIndex *rows, const Heads *heads, int64_t boundary,
                            int64_t merge_tokens) {
     ((NativePlan *)plan)->~NativePlan();
-    new (plan) NativePlan(*rows, *heads, shares, merge_tokens);
+    new (plan) NativePlan(*rows, *heads, boundary, merge_tokens);
 }
+// Tokens: attention over shared pages that end at a multiple of it has the bits of attention on its own.
+int radixserve_key_block() { return KEYS; }
 // Arrays of *jobs live as long as the plan, the page ids as long as the rows.
 void radixserve_jobs(const void *plan, Jobs *jobs) { *jobs = ((const NativePlan *)plan)->step.jobs; }
 void radixserve_delete_plan(void *plan) { delete (NativePlan *)plan; }
@@ -90,15 +120,18 @@ void radixserve_delete_attention(void *attention) { delete (AttentionRunner *)at
 
 // q, out [tokens][heads][dim] with a stride between tokens; k, v [slots][kv_heads][dim].
 void radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, int64_t q_stride, const void *k,
-                       const void *v, void *out, int64_t out_stride, float scale) {
+                       const void *v, void *out, int64_t out_stride, float scale, const Features *features) {
     NativePlan *native = (NativePlan *)plan;
     AttentionRunner *runner = (AttentionRunner *)attention;
     native->heads.scale = scale;
     with_type(is_bf16, [&](auto zero) {
         using T = decltype(zero);
-        Attention<T>(native->plan, native->heads)
-            .run((const T *)q, q_stride, (const T *)k, (const T *)v, (T *)out, out_stride, runner->scratches,
-                 runner->state);
+        Attention<T, T> attention(native->plan, native->heads);
+        const Features needs = features ? *features : Features();
+        attention.prepare(runner->scratches, runner->state);
+        this_team().run(num_threads_for(attention.work()), [&](const TeamThread &thread) {
+            attention.run(thread, (const T *)q, q_stride, (const T *)k, (const T *)v, (T *)out, out_stride, needs);
+        });
     });
 }
 
@@ -106,13 +139,37 @@ int64_t radixserve_argmax(const float *x, int64_t rows, int64_t columns, int64_t
     return argmax_rows(x, rows, columns, ids);
 }
 
-// layers: Layer<T> [num_layers]; head: Weight<T>.
+// masks [.][stride] words; mask_of [rows]: the mask of each row of x [rows][columns], -1 for none. ids [rows]: -1
+// where a mask allows nothing. Returns how many of the best values are not finite or not there.
+int64_t radixserve_argmax_allowed(const float *x, int64_t rows, int64_t columns, const uint32_t *masks,
+                                  int64_t stride, const int64_t *mask_of, int64_t *ids) {
+    int64_t num_broken = 0;
+    for (int64_t row = 0; row < rows; row++, x += columns) {
+        if (mask_of[row] < 0) {
+            num_broken += argmax_rows(x, 1, columns, ids + row);
+            continue;
+        }
+        const int64_t at = ids[row] = argmax_allowed(x, columns, masks + mask_of[row] * stride);
+        num_broken += at < 0 || x[at] - x[at] != 0;
+    }
+    return num_broken;
+}
+
+// Row rows[i] of x [.][columns] gets -inf where mask i of masks [num_masks][stride] allows nothing.
+void radixserve_forbid(float *x, int64_t columns, const uint32_t *masks, int64_t stride, const int64_t *rows,
+                       int64_t num_masks) {
+    for (int64_t i = 0; i < num_masks; i++) forbid_row(x + rows[i] * columns, columns, masks + i * stride);
+}
+
+// layers: Layer<T> [num_layers]; embedding, head: Weight<T>; norm: float32.
 void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const void *layers, const void *embedding,
                          const void *norm, const void *head) {
     return with_type(is_bf16, [&](auto zero) -> AnyDecoder * {
         using T = decltype(zero);
-        return new FusedDecoder<T>(*shape, (const Layer<T> *)layers, (const T *)embedding, (const T *)norm,
-                                   *(const Weight<T> *)head);
+        const DecoderWeights<T> weights(*shape, (const Layer<T> *)layers, *(const Weight<T> *)embedding,
+                                        (const float *)norm, *(const Weight<T> *)head);
+        if (weights.is_quantized) return new FusedDecoder<T, float>(*shape, weights);  // rounded to 8 bits, once
+        return new FusedDecoder<T, T>(*shape, weights);
     });
 }
 void radixserve_delete_decoder(void *decoder) { delete (AnyDecoder *)decoder; }
@@ -121,3 +178,4 @@ void radixserve_run(void *decoder, const Step *step, void *plan, void *kv, int64
     ((AnyDecoder *)decoder)->run(*step, ((NativePlan *)plan)->plan, kv, layer_size);
 }
 }
+#pragma GCC visibility pop

@@ -1,7 +1,7 @@
 // The layout of packed weights, and what the matrix products of all processor levels share.
 //
 // A weight W [N, K] is stored in panels of PANEL of its N rows, padded with zeros:
-//   float   panel[k][PANEL]
+//   float, half  panel[k][PANEL]
 //   bf16    panel[k / 32][PANEL / 16][16][16][2]: tiles of 16 pairs of k by 16 columns, the operand
 //           format of AMX; AVX-512's bfloat16 dot product reads the same tiles row by row, and other
 //           processors find in each 32 bits of a vector one column's numbers for two successive k
@@ -18,11 +18,13 @@ constexpr int DEPTH = 32;                   // K of a bf16 panel is padded to a 
 
 template <class T> inline int64_t padded_depth(int64_t k);
 template <> inline int64_t padded_depth<float>(int64_t k) { return k; }
+template <> inline int64_t padded_depth<half>(int64_t k) { return k; }
 template <> inline int64_t padded_depth<bf16>(int64_t k) { return round_up(k, DEPTH); }
 
 // Index of element k of column n in its panel.
 template <class T> inline int64_t panel_offset(int64_t k, int n);
 template <> inline int64_t panel_offset<float>(int64_t k, int n) { return k * PANEL + n; }
+template <> inline int64_t panel_offset<half>(int64_t k, int n) { return k * PANEL + n; }
 template <> inline int64_t panel_offset<bf16>(int64_t k, int n) {
     constexpr int WIDTH = PANEL < 16 ? PANEL : 16;
     return (k / 32) * (32 * PANEL) + (n / WIDTH) * (32 * WIDTH) + (k % 32 / 2) * (2 * WIDTH) + (n % WIDTH) * 2 +

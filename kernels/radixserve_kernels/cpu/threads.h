@@ -1,42 +1,22 @@
-// The number of threads of an operation, and scratch memory.
+// A team of threads that computes a step together, the price of work, and scratch memory.
 #pragma once
 
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <cstdlib>
 #include <new>
+#include <vector>
 
 #include "vectors.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
 extern thread_local int max_threads;  // of the calling thread: the number that torch is set to
-
-constexpr double FLOPS_PER_THREAD = 4e6;  // one more thread pays from here on: about 50 us
-
-inline int threads_for(double flops) {
-    double wanted = flops / FLOPS_PER_THREAD;
-    return wanted < 2 ? 1 : wanted < max_threads ? int(wanted) : max_threads;
-}
-
-inline int thread_index() {
-#if defined(_OPENMP)
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
-
-inline int team_size() {
-#if defined(_OPENMP)
-    return omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
 
 constexpr size_t HUGE_PAGE = 2 << 20, HUGE_PAGE_MIN_BYTES = 4 << 20;
 
@@ -80,4 +60,177 @@ class Scratch {
 template <class T> inline T *thread_scratch(int64_t count) {
     static thread_local Scratch scratch;
     return scratch.get<T>(count);
+}
+
+constexpr double NS_PER_FLOP = 1 / 40.0, NS_PER_BYTE = 1 / 10.0;  // of one thread, about
+constexpr double MIN_STEP_NS = 60e3;   // for each thread of a team: waking a thread takes 10 to 50 us
+constexpr double MIN_PHASE_NS = 1500;  // for each thread that takes part in a phase: a barrier takes 0.3 us
+constexpr double PART_NS = 100e3;      // of a long phase: parts are claimed, a late thread takes fewer
+constexpr int SPINS = 4000;            // of a waiting thread before it sleeps, about 50 us
+
+// Nanoseconds of one thread: an operation is bound by its arithmetic or by what it reads.
+inline double price(double flops, double bytes) {
+    const double computing = flops * NS_PER_FLOP, reading = bytes * NS_PER_BYTE;
+    return computing > reading ? computing : reading;
+}
+
+// Threads that work of that price is worth.
+inline int num_threads_for(double ns) {
+    const double worth = ns / MIN_STEP_NS;
+    return worth < 2 ? 1 : worth < max_threads ? int(worth) : max_threads;
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    sched_yield();
+#endif
+}
+
+// What the threads of a team share. Waiting threads spin briefly, then sleep: a thread that spins would keep
+// one that has work from its processor.
+class TeamState {
+  public:
+    std::atomic<uint64_t> ticket{0};  // round << 16 | threads of the round
+    std::atomic<int64_t> claimed{0};  // of the present phase
+    void (*call)(void *work, TeamState &state, int index, int size) = nullptr;
+    void *work = nullptr;
+    Scratch scratches[2];  // for what all threads read
+
+    // Returns when all `size` threads have called it.
+    void barrier(int size) {
+        const unsigned now = phase.load();
+        if (arrived.fetch_add(1) + 1 < size) return wait([&] { return phase.load() != now; });
+        arrived.store(0), claimed.store(0);
+        phase.store(now + 1);
+        wake();
+    }
+    template <class Condition> void wait(Condition &&condition) {
+        for (int i = 0; i < SPINS; i++) {
+            if (condition()) return;
+            relax();
+        }
+        pthread_mutex_lock(&mutex);
+        sleepers.fetch_add(1);
+        while (!condition()) pthread_cond_wait(&changed, &mutex);
+        sleepers.fetch_sub(1);
+        pthread_mutex_unlock(&mutex);
+    }
+    // Wakes those whose condition may have become true.
+    void wake() {
+        if (!sleepers.load()) return;
+        pthread_mutex_lock(&mutex);
+        pthread_cond_broadcast(&changed);
+        pthread_mutex_unlock(&mutex);
+    }
+
+  private:
+    alignas(64) std::atomic<unsigned> phase{0};
+    alignas(64) std::atomic<int> arrived{0};
+    std::atomic<int> sleepers{0};
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+};
+
+// One thread's args in a team. All threads call the same functions with the same arguments; each computes its
+// part, and all meet at a function's end. No result depends on the number of threads.
+struct TeamThread {
+    TeamState &state;
+    const int index, size;
+
+    void barrier() const {
+        if (size > 1) return state.barrier(size);
+        state.claimed.store(0, std::memory_order_relaxed);
+    }
+    // 0, 1, 2, ... to whichever thread asks next, until the next barrier.
+    int64_t claim() const { return state.claimed.fetch_add(1, std::memory_order_relaxed); }
+
+    // body(first, last): parts of [0, count) that together cost `ns`, one for each thread that it pays for, or
+    // more of them. They begin at multiples of `grain`.
+    template <class Body> void share(int64_t count, double ns, Body &&body, int64_t grain = 1) const {
+        const double worth = ns / MIN_PHASE_NS;
+        int64_t parts = worth < 1 ? 1 : worth < size ? int64_t(worth) : size;
+        const bool is_claimed = parts == size && size > 1 && ns > 2 * size * PART_NS;
+        if (is_claimed) parts = min<int64_t>(4, int64_t(ns / PART_NS / size)) * size;
+        const int64_t grains = (count + grain - 1) / grain;
+        for (int64_t i = is_claimed ? claim() : index; i < parts; i = is_claimed ? claim() : parts) {
+            const int64_t first = grains * i / parts * grain, last = min(grains * (i + 1) / parts * grain, count);
+            if (first < last) body(first, last);
+        }
+    }
+};
+
+// Threads that wait for work, made when they are first needed; the calling thread is thread 0.
+class Team {
+  public:
+    ~Team() {
+        if (!state || owner != getpid()) return;  // those of another process are not here
+        state->ticket.store(STOP);
+        state->wake();
+        for (pthread_t worker : workers) pthread_join(worker, nullptr);
+        delete state;
+    }
+
+    // work(thread) in `size` threads, or in as many as the system gives. Returns when all are through.
+    template <class Work> void run(int size, Work &&work) {
+        if (!state || owner != getpid())  // or this is a fork, where the threads are missing
+            state = new TeamState, owner = getpid(), workers.clear();
+        state->claimed.store(0);
+        while (int(workers.size()) + 1 < size && add_worker()) {}
+        size = min(size, int(workers.size()) + 1);
+        if (size > 1) {
+            state->call = [](void *work, TeamState &state, int index, int size) {
+                (*(std::remove_reference_t<Work> *)work)(TeamThread{state, index, size});
+            };
+            state->work = (void *)&work;
+            state->ticket.store(((state->ticket.load() >> 16) + 1) << 16 | uint64_t(size));
+            state->wake();
+        }
+        work(TeamThread{*state, 0, size});
+        if (size > 1) state->barrier(size);
+    }
+
+  private:
+    static constexpr uint64_t STOP = ~uint64_t(0);
+    struct WorkerArgs {
+        TeamState &state;
+        int index;
+        uint64_t seen;
+    };
+    TeamState *state = nullptr;
+    std::vector<pthread_t> workers;
+    pid_t owner = 0;
+
+    bool add_worker() {
+        WorkerArgs *args = new WorkerArgs{*state, int(workers.size()) + 1, state->ticket.load()};
+        pthread_t worker;
+        if (pthread_create(&worker, nullptr, attend, args)) {
+            delete args;
+            return false;
+        }
+        workers.push_back(worker);
+        return true;
+    }
+    static void *attend(void *args) {
+        TeamState &state = ((WorkerArgs *)args)->state;
+        const int index = ((WorkerArgs *)args)->index;
+        uint64_t seen = ((WorkerArgs *)args)->seen;
+        delete (WorkerArgs *)args;
+        while (true) {
+            state.wait([&] { return state.ticket.load() != seen; });
+            seen = state.ticket.load();
+            if (seen == STOP) return nullptr;
+            const int size = int(seen & 0xffff);
+            if (index >= size) continue;
+            state.call(state.work, state, index, size);
+            state.barrier(size);
+        }
+    }
+};
+
+// The calling thread's.
+inline Team &this_team() {
+    static thread_local Team team;
+    return team;
 }

@@ -112,6 +112,35 @@ inline float to_f32(bf16 x) {
 inline void store1(float *to, float x) { *to = x; }
 inline void store1(bf16 *to, float x) { to->bits = to_bf16(broadcast(x))[0]; }
 
+struct half {  // float16
+    uint16_t bits;
+};
+
+inline float to_f32(half x) {
+    const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
+    uint32_t bits = magnitude + ((127 - 15) << 23);
+    if ((x.bits & 0x7c00) == 0x7c00) bits = magnitude | 0x7f800000;
+    float out;
+    memcpy(&out, &bits, 4);
+    if (!(x.bits & 0x7c00)) out = float(x.bits & 0x3ff) * 5.9604644775390625e-8f;  // 2 to the power of -24
+    memcpy(&bits, &out, 4);
+    bits |= sign;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline vec load(const half *from) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    vec x;
+    for (int i = 0; i < LANES; i++) x[i] = to_f32(from[i]);
+    return x;
+#endif
+}
+
 // `count` numbers in the type in which they are multiplied.
 template <class T> inline void widen(const T *from, int64_t count, T *to) {
     memcpy((void *)to, from, count * sizeof(T));
@@ -122,11 +151,12 @@ inline void widen(const bf16 *from, int64_t count, float *to) {
     for (; i < count; i++) to[i] = to_f32(from[i]);
 }
 
-// x rounded to T and converted back.
-template <class T> inline vec rounded_to(vec x);
-template <> inline vec rounded_to<float>(vec x) { return x; }
-template <> inline vec rounded_to<bf16>(vec x) {
-    return (vec)(zero_extend(to_bf16(x)) << 16);
+// `count` numbers to a type, which may be in place.
+inline void round_to(const float *from, int64_t count, float *to) { memcpy(to, from, count * sizeof(float)); }
+inline void round_to(const float *from, int64_t count, bf16 *to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+    for (; i < count; i++) store1(to + i, from[i]);
 }
 
 inline vec max(vec a, vec b) {
@@ -225,6 +255,23 @@ template <class T> inline vec fast_exp2(vec x) {
     y = y * r + broadcast(1.0f);
     return (vec)((ivec)y + power);
 #endif
+}
+
+// tanh(x) as a quotient of polynomials, to a few units in the last place; NaN stays NaN.
+inline vec tanh(vec x) {
+    const vec limit = broadcast(7.90531110763549805f);
+    x = max(-limit, -max(-limit, -x));
+    const vec s = x * x;
+    vec over = broadcast(-2.76076847742355e-16f) * s + broadcast(2.00018790482477e-13f);
+    over = over * s + broadcast(-8.60467152213735e-11f);
+    over = over * s + broadcast(5.12229709037114e-08f);
+    over = over * s + broadcast(1.48572235717979e-05f);
+    over = over * s + broadcast(6.37261928875436e-04f);
+    over = over * s + broadcast(4.89352455891786e-03f);
+    vec under = broadcast(1.19825839466702e-06f) * s + broadcast(1.18534705686654e-04f);
+    under = under * s + broadcast(2.26843463243900e-03f);
+    under = under * s + broadcast(4.89352518554385e-03f);
+    return x * over / under;
 }
 
 // x / y; with a relative error of 7e-5 for T = bf16.

@@ -49,6 +49,20 @@ def empty_state(block_rows: tl.constexpr, block_dim: tl.constexpr):
 
 
 @kernel()
+def cap_scores(scores, scale, cap):
+    """cap * tanh(scores * scale / cap), scale and cap in base 2."""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / cap * 2.8853900817779268))))
+
+
+@kernel()
+def first_seen(position, window, chunk):
+    """The first position that a query at `position` sees, by a window and a chunk; 0: none."""
+    first = tl.where(window > 0, position + 1 - window, 0)
+    first = tl.maximum(first, tl.where(chunk > 0, position // tl.maximum(chunk, 1) * chunk, 0))
+    return tl.maximum(first, 0)
+
+
+@kernel()
 def attend_keys(
     query,  # [rows, block_dim]
     state,  # see `empty_state`
@@ -56,13 +70,17 @@ def attend_keys(
     begin,
     end,  # keys
     limit,  # [rows] number of keys that each query sees; read if is_masked
+    lower,  # [rows] the first of them; read if has_span, which is always masked
     scale,
+    cap,  # of scores, base 2; read if has_cap
     page_size: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_keys: tl.constexpr,
     precision: tl.constexpr,
     is_masked: tl.constexpr,
+    has_span: tl.constexpr,
+    has_cap: tl.constexpr,
 ):
     """The state after the keys [begin, end); without a mask these are whole blocks of keys."""
     m_i, l_i, acc = state
@@ -85,13 +103,20 @@ def attend_keys(
             keys = tl.load(k_ptr + cells)
             values = tl.load(v_ptr + cells)
         scores = tl.dot(query, tl.trans(keys), input_precision=precision)
+        factor = scale
+        if has_cap:
+            scores = cap_scores(scores, scale, cap)
+            factor = 1.0
         if is_masked:
-            scores = tl.where(position[None, :] < limit[:, None], scores, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(scores, 1) * scale)
+            is_seen = position[None, :] < limit[:, None]
+            if has_span:
+                is_seen = is_seen & (position[None, :] >= lower[:, None])
+            scores = tl.where(is_seen, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1) * factor)
         shift = m_new
         if is_masked:  # a query may have seen no key yet
             shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        weights = tl.exp2(scores * scale - shift[:, None])
+        weights = tl.exp2(scores * factor - shift[:, None])
         alpha = tl.exp2(m_i - shift)
         l_i = l_i * alpha + tl.sum(weights, 1)
         acc = acc * alpha[:, None]
@@ -164,6 +189,11 @@ def extend_blocks(
     is_small = num_rows <= 64 or is_wide
     rows, num_warps = (64, 8 if is_wide else 4) if is_small else (128, 8)
     return Blocks(rows, 64 if capability[0] in (9, 10) else 32, num_warps, 3)
+
+
+def is_long(blocks: Blocks) -> bool:
+    """Whether they are those of many queries, which another card may want otherwise."""
+    return blocks.rows == 128
 
 
 def precision_of(q: Tensor) -> str:

@@ -1,7 +1,8 @@
 """Compile the kernels for GPUs that are not there: `python -m radixserve_kernels.gpu.compile`.
 
 Prints what each takes of a multiprocessor: registers of a thread, bytes of stack of a thread (what
-did not fit into registers), shared memory of a program. Exits with 1 if one does not fit.
+did not fit into registers), shared memory of a program. Exits with 1 if one does not fit, or spills
+more than STACK_BYTES.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from radixserve_kernels.gpu.launch import JITFunction, Launch, tl
+from radixserve_kernels.gpu.launch import JITFunction, Launch, has_pdl, tl
 from radixserve_kernels.gpu.variants import Variant, variants
 
+STACK_BYTES = 16  # of a thread, on Hopper and Blackwell servers, whose registers should do
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of a program, by target
 
 
@@ -34,10 +36,11 @@ class Compiled(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.shared_bytes <= SHARED_BYTES[self.target]
+        is_spilled = self.target >= 90 and self.stack_bytes > STACK_BYTES
+        return not is_spilled and self.shared_bytes <= SHARED_BYTES[self.target]
 
 
-def source_of(launch: Launch, backend: Any) -> Any:
+def source_of(launch: Launch, backend: Any, pdl: bool) -> Any:
     """The kernel and its arguments, specialised by Triton's own binder as on a call: arguments that
     are not `varying` are constants where they are 1, and known multiples of 16 where they are."""
     from triton.compiler import ASTSource
@@ -45,7 +48,7 @@ def source_of(launch: Launch, backend: Any) -> Any:
 
     kernel = launch.kernel
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, kinds, _ = bind(**launch.arguments, **launch.options, debug=False)
+    bound, kinds, _ = bind(**launch.all_arguments(pdl), **launch.options(pdl), debug=False)
     types = {name: kind for name, (kind, _) in zip(bound, kinds, strict=True)}
     constants = {
         (number,): bound[name] for number, name in enumerate(bound) if types[name] == "constexpr"
@@ -67,8 +70,9 @@ def compile_launch(variant: Variant, target: int) -> Compiled:
     if not isinstance(tl.sum, JITFunction):
         raise RuntimeError("Triton was imported with TRITON_INTERPRET set: it cannot compile")
     launch, gpu = variant.launch, GPUTarget("cuda", target, 32)
-    source = source_of(launch, make_backend(gpu))
-    made = triton.compile(source, target=gpu, options=launch.options)
+    pdl = has_pdl(divmod(target, 10))
+    source = source_of(launch, make_backend(gpu), pdl)
+    made = triton.compile(source, target=gpu, options=launch.options(pdl))
     registers, stack_bytes = resource_usage(made.asm["cubin"])
     name = launch.kernel.__name__.removesuffix("_kernel")
     shared = made.metadata.shared

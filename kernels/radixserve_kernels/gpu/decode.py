@@ -13,18 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.gpu.attention import (
     LOG2_E,
     MAX_GROUP,
     attend_keys,
     decode_blocks,
     empty_state,
+    first_seen,
     keys_per_split,
     precision_of,
     row_keys,
     write_state,
 )
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl, wait_for_inputs
 from radixserve_kernels.gpu.records import (
     LONG_ROW_KEYS,
     MIN_SPLIT_KEYS,
@@ -36,7 +38,12 @@ from radixserve_kernels.gpu.records import (
 BLOCK_SPLITS = 16  # read by the merge
 
 
-@kernel(varying=("indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "fixed_splits"))
+@kernel(
+    varying=(
+        *("indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "fixed_splits"),
+        *("window", "chunk"),
+    )
+)
 def decode_kernel(
     q_ptr,
     k_ptr,
@@ -47,6 +54,9 @@ def decode_kernel(
     out_ptr,
     lse_ptr,
     scale,
+    window,
+    chunk,
+    cap,
     stride_q_row,
     stride_q_head,
     stride_slot,
@@ -65,15 +75,23 @@ def decode_kernel(
     min_keys: tl.constexpr,
     max_keys: tl.constexpr,
     precision: tl.constexpr,
+    has_span: tl.constexpr,
+    has_cap: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """Grid [R, Hkv, splits]."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     kv_split = tl.program_id(2)
     num_kv_splits = tl.num_programs(2)
+    wait_for_inputs(pdl)
     first_page, num_keys = row_keys(row, indptr_ptr, last_ptr, page_size)
-    size = keys_per_split(num_keys, num_kv_splits, fixed_splits, min_keys, max_keys, block_keys)
-    begin = kv_split * size
+    lowest = 0
+    if has_span:
+        lowest = first_seen(num_keys - 1, window, chunk)
+    seen = num_keys - lowest
+    size = keys_per_split(seen, num_kv_splits, fixed_splits, min_keys, max_keys, block_keys)
+    begin = lowest + kv_split * size
     end = tl.minimum(begin + size, num_keys)
 
     features = tl.arange(0, block_dim)
@@ -88,8 +106,8 @@ def decode_kernel(
     kv_offset = kv_head * stride_kv_head
     pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
     state = attend_keys(
-        *(query, empty_state(block_rows, block_dim), pool, begin, end, limit, scale),
-        *(page_size, head_dim, block_dim, block_keys, precision, True),
+        *(query, empty_state(block_rows, block_dim), pool, begin, end, limit, limit, scale, cap),
+        *(page_size, head_dim, block_dim, block_keys, precision, True, False, has_cap),
     )
     out_row = row.to(tl.int64) * stride_out_row + kv_split * stride_out_split
     out_cells = out_row + head * stride_out_head
@@ -109,6 +127,7 @@ def merge_splits_kernel(
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_splits: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """Grid [T, Hq]."""
     row = tl.program_id(0).to(tl.int64)
@@ -117,6 +136,7 @@ def merge_splits_kernel(
     features = tl.arange(0, block_dim)
     m_i = tl.full([1], float("-inf"), tl.float32)
     l_i = tl.zeros([1], tl.float32)
+    wait_for_inputs(pdl)
     acc = tl.zeros([block_dim], tl.float32)
     for start in range(0, num_kv_splits, block_splits):
         kv_split = start + tl.arange(0, block_splits)
@@ -139,10 +159,17 @@ def merge_splits_kernel(
         tl.store(lse_ptr + cell + tl.arange(0, 1), m_i + tl.log2(l_i))
 
 
-def decode(q: Tensor, keys: PagedKeys, scale: float, split: Split, result: Result) -> list[Launch]:
+def decode(
+    q: Tensor,
+    keys: PagedKeys,
+    scale: float,
+    split: Split,
+    result: Result,
+    features: AttentionFeatures = PLAIN,
+) -> list[Launch]:
     """See `gpu_ops.decode`; `result` is written."""
     blocks = decode_blocks(group_of(q, keys), q.shape[2], q.dtype)
-    arguments = attention_arguments(q, keys, scale)
+    arguments = attention_arguments(q, keys, scale, features)
     arguments |= {
         "fixed_splits": split.fixed_splits,
         "block_rows": blocks.rows,
@@ -163,8 +190,12 @@ def group_of(q: Tensor, keys: PagedKeys) -> int:
     return group
 
 
-def attention_arguments(q: Tensor, keys: PagedKeys, scale: float) -> dict[str, Any]:
+def attention_arguments(
+    q: Tensor, keys: PagedKeys, scale: float, features: AttentionFeatures
+) -> dict[str, Any]:
     """Those that both attention kernels have."""
+    window, chunk = features.span
+    cap = features.logits_soft_cap or 0.0
     k_slots, v_slots = keys.k_slots, keys.v_slots
     assert scale > 0, f"scores are scaled by a positive number, not {scale}"
     assert q.stride(2) == k_slots.stride(2) == 1, "features must lie dense"
@@ -177,6 +208,11 @@ def attention_arguments(q: Tensor, keys: PagedKeys, scale: float) -> dict[str, A
         "indices_ptr": keys.kv_indices,
         "last_ptr": keys.last_page_len,
         "scale": scale * LOG2_E,
+        "window": window,
+        "chunk": chunk,
+        "cap": cap * LOG2_E,
+        "has_span": bool(window or chunk),
+        "has_cap": bool(cap),
         "stride_q_row": q.stride(0),
         "stride_q_head": q.stride(1),
         "stride_slot": k_slots.stride(0),

@@ -10,16 +10,29 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.gpu.attention import (
+    Blocks,
     attend_keys,
     empty_state,
     extend_blocks,
+    first_seen,
+    is_long,
     keys_per_split,
     row_keys,
     write_state,
 )
 from radixserve_kernels.gpu.decode import attention_arguments, group_of, split_state
-from radixserve_kernels.gpu.launch import Capability, Launch, capability_of, kernel, power_of_2, tl
+from radixserve_kernels.gpu.kernel_choice import choice_of
+from radixserve_kernels.gpu.launch import (
+    Capability,
+    Launch,
+    capability_of,
+    kernel,
+    power_of_2,
+    tl,
+    wait_for_inputs,
+)
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
 
 ROWS_AT_ONCE = 128  # looked through for the one that a tile belongs to
@@ -36,7 +49,12 @@ def find_row(tile, qo_ptr, num_rows, tile_tokens: tl.constexpr, block: tl.conste
     return row, tl.load(qo_ptr + row) // tile_tokens + row
 
 
-@kernel(varying=("qo_ptr", "indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "num_rows"))
+@kernel(
+    varying=(
+        *("qo_ptr", "indptr_ptr", "indices_ptr", "last_ptr", "lse_ptr", "num_rows"),
+        *("window", "chunk"),
+    )
+)
 def extend_kernel(
     q_ptr,
     k_ptr,
@@ -48,6 +66,9 @@ def extend_kernel(
     out_ptr,
     lse_ptr,
     scale,
+    window,
+    chunk,
+    cap,
     stride_q_row,
     stride_q_head,
     stride_slot,
@@ -69,12 +90,16 @@ def extend_kernel(
     tile_tokens: tl.constexpr,
     rows_at_once: tl.constexpr,
     precision: tl.constexpr,
+    has_span: tl.constexpr,
+    has_cap: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """Grid [tiles, Hkv, splits]; the last tiles of a row, which have most keys, come first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     kv_split = tl.program_id(2)
     num_kv_splits = tl.num_programs(2)
+    wait_for_inputs(pdl)
     row, first_tile = find_row(tile, qo_ptr, num_rows, tile_tokens, rows_at_once)
     first_token = tl.load(qo_ptr + row)
     num_new = tl.load(qo_ptr + row + 1) - first_token
@@ -101,10 +126,18 @@ def extend_kernel(
         limit = tl.zeros([block_rows], tl.int32) + num_keys
         seen_by_all = num_keys
         seen = num_keys
-    size = keys_per_split(seen, num_kv_splits, num_kv_splits, min_keys, max_keys, block_keys)
-    begin = kv_split * size
+    lower = limit
+    lowest = 0
+    if has_span:  # every query's own position is limit - 1
+        lower = first_seen(limit - 1, window, chunk)
+        lowest = first_seen(num_keys - num_new + offset, window, chunk)
+    span = seen - lowest
+    size = keys_per_split(span, num_kv_splits, num_kv_splits, min_keys, max_keys, block_keys)
+    begin = lowest + kv_split * size
     end = tl.minimum(begin + size, seen)
     whole = tl.maximum(tl.minimum(seen_by_all, end) - begin, 0) // block_keys * block_keys
+    if has_span:
+        whole = 0
 
     kv_offset = kv_head * stride_kv_head
     pool = (k_ptr + kv_offset, v_ptr + kv_offset, indices_ptr + first_page, stride_slot)
@@ -113,8 +146,9 @@ def extend_kernel(
         first = begin + whole * is_masked
         last = begin + whole if is_masked == 0 else end
         state = attend_keys(
-            *(query, state, pool, first, last, limit, scale),
+            *(query, state, pool, first, last, limit, lower, scale, cap),
             *(page_size, head_dim, block_dim, block_keys, precision, is_masked == 1),
+            *(has_span, has_cap),
         )
     out_cells = token * stride_out_row + head * stride_out_head + kv_split * stride_out_split
     lse_cells = (token * num_heads + head) * num_kv_splits + kv_split
@@ -130,14 +164,19 @@ def extend(
     max_q: int,
     split: Split,
     result: Result,
+    features: AttentionFeatures = PLAIN,
     capability: Capability | None = None,  # by default that of the GPU that q lies on
 ) -> list[Launch]:
     """See `gpu_ops.extend`; `result` is written."""
+    assert causal or features.span == (0, 0), "a window or chunk goes by the places of queries"
     group, num_rows = group_of(q, keys), len(keys.last_page_len)
     blocks = extend_blocks(max_q * group, q.shape[2], q.dtype, capability or capability_of(q))
+    measured = choice_of(q.device).extend_tile
+    if measured is not None and is_long(blocks):
+        blocks = Blocks(*measured)
     block_rows = max(blocks.rows, power_of_2(group))
     tile_tokens = block_rows // group
-    arguments = attention_arguments(q, keys, scale)
+    arguments = attention_arguments(q, keys, scale, features)
     arguments |= {
         "qo_ptr": qo_indptr,
         "num_rows": num_rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl, wait_for_inputs
 
 BLOCK_CELLS = 2_048  # features of some heads at a time
 
@@ -30,12 +30,14 @@ def merge_states_kernel(
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_heads: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """Grid [T, blocks of heads]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
     features = tl.arange(0, block_dim)
     is_head = head < num_heads
+    wait_for_inputs(pdl)
     lse_a = tl.load(lse_a_ptr + row * stride_lse_a + head, is_head, float("-inf"))
     lse_b = tl.load(lse_b_ptr + row * stride_lse_b + head, is_head, float("-inf"))
     m_i = tl.maximum(lse_a, lse_b)

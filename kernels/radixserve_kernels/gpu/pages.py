@@ -32,7 +32,12 @@ def copy_page_prefixes_kernel(
     tl.store(half + destination * stride_page + cell, cells, mask=is_copied)
 
 
-@kernel(varying=("table_ptr", "row_of_ptr", "num_pages_ptr", "indptr_ptr", "out_ptr"))
+@kernel(
+    varying=(
+        *("table_ptr", "row_of_ptr", "num_pages_ptr", "indptr_ptr", "out_ptr"),
+        "stride_table",
+    )
+)
 def flat_indices_kernel(
     table_ptr,  # [rows, max_pages] int32, all of them
     row_of_ptr,  # [R]
@@ -80,15 +85,34 @@ def flat_indices(
 ) -> list[Launch]:
     """See `gpu_ops.flat_indices`; `out` is written."""
     assert page_table.stride(1) == 1, "page ids of a row must lie dense"
+    pages = page_table, page_table.stride(0), page_table.shape[1]
+    return [_copy_rows(*pages, row_of, num_pages, indptr, out)]
+
+
+def copy_ranges(
+    values: Tensor, first: Tensor, count: Tensor, indptr: Tensor, out: Tensor, most: int
+) -> list[Launch]:
+    """See `gpu_ops.copy_ranges`; `out` is written. A table whose rows begin at every value."""
+    return [_copy_rows(values, 1, most, first, count, indptr, out)]
+
+
+def _copy_rows(
+    values: Tensor,
+    stride: int,
+    most: int,
+    row_of: Tensor,
+    num_pages: Tensor,
+    indptr: Tensor,
+    out: Tensor,
+) -> Launch:
     arguments = {
-        "table_ptr": page_table,
+        "table_ptr": values,
         "row_of_ptr": row_of,
         "num_pages_ptr": num_pages,
         "indptr_ptr": indptr,
         "out_ptr": out,
-        "stride_table": page_table.stride(0),
+        "stride_table": stride,
         "block": PAGES_AT_ONCE,
     }
-    most = -(-page_table.shape[1] // PAGES_AT_ONCE)
-    grid = (len(row_of), min(most, PROGRAMS_PER_ROW))
-    return [Launch(flat_indices_kernel, grid, arguments)]
+    grid = (len(row_of), min(-(-most // PAGES_AT_ONCE), PROGRAMS_PER_ROW))
+    return Launch(flat_indices_kernel, grid, arguments)

@@ -11,49 +11,77 @@ import itertools
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve_kernels import torch_ops
+from radixserve_kernels.attention_features import AttentionFeatures
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
 
 LOG2_E = math.log2(math.e)
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
+def rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    is_centered: bool,
+    out: Tensor,
+) -> None:
     if residual is not None:
         residual += x
         x = residual
-    out.copy_(_rms_norm(x, weight, eps))
+    out.copy_(_rms_norm(x, weight, eps, is_centered))
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, is_centered: bool) -> Tensor:
     epsilon = torch.tensor(eps, dtype=torch.float32, device=x.device)
-    return torch_ops.rms_norm(x, weight, epsilon)
+    return torch_ops.rms_norm(x, weight, epsilon, is_centered=is_centered)
 
 
-def silu_and_mul(gate_up: Tensor, out: Tensor) -> None:
-    out.copy_(torch_ops.silu_and_mul(gate_up))
+def act_and_mul(gate_up: Tensor, activation: str, out: Tensor) -> None:
+    out.copy_(torch_ops.act_and_mul(gate_up, activation))
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
+    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out.copy_((up + 1) * gate * (alpha * gate).sigmoid())
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, indptr: Tensor, out: Tensor
+) -> None:
+    fan_out = len(order) // max(len(x), 1)
+    for expert, (first, end) in enumerate(itertools.pairwise(indptr.tolist())):
+        if first < end:
+            pairs = order[first:end]
+            expert_bias = None if bias is None else bias[expert]
+            out[pairs] = F.linear(x[pairs // fan_out], weight[expert], expert_bias)
 
 
 def rope_and_store(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     k_slots: Tensor,
     v_slots: Tensor,
     num_heads: int,
     num_kv_heads: int,
     qk_norm: Tensor | None,
     eps: float,
+    is_centered: bool,
     out: Tensor,
 ) -> None:
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # [T, Hq + 2 Hkv, D]
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if qk_norm is not None:
-        qk = _rms_norm(qk, qk_norm, eps)
-    cos, sin = cos_sin[positions].chunk(2, -1)  # [T, D / 2] each
-    qk = torch_ops.apply_rotary(qk.contiguous(), torch.complex(cos, sin)[:, None])
+        qk = _rms_norm(qk, qk_norm, eps, is_centered)
+    if cos_sin is not None:
+        cos, sin = cos_sin[positions].chunk(2, -1)  # [T, D / 2] each
+        qk = torch_ops.apply_rotary(qk.contiguous(), torch.complex(cos, sin)[:, None])
     is_kept = slots >= 0
     k_slots[slots[is_kept]] = qk[is_kept, num_heads:].to(k_slots.dtype)
     v_slots[slots[is_kept]] = v[is_kept].to(v_slots.dtype)
@@ -76,6 +104,15 @@ def flat_indices(
             out[starts[row] : starts[row] + count] = page_table[source, :count]
 
 
+def copy_ranges(
+    values: Tensor, first: Tensor, count: Tensor, indptr: Tensor, out: Tensor, most: int
+) -> None:
+    ranges = zip(first.tolist(), count.tolist(), indptr.tolist(), strict=False)
+    for source, length, target in ranges:
+        assert length <= most
+        out[target : target + length] = values[source : source + length]
+
+
 def row_slots(row: int, keys: PagedKeys) -> Tensor:
     """The slots of a row's keys in order, int64."""
     first, last = keys.kv_indptr[row : row + 2].tolist()
@@ -86,8 +123,15 @@ def row_slots(row: int, keys: PagedKeys) -> Tensor:
     return (pages[:, None] * size + offsets).flatten()[: max(num_keys, 0)]
 
 
-def decode(q: Tensor, keys: PagedKeys, scale: float, split: Split, result: Result) -> None:
-    extend(q, keys, torch.arange(len(q) + 1), scale, False, 1, split, result)
+def decode(
+    q: Tensor,
+    keys: PagedKeys,
+    scale: float,
+    split: Split,
+    result: Result,
+    features: AttentionFeatures,
+) -> None:
+    extend(q, keys, torch.arange(len(q) + 1), scale, True, 1, split, result, features)
 
 
 def extend(
@@ -99,6 +143,7 @@ def extend(
     _max_q: int,
     _split: Split,
     result: Result,
+    features: AttentionFeatures,
 ) -> None:
     """Row by row in float32."""
     out, lse = result
@@ -108,10 +153,18 @@ def extend(
         num_new, num_keys = end - start, len(slots)
         heads = q[start:end].float().unflatten(1, (k.shape[1], -1))  # [N, Hkv, G, D]
         scores = torch.einsum("nhgd,khd->hgnk", heads, k) * scale
+        if (cap := features.logits_soft_cap) is not None:
+            scores = cap * (scores / cap).tanh()
         if causal:
             position = torch.arange(num_keys, device=q.device)
             last = torch.arange(num_new, device=q.device) + num_keys - num_new
-            scores.masked_fill_(position > last[:, None], -torch.inf)
+            window, chunk = features.span
+            is_hidden = position > last[:, None]
+            if window:
+                is_hidden |= position <= last[:, None] - window
+            if chunk:
+                is_hidden |= position < last[:, None] // chunk * chunk
+            scores.masked_fill_(is_hidden, -torch.inf)
         log_sum = scores.logsumexp(-1)  # [Hkv, G, N]
         weights = (scores - log_sum[..., None]).exp().nan_to_num(0.0)  # a query without keys: 0
         acc = torch.einsum("hgnk,khd->nhgd", weights, v)
@@ -140,6 +193,12 @@ def argmax(logits: Tensor, row_max: Tensor, out: Tensor, finite: Tensor) -> None
     finite.copy_(row_max.isfinite())
     first = (logits == row_max[:, None]).int().argmax(-1)
     out.copy_(torch.where(finite, first, 0))
+
+
+def forbid_(logits: Tensor, bitmask: Tensor, rows: Tensor) -> None:
+    token = torch.arange(logits.shape[1], device=logits.device)
+    is_forbidden = (bitmask[:, token // 32] >> (token % 32).to(torch.int32)) & 1 == 0
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(is_forbidden, -torch.inf))
 
 
 def token_logprob(logits: Tensor, token_ids: Tensor, out: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl, wait_for_inputs
 
 BLOCK_CELLS = 1_024  # features of some heads of one token at a time
 
@@ -14,7 +14,7 @@ def rope_and_store_kernel(
     qkv_ptr,  # [T, (Hq + 2 Hkv) * D]
     positions_ptr,  # [T] int64
     slots_ptr,  # [T] int64
-    cos_sin_ptr,  # [positions, D] float32
+    cos_sin_ptr,  # [positions, D] float32, or None
     norm_ptr,  # [Hq + Hkv, D] or None
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [num_slots, Hkv, D]
@@ -30,9 +30,11 @@ def rope_and_store_kernel(
     stride_k_head,
     stride_v,
     stride_v_head,
+    is_centered: tl.constexpr,
     head_dim: tl.constexpr,
     block_dim: tl.constexpr,
     block_heads: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """Grid [T, blocks of the Hq + 2 Hkv heads]."""
     token = tl.program_id(0).to(tl.int64)
@@ -42,25 +44,29 @@ def rope_and_store_kernel(
     is_rotated = head < num_rotated
     is_cell = (head < num_rotated + num_kv_heads)[:, None] & (feature < head_dim)[None, :]
     cells = qkv_ptr + token * stride_qkv + head[:, None] * head_dim + feature[None, :]
+    wait_for_inputs(pdl)
     x = tl.load(cells, mask=is_cell, other=0.0)
 
     turned = x
     if norm_ptr is not None:
         wide = x.to(tl.float32)
+        if is_centered:
+            centered = wide - tl.sum(wide, 1)[:, None] / head_dim
+            wide = tl.where((feature < head_dim)[None, :], centered, 0.0)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / head_dim + eps)
         is_weight = is_rotated[:, None] & (feature < head_dim)[None, :]
         weights = norm_ptr + head[:, None] * stride_norm + feature[None, :]
         weight = tl.load(weights, mask=is_weight, other=0.0).to(tl.float32)
-        normed = (wide * scale[:, None]).to(x.dtype).to(tl.float32)
-        turned = (normed * weight).to(x.dtype)
-    pairs = tl.reshape(turned.to(tl.float32), [block_heads, block_dim // 2, 2])
-    even, odd = tl.split(pairs)  # [heads, pairs]
-    pair = tl.arange(0, block_dim // 2)
-    table = cos_sin_ptr + tl.load(positions_ptr + token) * head_dim + pair
-    cos = tl.load(table, mask=pair < head_dim // 2, other=0.0)[None, :]
-    sin = tl.load(table + head_dim // 2, mask=pair < head_dim // 2, other=0.0)[None, :]
-    pairs = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-    turned = tl.reshape(pairs, [block_heads, block_dim]).to(x.dtype)
+        turned = (wide * scale[:, None] * weight).to(x.dtype)
+    if cos_sin_ptr is not None:
+        pairs = tl.reshape(turned.to(tl.float32), [block_heads, block_dim // 2, 2])
+        even, odd = tl.split(pairs)  # [heads, pairs]
+        pair = tl.arange(0, block_dim // 2)
+        table = cos_sin_ptr + tl.load(positions_ptr + token) * head_dim + pair
+        cos = tl.load(table, mask=pair < head_dim // 2, other=0.0)[None, :]
+        sin = tl.load(table + head_dim // 2, mask=pair < head_dim // 2, other=0.0)[None, :]
+        pairs = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        turned = tl.reshape(pairs, [block_heads, block_dim]).to(x.dtype)
 
     is_query = (head < num_heads)[:, None] & is_cell
     cells = q_ptr + token * stride_q_row + head[:, None] * stride_q_head + feature[None, :]
@@ -81,19 +87,20 @@ def rope_and_store(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     k_slots: Tensor,
     v_slots: Tensor,
     num_heads: int,
     num_kv_heads: int,
     qk_norm: Tensor | None,
     eps: float,
+    is_centered: bool,
     out: Tensor,
 ) -> list[Launch]:
     """See `gpu_ops.rope_and_store`; `out` [T, Hq, D] is written."""
     tensors = (qkv, positions, slots, k_slots, v_slots, out)
     assert all(one.stride(-1) == 1 for one in tensors), "features must lie dense"
-    assert cos_sin.is_contiguous(), "the table must lie dense"
+    assert cos_sin is None or cos_sin.is_contiguous(), "the table must lie dense"
     num_all, head_dim = num_heads + 2 * num_kv_heads, out.shape[2]
     assert qkv.shape[1] == num_all * head_dim, f"{qkv.shape[1]} features are not {num_all} heads"
     block_dim = power_of_2(head_dim)
@@ -118,6 +125,7 @@ def rope_and_store(
         "stride_k_head": k_slots.stride(1),
         "stride_v": v_slots.stride(0),
         "stride_v_head": v_slots.stride(1),
+        "is_centered": is_centered,
         "head_dim": head_dim,
         "block_dim": block_dim,
         "block_heads": block_heads,

@@ -12,7 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from radixserve_kernels.gpu import argmax, decode, extend, merge, norm, pages, rope, sampling
+from radixserve_kernels.attention_features import AttentionFeatures
+from radixserve_kernels.gpu import (
+    argmax,
+    bitmask,
+    decode,
+    experts,
+    extend,
+    merge,
+    norm,
+    pages,
+    rope,
+    sampling,
+)
 from radixserve_kernels.gpu.launch import Capability, Launch
 from radixserve_kernels.gpu.records import PagedKeys, Result, Split
 
@@ -35,7 +47,7 @@ def variants(capability: Capability, *, every: bool) -> list[Variant]:
     """One or two of each kernel, or the product of the settings."""
     dtypes = DTYPES if every else DTYPES[:1]
     head_dims = (64, 128, 256) if every else (128,)
-    found = [*_row_variants(every), *_logit_variants()]
+    found = [*_row_variants(every), *_expert_variants(every), *_logit_variants()]
     for dtype in dtypes:
         for head_dim in head_dims:
             page_sizes = PAGE_SIZES if every else PAGE_SIZES[1:2]
@@ -80,12 +92,19 @@ def _attention_variants(
         split = Split(num_splits, num_splits, None)
         for launch in decode.decode(q, keys, 0.1, split, Result(q, None)):
             yield Variant(f"{kind} splits={num_splits}", launch)
+    whole, features = Split(1, 1, None), AttentionFeatures(1_024, logits_soft_cap=50.0)
+    for launch in decode.decode(q, keys, 0.1, whole, Result(q, None), features):
+        yield Variant(f"{kind} window, cap", launch)
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
-    result, split = Result(q, _float(NUM_TOKENS, num_heads)), Split(1, 1, None)
+    result, split = Result(q, _float(NUM_TOKENS, num_heads)), whole
+    for launch in extend.extend(
+        q, keys, indptr, 0.1, True, NUM_TOKENS, split, result, features, capability
+    ):
+        yield Variant(f"{kind} window, cap", launch)
     for length, max_q in EXTENSIONS.items() if every else [("long", NUM_TOKENS)]:
         for causal in (True, False) if every else (True,):
             (launch,) = extend.extend(
-                q, keys, indptr, 0.1, causal, max_q, split, result, capability
+                q, keys, indptr, 0.1, causal, max_q, split, result, capability=capability
             )
             yield Variant(f"{kind} {length}{' causal' if causal else ''}", launch)
 
@@ -104,7 +123,7 @@ def _head_variants(dtype: torch.dtype, head_dim: int, every: bool) -> Iterator[V
     norms = [_tensor(num_heads + num_kv_heads, head_dim, dtype=dtype), None]
     for qk_norm in norms if every else norms[:1]:
         launches = rope.rope_and_store(
-            qkv, places, places, table, pool, pool, *HEADS, qk_norm, 1e-6, out
+            qkv, places, places, table, pool, pool, *HEADS, qk_norm, 1e-6, False, out
         )
         for launch in launches:
             yield Variant(f"{kind}{'' if qk_norm is None else ' qk_norm'}", launch)
@@ -119,14 +138,32 @@ def _row_variants(every: bool) -> Iterator[Variant]:
             x, weight = _tensor(NUM_TOKENS, hidden, dtype=dtype), _tensor(hidden, dtype=dtype)
             kind = f"{_short(dtype)} n={hidden}"
             for residual in (x, None) if every else (x,):
-                for launch in norm.rms_norm(x, residual, weight, 1e-6, x):
+                for launch in norm.rms_norm(x, residual, weight, 1e-6, False, x):
                     yield Variant(f"{kind}{'' if residual is None else ' add'}", launch)
         gate_up = _tensor(NUM_TOKENS, 2 * 14_336, dtype=dtype)
-        for launch in norm.silu_and_mul(gate_up, gate_up[:, :14_336]):
+        for launch in norm.act_and_mul(gate_up, "silu", gate_up[:, :14_336]):
             yield Variant(f"{_short(dtype)} M=14336", launch)
     table, some = _index(256, 1_024), _index(64)
     for launch in pages.flat_indices(table, some, some, some, some):
         yield Variant("", launch)
+
+
+def _expert_variants(every: bool) -> Iterator[Variant]:
+    num_experts, inner, hidden, fan_out = 128, 768, 2_048, 8
+    for dtype in (*DTYPES, torch.float32) if every else DTYPES[:1]:
+        weight = _tensor(num_experts, 2 * inner, hidden, dtype=dtype)
+        bias = _tensor(num_experts, 2 * inner, dtype=dtype)
+        for num_tokens in (16, 512, 8_192) if every else (NUM_TOKENS,):
+            kind = f"{_short(dtype)} T={num_tokens}"
+            x, order = _tensor(num_tokens, hidden, dtype=dtype), _long(num_tokens * fan_out)
+            out = _tensor(len(order), 2 * inner, dtype=dtype)
+            for some in (bias, None) if every else (bias,):
+                for launch in experts.grouped_linear(
+                    x, weight, some, order, _index(num_experts + 1), out
+                ):
+                    yield Variant(kind, launch)
+            for launch in experts.clamped_swiglu(out, 1.702, 7.0, out[:, :inner]):
+                yield Variant(kind, launch)
 
 
 def _logit_variants() -> Iterator[Variant]:
@@ -134,6 +171,9 @@ def _logit_variants() -> Iterator[Variant]:
     logits = _float(NUM_ROWS, VOCAB_SIZE)
     ids, row, flags = _long(NUM_ROWS), _float(NUM_ROWS), _tensor(NUM_ROWS, dtype=torch.bool)
     for launch in argmax.token_logprob(logits, ids, row):
+        yield Variant(kind, launch)
+    masks = _index(NUM_ROWS, -(-VOCAB_SIZE // 32))
+    for launch in bitmask.forbid_(logits, masks, ids):
         yield Variant(kind, launch)
     exact = _double(NUM_ROWS)
     for launch in sampling.sample(logits, row, _index(NUM_ROWS), exact, row, exact, ids, flags):

@@ -17,8 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
-from radixserve.attention.cuda.cascade import NodeFinder, SharingCost
+from radixserve.attention.base import (
+    PLAIN,
+    AttentionBackend,
+    AttentionFeatures,
+    ForwardBatch,
+    HostIndex,
+    missing_features,
+)
+from radixserve.attention.cuda.cascade import CascadeCost, NodeFinder
 from radixserve.attention.cuda.metadata import LaunchMetadata, PlanUploader, layout
 from radixserve.attention.cuda.plan import (
     GraphShape,
@@ -27,6 +34,8 @@ from radixserve.attention.cuda.plan import (
     plan_graph,
     plan_rows,
 )
+from radixserve.errors import ModelNotSupported
+from radixserve_kernels.gpu_ops import add_sinks
 
 
 class Launch(Protocol):
@@ -36,9 +45,17 @@ class Launch(Protocol):
         """Take other metadata; in a graph of the same shape, in the same buffers."""
         ...
 
-    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+        features: AttentionFeatures,
+    ) -> None:
         """Attend with the launch's queries q [n, Hq, D] into out [n, Hq, D] and lse [n, Hq]
-        float32, the base-2 logarithm of the sum of exponentiated scores."""
+        float32, the base-2 logarithm of the sum of exponentiated scores; without sinks."""
         ...
 
 
@@ -67,20 +84,33 @@ class PlannedBackend(AttentionBackend):
     def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         """out, lse become those over both sets of keys. [n, Hq, D], [n, Hq] float32, no gaps."""
 
-    def attend(self, q: Tensor, layer: int, scale: float | None = None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float | None = None,
+        features: AttentionFeatures = PLAIN,
+    ) -> Tensor:
         assert self.unique, "attend before plan"
+        if reason := missing_features(self.features, features.names):
+            raise ModelNotSupported(f"the {self.name} backend cannot be used: {reason}")
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         order = self._order
         queries = q if order is None else q.index_select(0, order)
         out = q.new_empty(q.shape)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if self.shared else None
+        assert not (self.shared and features.span != (0, 0)), "shared pages have no window"
+        needs_lse = self.shared or features.sinks is not None
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if needs_lse else None
         for launch, at in self.unique:
-            launch.run(queries[at], layer, scale, out[at], None if lse is None else lse[at])
+            state = None if lse is None else lse[at]
+            launch.run(queries[at], layer, scale, out[at], state, features)
         for launch, at in self.shared:
             assert lse is not None
             other, other_lse = torch.empty_like(out[at]), torch.empty_like(lse[at])
-            launch.run(queries[at], layer, scale, other, other_lse)
+            launch.run(queries[at], layer, scale, other, other_lse, features)
             self.merge(out[at], lse[at], other, other_lse)
+        if features.sinks is not None and lse is not None:
+            add_sinks(out, lse, features.sinks)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
     def _install(self, plan: PagedPlan, launches: Sequence[Launch], batch: ForwardBatch) -> None:
@@ -107,7 +137,7 @@ class PagedBackend(PlannedBackend):
         super().__init__(kv, num_heads)
         self.kernel_page_size = choose_kernel_page_size(self.page_size, kernel_page_size)
         token_bytes = 2 * self.num_kv_heads * self.head_dim * kv.element_size()
-        cost = SharingCost.of_token(token_bytes) if shares else None
+        cost = CascadeCost.of_token(token_bytes) if shares else None
         self.nodes, self.uploader = NodeFinder(self.page_size, cost), PlanUploader(kv.device)
         self._page_buffers: dict[int, Tensor] = {}
 
@@ -134,7 +164,9 @@ class PagedBackend(PlannedBackend):
         """1 where a level pays for the rows as they lie, else 0."""
         return int(self.nodes.pays_in_place(batch.host))
 
-    def capture_backend(self, max_rows: int, max_pages: int, num_levels: int = 0) -> GraphBackend:
+    def make_graph_backend(
+        self, max_rows: int, max_pages: int, num_levels: int = 0
+    ) -> GraphBackend:
         """See `AttentionBackend`. With num_levels=1 it reads one level of shared pages together,
         where it finds any that pay; which costs a graph two launches more."""
         if num_levels not in (0, 1):
@@ -150,7 +182,7 @@ class PagedBackend(PlannedBackend):
 
 
 class GraphBackend(PlannedBackend):
-    """See `AttentionBackend`; made by `PagedBackend.capture_backend`.
+    """See `AttentionBackend`; made by `PagedBackend.make_graph_backend`.
 
     `plan` belongs outside of the graph and before each replay; `attend` with q [max_rows, Hq, D]
     inside: what it launches is the same for every plan, and reads the same memory. Rows beyond the
@@ -160,6 +192,7 @@ class GraphBackend(PlannedBackend):
 
     def __init__(self, eager: PagedBackend, shape: GraphShape) -> None:
         super().__init__(eager.kv, eager.num_heads)
+        self.features = eager.features
         self.name, self.shape, self._eager = eager.name, shape, eager
         device = eager.kv.device
         sizes = [shape.num_rows, shape.num_groups] if shape.num_groups else [shape.num_rows]

@@ -16,6 +16,7 @@ import numpy as np
 from radixserve.attention.base import HostIndex, IndexArray
 
 MAX_LEVELS = 4
+MAX_ENDS = 4_096  # that are remembered
 
 # Bytes of K and V of one layer whose reading takes as long as what a level of shared pages costs in
 # a layer, two launches and a merge: 16,384 tokens of 8 heads of 128 in 16 bits. From known launch
@@ -46,7 +47,7 @@ class SharedNode:
 
 
 @dataclass(frozen=True, slots=True)
-class SharingCost:
+class CascadeCost:
     """The cost model: when reading pages once for all their rows is worth it.
 
     Reading a node's pages for each of its rows costs (rows - 1) * tokens more, which must pay for
@@ -58,7 +59,7 @@ class SharingCost:
     merge_tokens: int
 
     @classmethod
-    def of_token(cls, token_bytes: int) -> SharingCost:
+    def of_token(cls, token_bytes: int) -> CascadeCost:
         """For K and V of `token_bytes` a token in a layer."""
         return cls(max(1, SHARE_BYTES // token_bytes), MERGE_TOKENS)
 
@@ -74,21 +75,32 @@ class SharingCost:
 class NodeFinder:
     """Finds the nodes of a step that pay; remembers those of the last call."""
 
-    def __init__(self, page_size: int, cost: SharingCost | None) -> None:
+    def __init__(self, page_size: int, cost: CascadeCost | None) -> None:
         """`cost` None: nothing is shared."""
         self._page_size, self._cost = page_size, cost
         self._last: tuple[HostIndex, int, list[SharedNode]] | None = None
+        self._ends: dict[int, int] = {}  # of the last steps, see `find_shared`
 
     def find(self, host: HostIndex, max_levels: int = MAX_LEVELS) -> list[SharedNode]:
-        """At most `max_levels` deep, parents first; reads host.kv_indices only if some may pay."""
+        """At most `max_levels` deep, parents first; looks at page ids only if some may pay."""
         cost = self._cost
-        if cost is None or not max_levels or not cost.may_pay(host.start):
+        if cost is None or not max_levels:
             return []
-        if self._last is None or self._last[0] is not host or self._last[1] != max_levels:
-            nodes = limit_levels(find_shared(host, self._page_size, cost.pays), max_levels)
-            nodes = drop_levels(nodes, -(-cost.least_tokens // self._page_size))
-            self._last = host, max_levels, nodes
-        return self._last[2]
+        if not cost.may_pay(host.start):
+            self._last = None
+            return []
+        if self._last is not None and self._last[1] == max_levels:
+            before, _, nodes = self._last
+            if host is before:
+                return nodes
+            if has_only_grown(before, host):
+                self._last = host, max_levels, nodes
+                return nodes
+        found = find_shared(host, self._page_size, cost.pays, self._ends)
+        nodes = limit_levels(found, max_levels)
+        nodes = drop_levels(nodes, -(-cost.least_tokens // self._page_size))
+        self._last = host, max_levels, nodes
+        return nodes
 
     def pays_in_place(self, host: HostIndex) -> bool:
         """Whether one level pays for rows that are not put in another order."""
@@ -96,13 +108,29 @@ class NodeFinder:
         return self._cost is not None and saved * self._page_size >= self._cost.least_tokens
 
 
-def find_shared(host: HostIndex, page_size: int, pays: Pays) -> list[SharedNode]:
+def has_only_grown(before: HostIndex, host: HostIndex) -> bool:
+    """Whether the rows are those of the step before with pages of their own appended at most: what
+    they share is the same then."""
+    slots, first_new = host.row_slots, host.first_new_page
+    if slots is None or first_new is None or before.row_slots is None:
+        return False
+    if not np.array_equal(slots, before.row_slots):
+        return False
+    had = before.kv_indptr[1:] - before.kv_indptr[:-1]
+    return bool((first_new >= had).all() and (host.start >= before.start).all())
+
+
+def find_shared(
+    host: HostIndex, page_size: int, pays: Pays, ends: dict[int, int] | None = None
+) -> list[SharedNode]:
     """The nodes that pay, parents before their children.
 
     A node that does not pay is left to its rows, together with what they share further on: pages
     of a child that does pay then begin where its last paying ancestor ended.
-    O(rows + pages shared) and a few numpy operations for each node.
+    A few numpy operations for each node, and O(rows * log(pages shared)); O(rows) with the `ends`
+    of a step like it, by page id: how far rows that had this page in common had all in common.
     """
+    ends = {} if ends is None else ends
     if len(host.start) < 2:
         return []
     whole = host.start // page_size  # pages before the first new token
@@ -112,7 +140,7 @@ def find_shared(host: HostIndex, page_size: int, pays: Pays) -> list[SharedNode]
         rows, first, depth, level = waiting.pop()
         rows = rows[whole[rows] > depth]
         for group in _by_page(host, rows, depth):
-            end = _common_pages(host, group, depth, int(whole[group].min()))
+            end = _common_pages(host, group, depth, int(whole[group].min()), ends)
             if pays(len(group), (end - first) * page_size):
                 found.append(SharedNode(group, first, end, level))
                 waiting.append((group, end, end, level + 1))
@@ -197,7 +225,8 @@ def _by_page(host: HostIndex, rows: IndexArray, depth: int) -> list[IndexArray]:
     """Groups of two and more of `rows` (ascending) that have the same page at `depth`."""
     if len(rows) < 2:
         return []
-    pages = host.kv_indices[host.kv_indptr[rows] + depth]
+    tables = host.page_tables
+    pages = np.array([tables[row].item(depth) for row in rows.tolist()])
     order = np.argsort(pages, kind="stable")
     ordered = pages[order]
     is_new = ordered[1:] != ordered[:-1]
@@ -207,16 +236,30 @@ def _by_page(host: HostIndex, rows: IndexArray, depth: int) -> list[IndexArray]:
     return [rows[order[first:end]] for first, end in itertools.pairwise(bounds) if end - first > 1]
 
 
-def _common_pages(host: HostIndex, rows: IndexArray, depth: int, limit: int) -> int:
-    """Leading pages, at most `limit`, that all rows have in common; those before `depth` are."""
-    pages = host.kv_indices
-    starts = host.kv_indptr[rows].tolist()
-    model = pages[starts[0] + depth : starts[0] + limit]
-    known = model.tobytes()
-    for start in starts[1:]:
-        other = pages[start + depth : start + limit]
-        if other.tobytes() != known:
-            limit = depth + int((other != model).argmax())
-            model = model[: limit - depth]
-            known = model.tobytes()
-    return limit
+def _common_pages(
+    host: HostIndex, rows: IndexArray, depth: int, limit: int, ends: dict[int, int]
+) -> int:
+    """Leading pages, at most `limit`, that all rows have in common; the one at `depth` is.
+
+    Rows that share a page share all before it: the last one is found by bisection, from where it
+    was last time on.
+    """
+    first, *others = (host.page_tables[row] for row in rows.tolist())
+
+    def is_shared(at: int) -> bool:
+        page = first.item(at)
+        return all(other.item(at) == page for other in others)
+
+    key = first.item(depth)
+    low, high, guess = depth + 1, limit, ends.get(key, limit)
+    while low < high:
+        at = guess if low <= guess < high else (low + high) // 2
+        if is_shared(at):
+            low = at + 1
+        else:
+            high = at
+        guess = at - 1 if at == guess else -1
+    if len(ends) > MAX_ENDS:
+        ends.clear()
+    ends[key] = low
+    return low

@@ -1,12 +1,18 @@
 """The `flashinfer` backend: FlashInfer's paged kernels over the pool, for CUDA.
 
 Rows of one token run in the decode kernel, others in the fa2 prefill kernel, shared pages in the
-prefill kernel without a mask; planning and merging are backend.py's. fa2 everywhere: fa3 neither
-packs the query heads of a K/V head into one tile nor splits keys.
+prefill kernel without a mask; planning and merging are backend.py's. fa3, which neither packs the
+query heads of a K/V head into one tile nor splits keys, takes long queries alone, on cards where it
+was measured to be faster (radixserve_kernels.gpu.kernel_choice).
 """
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +29,16 @@ from radixserve.attention.cuda.flashinfer_calls import (
     unsupported_reason,
 )
 from radixserve.attention.cuda.metadata import LaunchMetadata
+from radixserve.attention.cuda.plan import LaunchPlan
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels.gpu.kernel_choice import KernelChoice, choice_of
 
 WORKSPACE_BYTES = 256 << 20  # where keys are split: partial results of all launches, in turn
 GRAPH_INT_BYTES = 1 << 20  # for plans of graphs, some bytes a row; wrappers make themselves 8 MiB
 LARGEST_TILE = 128  # queries x query heads of a K/V head in one tile of the prefill kernel
 SMALLEST_TILE = 16
+LONGEST_REASON = 600  # characters of a compiler's message
+FA3_TILES, FA3_QUERIES = 8, 256  # least of a launch; and on average of a request
 BLOCKS_PER_SM = 2  # that the prefill kernel's planner counts with
 DECODE_BLOCKS_PER_SM = 8  # of the decode kernel on CUDA cores, heads of 128
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8)  # query heads of a K/V head that kernel is compiled for
@@ -67,6 +77,7 @@ class FlashInferBackend(PagedBackend):
         self._heads = heads = HeadShape(num_heads, num_kv_heads, head_dim, size, kv.dtype)
         self._library = library or load_library()
         self._num_sms = count_sms(kv.device)
+        self.choice = choice_of(kv.device)
         num_bytes = max(WORKSPACE_BYTES, workspace_bytes(heads, self._num_sms))
         self._workspace = torch.zeros(
             num_bytes if kv.is_cuda else 0, dtype=torch.uint8, device=kv.device
@@ -76,14 +87,16 @@ class FlashInferBackend(PagedBackend):
         self._wrappers: dict[str, PagedCalls] = {}  # of steps without a graph
         self._int_workspaces: dict[str, Tensor] = {}  # of graphs, by wrapper key
 
-    def prepare(self) -> None:
+    def prepare(self, features: frozenset[str] = frozenset()) -> None:
+        del features  # it has none
         if not self.kv.is_cuda:
             return
         try:
-            compile_modules(self._heads)
+            compile_modules(self._heads, fa3=self.choice.fa3)
         except Exception as error:
+            reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
             raise ModelNotSupported(
-                f"FlashInfer's kernels cannot be compiled: {error}; nvcc has to be found below "
+                f"FlashInfer's kernels cannot be compiled: {reason}; nvcc has to be found below "
                 'CUDA_HOME and ninja in PATH; attention_backend="triton" does without them'
             ) from error
 
@@ -92,7 +105,9 @@ class FlashInferBackend(PagedBackend):
     ) -> PagedCalls:
         plan, key = metadata.plan, metadata.wrapper_key
         common = self._library, self._heads, self._pages
-        tensor_cores = wants_tensor_cores(plan.num_requests, self._heads, self._num_sms)
+        tensor_cores = wants_tensor_cores(
+            plan.num_requests, self._heads, self._num_sms, self.choice
+        )
         calls: PagedCalls
         if buffers is not None:
             graph = buffers, self._int_workspace(key)
@@ -102,8 +117,11 @@ class FlashInferBackend(PagedBackend):
             else:
                 calls = PrefillCalls(*common, workspace, graph)
         else:
-            make = DecodeCalls if plan.is_decode and not tensor_cores else PrefillCalls
-            key = f"{key} {make.__name__}"
+            make: Callable[..., PagedCalls] = PrefillCalls
+            if plan.is_decode and not tensor_cores:
+                make, key = DecodeCalls, f"{key} on CUDA cores"
+            elif self.choice.fa3 and not metadata.is_merged and wants_fa3(plan):
+                make, key = partial(PrefillCalls, backend="fa3"), f"{key} fa3"
             if key not in self._wrappers:
                 self._wrappers[key] = make(*common, self._workspace)
             calls = self._wrappers[key]
@@ -128,18 +146,31 @@ class FlashInferBackend(PagedBackend):
         return self._workspace
 
 
-def wants_tensor_cores(num_rows: int, heads: HeadShape, num_sms: int) -> bool:
-    """Whether rows of one token are better off in the kernel that uses tensor cores.
+def wants_fa3(plan: LaunchPlan) -> bool:
+    """Whether a launch has queries enough for tiles of 128 of one head."""
+    lengths = np.diff(plan.qo_indptr)
+    num_tiles = int((-(-lengths // LARGEST_TILE)).sum())
+    return plan.is_causal and num_tiles >= FA3_TILES and float(lengths.mean()) >= FA3_QUERIES
+
+
+def wants_tensor_cores(
+    num_rows: int, heads: HeadShape, num_sms: int, choice: KernelChoice | None = None
+) -> bool:
+    """Whether rows of one token are better off in the kernel that uses tensor cores: as measured on
+    this card, or by a rule.
 
     That kernel reads a K/V head once for all its query heads, but splits keys only while
     num_rows * Hkv tiles do not fill two blocks a multiprocessor: from there on rows of unequal
     length leave it waiting for the longest. The one on CUDA cores splits up to DECODE_BLOCKS_PER_SM
     and multiplies for each query head anew, which is too much from 8 query heads on. Where neither
-    splits, tensor cores. To be measured.
+    splits, tensor cores.
     """
     group = heads.num_heads // heads.num_kv_heads
     if group not in CUDA_CORE_GROUPS or group >= 8:
         return True
+    measured = None if choice is None else choice.tensor_cores(group, num_rows)
+    if measured is not None:
+        return measured
     if group < 4:
         return False
     num_blocks = num_rows * heads.num_kv_heads

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from radixserve.attention.base import AttentionFeatures
 from radixserve.attention.cuda.backend import GraphBuffers
 from radixserve.attention.cuda.metadata import LaunchMetadata
 
@@ -112,7 +113,16 @@ class PagedCalls(ABC):
     def plan(self, metadata: LaunchMetadata) -> None:
         """The first one compiles or loads the kernels."""
 
-    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+        features: AttentionFeatures,
+    ) -> None:
+        del features  # the backend has none but plain attention
         pages = self._pages[layer]
         self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
 
@@ -191,6 +201,8 @@ class PrefillCalls(PagedCalls):
         pages: list[tuple[Tensor, Tensor]],
         workspace: Tensor,
         graph: tuple[GraphBuffers, Tensor] | None = None,
+        *,
+        backend: str = "fa2",
     ) -> None:
         super().__init__(library, heads, pages, graph)
         more: dict[str, Any] = {}
@@ -202,7 +214,7 @@ class PrefillCalls(PagedCalls):
                 "paged_kv_indices_buf": graph[0].kv_indices,
                 "paged_kv_last_page_len_buf": graph[0].last_page_len,
             }
-        self._wrapper = library.prefill_wrapper(workspace, "NHD", backend="fa2", **more)
+        self._wrapper = library.prefill_wrapper(workspace, "NHD", backend=backend, **more)
         if graph is not None:
             self._wrapper.reset_workspace_buffer(workspace, graph[1])
 
@@ -223,7 +235,7 @@ class PrefillCalls(PagedCalls):
         )
 
 
-def compile_modules(heads: HeadShape) -> None:
+def compile_modules(heads: HeadShape, *, fa3: bool = False) -> None:
     """Compile all kernels that these heads need, side by side: about a minute on 16 cores where
     they are not in FlashInfer's cache. Without this the first plans and runs do it one by one."""
     from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
@@ -238,5 +250,6 @@ def compile_modules(heads: HeadShape) -> None:
             gen_batch_decode_module(*common),
             gen_batch_prefill_module("fa2", *common, False),
             gen_cascade_module(),
+            *([gen_batch_prefill_module("fa3", *common, False)] if fa3 else []),
         ]
     )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import ForwardBatch
-from radixserve.attention.cuda.plan import LaunchPlan, PagedPlan
+from radixserve.attention.cuda.plan import LaunchPlan, PagedPlan, PageRanges
+from radixserve_kernels import gpu_ops
 
 ALIGNED = 4  # int32 values: kernels are specialised on whether an address is a multiple of 16 bytes
 
@@ -39,6 +40,7 @@ class LaunchMetadata:
     device: LaunchArrays
     kv_indices: Tensor  # [num_pages] int32 on the device
     wrapper_key: str  # no two launches of a plan have the same
+    is_merged: bool  # with another launch of the plan, by its lse
 
 
 class PlanUploader:
@@ -79,18 +81,29 @@ class PlanUploader:
             for array in (one.qo_indptr, one.kv_indptr, one.last_page_len, one.kv_lens)
         ]
         host, device = self.upload(small, into)
-        pages = [one.kv_indices for one in plan.launches if not isinstance(one.kv_indices, slice)]
+        pages: list[IntArray] = []
+        for one in plan.launches:
+            if isinstance(one.kv_indices, PageRanges):  # small numbers in place of all page ids
+                pages += [array.astype(np.int32) for array in one.kv_indices]
+            elif not isinstance(one.kv_indices, slice):
+                pages.append(one.kv_indices)
         uploaded = iter(self.upload(pages)[1] if pages else [])
-        of_batch = batch.kv_indices if len(pages) < len(plan.launches) else None
         made = []
         for at, (one, key) in enumerate(zip(plan.launches, plan.wrapper_keys, strict=True)):
             if isinstance(one.kv_indices, slice):
-                assert of_batch is not None
-                kv_indices = of_batch[one.kv_indices]
+                kv_indices = batch.kv_indices[one.kv_indices]
             else:
                 kv_indices = next(uploaded)
+            if isinstance(one.kv_indices, PageRanges):
+                kv_indices = gpu_ops.copy_ranges(
+                    batch.kv_indices,
+                    *(kv_indices, next(uploaded), device[4 * at + 1]),
+                    torch.empty(one.num_pages, dtype=torch.int32, device=self._device),
+                    int(one.kv_indices.lengths.max()),
+                )
             on_host, on_device = (LaunchArrays(*side[4 * at :][:4]) for side in (host, device))
-            made.append(LaunchMetadata(one, on_host, on_device, kv_indices, key))
+            is_merged = bool(plan.shared)
+            made.append(LaunchMetadata(one, on_host, on_device, kv_indices, key, is_merged))
         return made
 
     def upload(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,13 @@ from radixserve.attention.cuda.cascade import (
 MAX_KERNEL_PAGE_SIZE = 64  # tokens of the largest page that kernels are asked to read
 
 
+class PageRanges(NamedTuple):
+    """`lengths` page ids of each request, from `first` on in the batch's kv_indices; both [n]."""
+
+    first: IndexArray
+    lengths: IndexArray
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
     """n requests over neighbouring tokens of a step. Request i has the queries
@@ -43,7 +51,7 @@ class LaunchPlan:
     end: int
     qo_indptr: IntArray  # [n + 1] from 0 to end - first
     kv_indptr: IntArray  # [n + 1] from 0
-    kv_indices: IntArray | slice  # page ids, or which of the batch's kv_indices they are
+    kv_indices: IntArray | slice | PageRanges  # page ids, or which of the batch's they are
     last_page_len: IntArray  # [n] tokens in the last page; 0 without pages
     kv_lens: IntArray  # [n]
     max_q: int  # most queries of a request
@@ -193,6 +201,8 @@ def choose_kernel_page_size(page_size: int, wanted: int | None = None) -> int:
 def page_ids(launch: LaunchPlan, host: HostIndex) -> IntArray:
     """The launch's page ids, from the batch where it only names a range of them."""
     places = launch.kv_indices
+    if isinstance(places, PageRanges):
+        return _take_ranges(host.kv_indices, *places)
     return host.kv_indices[places] if isinstance(places, slice) else places
 
 
@@ -245,9 +255,9 @@ def _unique_launch(
     count = host.kv_indptr[rows + 1] - start
     kv_lens = host.seq_lens[rows] - covered[rows] * page_size
     qo_indptr = _indptr(num_new)
-    kv_indices: IntArray | slice = slice(int(start[0]), int(start[-1] + count[-1]))
+    kv_indices: slice | PageRanges = slice(int(start[0]), int(start[-1] + count[-1]))
     if not bool((start[1:] == start[:-1] + count[:-1]).all()):
-        kv_indices = _take_ranges(host.kv_indices, start, count)
+        kv_indices = PageRanges(start, count)
     return LaunchPlan(
         first=first,
         end=first + int(qo_indptr[-1]),
@@ -281,14 +291,14 @@ def _level_launch(
     num_new = np.diff(tokens[first_row + bounds])
     which = node_of[bounds[:-1]]
     has_pages = which >= 0
-    start = np.array([host.kv_indptr[node.rows[0]] + node.first for node in nodes])
+    pages = [host.page_tables[node.rows[0]][node.first : node.end] for node in nodes]
     count = np.where(has_pages, np.array([node.num_pages for node in nodes])[which], 0)
     return LaunchPlan(
         first=int(tokens[first_row]),
         end=int(tokens[end_row]),
         qo_indptr=_indptr(num_new),
         kv_indptr=_indptr(count),
-        kv_indices=_take_ranges(host.kv_indices, start[which[has_pages]], count[has_pages]),
+        kv_indices=np.concatenate([pages[at] for at in which[has_pages].tolist()], dtype=np.int32),
         last_page_len=np.where(has_pages, page_size, 0).astype(np.int32),
         kv_lens=(count * page_size).astype(np.int32),
         max_q=int(num_new.max()),
@@ -331,7 +341,7 @@ def _pad(launch: LaunchPlan, num_requests: int, num_tokens: int) -> LaunchPlan:
         return launch
     kv_indices = launch.kv_indices
     if is_decode:
-        assert not isinstance(kv_indices, slice)
+        assert isinstance(kv_indices, np.ndarray)
         kv_indices = np.concatenate((kv_indices, np.zeros(missing, np.int32)))
     num_new = np.zeros(missing, np.int64)
     num_new[:1] = left_over

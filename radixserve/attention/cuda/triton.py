@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import check_dtype
+from radixserve.attention.base import AttentionFeatures, check_dtype
 from radixserve.attention.cuda.backend import GraphBuffers, PagedBackend
 from radixserve.attention.cuda.metadata import LaunchArrays, LaunchMetadata
 from radixserve.attention.cuda.plan import LaunchPlan
@@ -26,10 +26,12 @@ H200_SMS = 132
 class TritonBackend(PagedBackend):
     """See `AttentionBackend`; float32, bfloat16 or float16.
 
-    `shares`, `kernel_page_size`: see `PagedBackend`. Raises ModelNotSupported for other dtypes.
+    `shares`, `kernel_page_size`: see `PagedBackend`; layers with windows or chunks need a backend
+    that does not share. Raises ModelNotSupported for other dtypes.
     """
 
     name = "triton"
+    features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
 
     def __init__(
         self,
@@ -48,6 +50,11 @@ class TritonBackend(PagedBackend):
         if kv.is_cuda:
             properties = torch.cuda.get_device_properties(kv.device)
             self._num_sms = properties.multi_processor_count
+
+    def prepare(self, features: frozenset[str] = frozenset()) -> None:
+        if self.kv.is_cuda:
+            slots = self._slots[0]
+            gpu_ops.compile_attention(*slots, self.num_heads, self.kernel_page_size, features)
 
     def make_launch(
         self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None
@@ -100,7 +107,15 @@ class TritonLaunch:
     def plan(self, metadata: LaunchMetadata) -> None:
         """The kernels read a graph's buffers, which hold the new arrays already."""
 
-    def run(self, q: Tensor, layer: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+        features: AttentionFeatures,
+    ) -> None:
         arrays, slots = self.arrays, self.slots[layer]
         pages = arrays.kv_indptr, self.kv_indices, arrays.last_page_len
         if self.is_decode:
@@ -114,6 +129,7 @@ class TritonLaunch:
                 out=out,
                 lse=lse,
                 fixed_splits=self.fixed_splits,
+                features=features,
             )
         else:
             gpu_ops.extend(
@@ -128,6 +144,7 @@ class TritonLaunch:
                 num_splits=self.num_splits,
                 out=out,
                 lse=lse,
+                features=features,
             )
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from radixserve.cache.audit import (
-    Picture,
+    NodeDump,
     check_owners,
     check_tokens,
     check_watches,
     dump_nodes,
+    dump_sequences,
     live_sequences,
+    usage_state,
+    victim,
 )
 from radixserve.cache.hash.block import Block, BlockNamespace
 from radixserve.cache.hash.block_pool import BlockPool
@@ -63,6 +68,18 @@ def _check_block(pool: BlockPool, block: Block) -> None:
     assert len(block.tokens) == pool.width, f"{name} is not a whole block"
     root_key = namespace.root_key if parent is None else parent.key
     assert block.key == pool.digest(root_key + block.tokens), f"{name} has a wrong key"
+    assert (block.run is not None) == block.is_listed, f"{name} has no run, or a stale one"
+    if block.run is not None:
+        run, at = block.run, block.run_index
+        assert run.blocks[at] is block, f"{name} is not at its place in its run"
+        assert run.keys[at] == block.key, f"{name} has another key in its run"
+        tokens = run.tokens[at * pool.width : (at + 1) * pool.width]
+        assert tokens == block.tokens, f"{name} has other tokens in its run"
+        assert at == 0 or run.blocks[at - 1] is parent, f"{name} follows another one in its run"
+        assert run.pages[at] == block.page, f"{name} has another page in its run"
+        sizes = len(run.blocks), len(run.keys), len(run.pages), len(run.tokens) / pool.width
+        assert len(set(sizes)) == 1, f"{name} has a run of {sizes} blocks, keys, pages and tokens"
+        assert run.blocks[-1].is_listed, f"{name} has an evicted block in its run"
     if block.is_listed:
         is_living = pool.namespaces.get(namespace.name) is namespace
         assert is_living, f"{name} is in a namespace that is gone"
@@ -120,9 +137,44 @@ def _check_sequence(pool: BlockPool, sequence: HashSequence) -> None:
         assert partial is None, f"{name} shares a page prefix that it has not copied yet"
 
 
-def dump_blocks(allocator: PageAllocator, pool: BlockPool, max_nodes: int) -> dict[str, Any]:
+def count_shared(allocator: PageAllocator) -> int:
+    """Blocks that two or more sequences have locked. O(locked blocks)."""
+    held = (block for sequence in _sequences(allocator) for block in _locked(sequence))
+    return len({id(block) for block in held if block.lock_ref > 1})
+
+
+def preview_blocks(pool: BlockPool, count: int) -> list[dict[str, Any]]:
+    """See `PrefixCache.eviction_preview`. O(count * depth)."""
+    found = []
+    for block, last_use in islice(_last_uses(pool), count):
+        start, above = 0, block.parent
+        while above is not None:
+            start, above = start + pool.block_size, above.parent
+        name, idle_s = block.namespace.name, pool.now - last_use
+        found.append(victim(name, start, block.tokens, 1, idle_s, "least recently used"))
+    return found
+
+
+def _last_uses(pool: BlockPool) -> Iterator[tuple[Block, float]]:
+    """The unused blocks in the order of eviction, with the time of their last use.
+
+    A release notes the time in its last block only: it is that of the blocks before it, too."""
+    latest: dict[int, float] = {}  # by the identity of a block: of those after it
+    for block in pool.unused:
+        last_use = max(block.last_use, latest.pop(id(block), 0.0))
+        if block.parent is not None:
+            above = id(block.parent)
+            latest[above] = max(last_use, latest.get(above, 0.0))
+        yield block, last_use
+
+
+def dump_blocks(
+    allocator: PageAllocator, pool: BlockPool, max_nodes: int, only: str | None
+) -> dict[str, Any]:
     """See `HashBlockCache.dump`."""
-    users = Counter(id(b) for sequence in _sequences(allocator) for b in sequence._blocks)
+    sequences = _sequences(allocator)
+    users = Counter(id(b) for sequence in sequences for b in sequence._blocks)
+    last_uses = {id(block): last_use for block, last_use in _last_uses(pool)}
     below: dict[int, list[Block]] = {}  # by the identity of their parent or of their namespace
     for namespace in pool.namespaces.values():
         for block in namespace.blocks.values():
@@ -132,10 +184,26 @@ def dump_blocks(allocator: PageAllocator, pool: BlockPool, max_nodes: int) -> di
     def children(node: Block | BlockNamespace) -> list[Block]:
         return below.get(id(node), [])
 
-    def picture(node: Block | BlockNamespace) -> Picture:
+    def describe(node: Block | BlockNamespace) -> NodeDump:
         if isinstance(node, BlockNamespace):
-            return Picture(b"", [], node.num_sequences, node.num_sequences)
-        return Picture(node.tokens, [node.page], node.lock_ref, users[id(node)])
+            count = node.num_sequences
+            state = usage_state(count) if count else "cached"
+            return NodeDump(b"", [], count, count, state, None)
+        count, last_use = users[id(node)], last_uses.get(id(node))
+        state = usage_state(count) if node.lock_ref else "cached"
+        return NodeDump(node.tokens, [node.page], node.lock_ref, count, state, last_use)
 
-    roots: dict[str, Block | BlockNamespace] = dict(pool.namespaces)
-    return dump_nodes(pool.block_size, roots, children, picture, max_nodes)
+    roots: dict[str, Block | BlockNamespace] = {
+        name: space for name, space in pool.namespaces.items() if only in (None, name)
+    }
+    tokens = {id(b): pool.block_size for n in pool.namespaces.values() for b in n.blocks.values()}
+    tokens |= {id(block): pool.block_size for seq in sequences for block in seq._blocks}
+    for seq in sequences:  # a page with only its first tokens, shared by forks
+        if seq._partial is not None:
+            filled = min(seq.length - len(seq._blocks) * pool.block_size, pool.block_size)
+            tokens[id(seq._partial)] = max(filled, tokens.get(id(seq._partial), 0))
+    sizes = ((1, filled) for filled in tokens.values())
+    return {
+        **dump_nodes(pool.block_size, roots, children, describe, max_nodes),
+        **dump_sequences(allocator, sizes, only),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from radixserve.cache.sequence import Namespace
 
 
@@ -17,6 +19,34 @@ class BlockNamespace(Namespace):
         self.blocks: dict[bytes, Block] = {}
 
 
+class BlockRun:
+    """Findable blocks that follow each other without a branch, so that one comparison finds many.
+
+    Grows at its end when the block after its last one is published, shrinks there by eviction.
+    """
+
+    __slots__ = ("blocks", "keys", "pages", "tokens")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.keys: list[bytes] = []  # theirs
+        self.pages = array("i")
+        self.tokens = bytearray()  # theirs, int32 bytes end to end
+
+    def extend(self, blocks: list[Block], tokens: bytes) -> None:
+        for index, block in enumerate(blocks, len(self.blocks)):
+            block.run, block.run_index = self, index
+        self.blocks += blocks
+        self.keys += [block.key for block in blocks]
+        self.pages.extend([block.page for block in blocks])
+        self.tokens += tokens
+
+    def cut(self, count: int, width: int) -> None:
+        """Keep the first `count` blocks, of `width` bytes each."""
+        del self.blocks[count:], self.keys[count:], self.pages[count:]
+        del self.tokens[count * width :]
+
+
 class Block:
     """A page of the cache: the K/V of `tokens` after the chain of blocks that `parent` ends.
 
@@ -25,13 +55,17 @@ class Block:
     """
 
     __slots__ = (
+        "batch",
         "block_id",
         "is_listed",
         "key",
+        "last_use",
         "lock_ref",
         "namespace",
         "page",
         "parent",
+        "run",
+        "run_index",
         "tokens",
     )
 
@@ -43,4 +77,8 @@ class Block:
         self.key = b""
         self.tokens = b""  # int32 bytes of a whole block
         self.is_listed = False  # in its namespace's table: look-ups can find it
+        self.run: BlockRun | None = None  # of a listed block
+        self.run_index = 0  # its place there
+        self.last_use = 0.0  # the pool's `now` when a sequence that ended here was released
+        self.batch = 0  # see UnusedBlocks
         self.lock_ref = 1  # sequences that use it or have still to copy from it

@@ -12,33 +12,40 @@ from hashlib import sha256
 from weakref import WeakValueDictionary
 
 from radixserve.checks import check_choice
+from radixserve.config import HASH_ALGORITHMS
 from radixserve.errors import InvalidRequest
-
-HASH_NAMES = ("sha256", "xxh3")
 
 Digest = Callable[[bytes], bytes]
 
 
-def make_digest(hash_name: str) -> Digest:
+def make_digest(hash_algorithm: str) -> Digest:
     """The hash of that name: sha256 (32 bytes), or xxh3 (16 bytes, needs the package xxhash).
 
     Raises InvalidRequest for another name and where xxhash is missing.
     """
-    check_choice("hash_name", hash_name, HASH_NAMES)
-    if hash_name == "sha256":
-        return _sha256
+    check_choice("hash_algorithm", hash_algorithm, HASH_ALGORITHMS)
+    if hash_algorithm == "sha256":
+        return _sha256()
     try:
         from xxhash import xxh3_128_digest
     except ImportError:
         raise InvalidRequest(
-            'hash_name "xxh3" needs the package xxhash (pip install xxhash); "sha256" needs none'
+            'hash_algorithm "xxh3" needs the package xxhash (pip install xxhash); '
+            '"sha256" needs none'
         ) from None
     digest: Digest = xxh3_128_digest
     return digest
 
 
-def _sha256(data: bytes) -> bytes:
-    return sha256(data).digest()
+def _sha256() -> Digest:
+    fresh = sha256().copy  # half the time of a new one
+
+    def digest(data: bytes) -> bytes:
+        hashing = fresh()
+        hashing.update(data)
+        return hashing.digest()
+
+    return digest
 
 
 class BlockChain:

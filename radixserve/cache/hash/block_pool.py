@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from radixserve.cache.hash.block import Block, BlockNamespace
+import numpy as np
+
+from radixserve.cache.events import ROOT, Dropped, EventLog, Reset, Stored
+from radixserve.cache.hash.block import Block, BlockNamespace, BlockRun
 from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
+from radixserve.cache.hash.unused import UnusedBlocks
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.cache.tokens import TOKEN_BYTES, as_view
 from radixserve.cache.watch import WatchRegistry
 
 _LEAST_MEMORY = 4096  # evicted blocks remembered at least; else as many as there are pages
@@ -27,15 +31,19 @@ class BlockPool:
         self.block_size = block_size
         self.width = block_size * TOKEN_BYTES  # bytes of a block's tokens
         self.namespaces: dict[str, BlockNamespace] = {}
-        self.unused: OrderedDict[Block, None] = OrderedDict()  # least recently used first
+        self.unused = UnusedBlocks()
         self.chains = ChainMemo(digest, self.width)
         self.watch_registry = WatchRegistry()
         self.evicted: OrderedDict[bytes, str] = OrderedDict()  # key -> namespace, oldest first
         self.num_pages = 0  # of findable blocks, and of those that only sequences still hold
         self.num_evicted_tokens = 0
+        self.num_collisions = 0  # equal keys of different prefixes met
+        self.now = 0.0  # seconds, see `PageOwner`
         self._max_evicted = max(_LEAST_MEMORY, pages.num_pages)
         self._pages = pages
         self.digest = digest
+        self._watched = self.watch_registry.watched
+        self.events: EventLog | None = None  # while somebody listens
         self._next_id = 0
 
     @property
@@ -51,29 +59,41 @@ class BlockPool:
         root_key = self.chains.root_key(namespace) if known is None else known.root_key
         return self.chains.get(root_key, data)
 
-    def match(self, namespace: str, chain: BlockChain, found: list[Block]) -> list[Block]:
-        """Append the blocks that follow `found`, the leading ones of `chain`. Read-only.
+    def match(
+        self,
+        namespace: str,
+        chain: BlockChain,
+        found: list[Block],
+        pages: array[int] | None = None,
+    ) -> list[Block]:
+        """Append the blocks that follow `found`, the leading ones of `chain`, and their pages to
+        `pages`. Read-only.
 
-        O(blocks found): each is hashed, unless the chain knows its key, and compared by token and
-        by parent, so that equal keys of different prefixes do no harm.
+        O(tokens found) in memcmp, and a hash for each run of blocks, unless the chain knows its
+        key: all tokens are compared, so that equal keys of different prefixes do no harm.
         """
         known = self.namespaces.get(namespace)
         if known is None:
             return found
-        blocks, keys, data = known.blocks, chain.keys, chain.data
-        digest, width = self.digest, self.width
-        at = len(found) * width
-        parent = found[-1] if found else None
-        for index in range(len(found) + 1, chain.num_blocks + 1):
-            tokens = data[at : at + width]
-            if index == len(keys):
-                keys.append(digest(keys[-1] + tokens))
-            block = blocks.get(keys[index])
-            if block is None or block.parent is not parent or block.tokens != tokens:
+        blocks, keys, data, width = known.blocks, chain.keys, chain.data, self.width
+        while len(found) < chain.num_blocks:
+            at = len(found) * width
+            key = chain.key(len(found))
+            block = blocks.get(key)
+            if block is None:
                 break
-            found.append(block)
-            parent = block
-            at += width
+            parent = found[-1] if found else None
+            if block.parent is not parent or block.tokens != data[at : at + width]:
+                self.num_collisions += 1
+                break
+            run, first = block.run, block.run_index
+            assert run is not None
+            count = _common_blocks(run.tokens, first * width, data, at, width)
+            found += run.blocks[first : first + count]
+            if pages is not None:
+                pages += run.pages[first : first + count]
+            if len(keys) <= len(found):
+                keys[len(found) - count + 1 :] = run.keys[first : first + count]
         return found
 
     # -- namespaces ---------------------------------------------------------------------------
@@ -95,19 +115,29 @@ class BlockPool:
 
     def evict(self, num_pages: int) -> int:
         """Forget up to `num_pages` unused blocks, oldest first; returns how many. O(those)."""
-        freed = array("i")
-        for _ in range(min(num_pages, len(self.unused))):
-            block, _ = self.unused.popitem(last=False)
-            namespace = block.namespace
-            del namespace.blocks[block.key]
+        freed, evicted = array("i"), self.evicted
+        shorter: dict[BlockRun, int] = {}  # and their new lengths
+        for block in self.unused.take(min(num_pages, len(self.unused))):
+            namespace, key = block.namespace, block.key
+            del namespace.blocks[key]
             block.is_listed = False
-            self.evicted[block.key] = namespace.name
-            if len(self.evicted) > self._max_evicted:
-                self.evicted.popitem(last=False)
-            self.watch_registry.notify(block.key)
+            parent = block.parent
+            if parent is not None and parent.last_use < block.last_use:
+                parent.last_use = block.last_use
+            if block.run is not None:
+                shorter[block.run] = block.run_index  # its children went before it
+            evicted[key] = namespace.name
+            if self._watched:
+                self.watch_registry.notify(key)
+            if self.events is not None:
+                self.events.add(Dropped(block.block_id, self.block_size))
             freed.append(block.page)
             if not namespace.blocks:
                 self.prune(namespace)
+        for run, count in shorter.items():
+            run.cut(count, self.width)
+        while len(evicted) > self._max_evicted:
+            evicted.popitem(last=False)
         self._free(freed)
         self.num_evicted_tokens += len(freed) * self.block_size
         return len(freed)
@@ -123,17 +153,19 @@ class BlockPool:
         for gone in list(self.namespaces) if name is None else [name]:
             if gone in self.namespaces:
                 self._forget(self.namespaces.pop(gone))
+                if self.events is not None:
+                    self.events.add(Reset(gone))
 
     def _forget(self, namespace: BlockNamespace) -> None:
         namespace.is_dead = True
         blocks, namespace.blocks = namespace.blocks, {}
         freed = array("i")
         for key, block in blocks.items():
-            block.is_listed = False
+            block.is_listed, block.run = False, None
             self.watch_registry.notify(key)
             if not block.lock_ref:
-                del self.unused[block]
                 freed.append(block.page)
+        self.unused.forget(len(freed))
         self._free(freed)
 
     def _free(self, pages: array[int]) -> None:
@@ -143,23 +175,15 @@ class BlockPool:
 
     # -- locks --------------------------------------------------------------------------------
 
-    def lock(self, blocks: Iterable[Block]) -> None:
+    def lock(self, blocks: Sequence[Block]) -> None:
         """One more lock on each."""
-        unused = self.unused
-        for block in blocks:
-            if not block.lock_ref:
-                del unused[block]
-            block.lock_ref += 1
+        self.unused.lock(blocks)
 
-    def unlock(self, blocks: Iterable[Block]) -> None:
-        """Undo one `lock` of each; the deepest must come first."""
-        for block in blocks:
-            block.lock_ref -= 1
-            if not block.lock_ref:
-                if block.is_listed:
-                    self.unused[block] = None
-                else:
-                    self._free(array("i", [block.page]))
+    def unlock(self, blocks: list[Block]) -> None:
+        """Undo one `lock` of each, the last one first; the list is the pool's from now on."""
+        gone = self.unused.unlock(blocks)
+        if gone:
+            self._free(array("i", [block.page for block in gone]))
 
     # -- publishing ---------------------------------------------------------------------------
 
@@ -187,21 +211,68 @@ class BlockPool:
         key = namespace.root_key if parent is None else parent.key
         is_listed = not namespace.is_dead and (parent is None or parent.is_listed)
         blocks: list[Block] = []
-        for index, page in enumerate(pages):
-            tokens = data[index * width : (index + 1) * width]
+        new: list[Block] = []  # findable ones, end to end
+        at = start = 0
+        first_id = block_id = self._next_id
+        for page in pages:
+            tokens = data[at : at + width]
             key = digest(key + tokens)
             block = table.get(key)
             if block is not None and block.parent is parent and block.tokens == tokens:
                 self.lock((block,))
             else:
-                is_listed = is_listed and block is None  # else another prefix has that key
-                block = self.adopt(namespace, page) if partial is None else partial
+                if block is not None:  # another prefix has that key
+                    self.num_collisions += 1
+                    is_listed = False
+                if partial is None:
+                    block_id += 1
+                    block = Block(namespace, page, block_id)
+                else:
+                    block = partial
                 block.parent, block.key, block.tokens = parent, key, tokens
                 if is_listed:
                     block.is_listed = True
                     table[key] = block
-                    self.evicted.pop(key, None)
-                    self.watch_registry.notify(key)
+                    start = start if new else at
+                    new.append(block)
             blocks.append(block)
             parent, partial = block, None
+            at += width
+        self._next_id = block_id
+        self.num_pages += block_id - first_id
+        if new:
+            self._announce(new, data[start : start + len(new) * width])
         return blocks
+
+    def _announce(self, blocks: list[Block], data: bytes) -> None:
+        """`blocks`, end to end, are findable from now on; `data` are their tokens."""
+        parent = blocks[0].parent
+        run = None if parent is None else parent.run
+        if run is None or run.blocks[-1] is not parent:
+            run = BlockRun()
+        run.extend(blocks, data)
+        evicted, watched = self.evicted, self._watched
+        for block in blocks:
+            evicted.pop(block.key, None)
+            if watched:
+                self.watch_registry.notify(block.key)
+            if self.events is not None:
+                self.events.add(stored(block))
+
+
+def stored(block: Block) -> Stored:
+    """A findable block as an event."""
+    parent = ROOT if block.parent is None else block.parent.block_id
+    return Stored(block.block_id, parent, block.namespace.name, block.tokens)
+
+
+def _common_blocks(tokens: bytearray, start: int, data: bytes, at: int, width: int) -> int:
+    """Whole blocks, at least one, that `data` from byte `at` has in common with `tokens` from byte
+    `start`: the first is known to be equal."""
+    count = min(len(tokens) - start, len(data) - at) // width
+    size = count * width
+    if count == 1 or tokens[start : start + size] == as_view(data)[at : at + size]:
+        return count
+    left = np.frombuffer(tokens, np.int32, count * width // TOKEN_BYTES, start)
+    right = np.frombuffer(data, np.int32, count * width // TOKEN_BYTES, at)
+    return int((left != right).argmax()) * TOKEN_BYTES // width

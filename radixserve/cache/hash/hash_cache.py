@@ -7,17 +7,23 @@ Single-threaded: one owner makes every call. Independent of tensors.
 from __future__ import annotations
 
 import math
+import time
+from array import array
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from radixserve.arrays import IntArray
-from radixserve.cache.hash.audit import check_blocks, dump_blocks
+from radixserve.cache.events import EventLog, Stored
+from radixserve.cache.hash.audit import check_blocks, count_shared, dump_blocks, preview_blocks
 from radixserve.cache.hash.block_hash import BlockChain, make_digest
-from radixserve.cache.hash.block_pool import BlockPool
+from radixserve.cache.hash.block_pool import BlockPool, stored
 from radixserve.cache.hash.prefix_watch import HashPrefixWatch
 from radixserve.cache.hash.sequence import HashSequence
+from radixserve.cache.hash.snapshot import snapshot_blocks
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.page_pool import PageAllocator, PagePool
+from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.checks import check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
@@ -48,6 +54,12 @@ class HashSession:
         """Idempotent."""
         self._open.discard(self)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def belongs_to(self, open_sessions: set[HashSession]) -> bool:
         return self._open is open_sessions
 
@@ -66,20 +78,36 @@ class HashBlockCache(PrefixCache):
     - Unused blocks are dropped in LRU order, a sequence's last one first. Sessions and priorities
       are accepted and have no effect.
 
-    `hash_name`: "sha256", or "xxh3" where the package xxhash is installed.
+    `hash_algorithm`: "sha256", or "xxh3" where the package xxhash is installed.
     """
 
-    def __init__(self, num_pages: int, block_size: int = 16, *, hash_name: str = "sha256") -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        block_size: int = 16,
+        *,
+        hash_algorithm: str = "sha256",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         block_size = check_int("block_size", block_size, 1)
         pages = PagePool(num_pages)
-        self._pool = BlockPool(pages, block_size, make_digest(hash_name))
+        self._pool = BlockPool(pages, block_size, make_digest(hash_algorithm))
         super().__init__(
-            PageAllocator(pages, block_size, self._pool), self._pool, self._pool.watch_registry
+            PageAllocator(pages, block_size, self._pool, clock),
+            self._pool,
+            self._pool.watch_registry,
         )
         self._sessions: set[HashSession] = set()  # open ones
 
-    def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
+    def lookup(
+        self,
+        tokens: TokenIds,
+        namespace: str = "",
+        *,
+        allow_full: bool = False,
+        compare_namespaces: bool = True,
+    ) -> Lookup:
         """What `acquire` would reuse now, and why not more. Changes nothing.
 
         reason is "full" (every whole block that may be reused is cached), "evicted" (the next
@@ -95,20 +123,23 @@ class HashBlockCache(PrefixCache):
         chain = self._pool.chain(namespace, self._reusable(ids, allow_full))
         found = len(self._pool.match(namespace, chain, []))
         length = found * self.page_size
-        return Lookup(length, self._reason(namespace, chain, found), length)
+        reason = self._reason(namespace, chain, found, compare_namespaces)
+        return Lookup(length, reason, length)
 
     def _reusable(self, ids: IntArray, allow_full: bool) -> bytes:
         """The whole blocks that may be reused, as int32 bytes."""
         limit = len(ids) if allow_full else max(0, len(ids) - 1)
         return ids[: limit - limit % self.page_size].tobytes()
 
-    def _reason(self, namespace: str, chain: BlockChain, found: int) -> str:
+    def _reason(
+        self, namespace: str, chain: BlockChain, found: int, compare_namespaces: bool
+    ) -> str:
         pool = self._pool
         if found == chain.num_blocks:
             return "full"
         if pool.evicted.get(chain.key(found)) == namespace:
             return "evicted"
-        for name in islice(pool.namespaces, _MAX_NAMESPACES):
+        for name in islice(pool.namespaces, _MAX_NAMESPACES if compare_namespaces else 0):
             if name != namespace:
                 other = pool.chain(name, chain.data)
                 if len(pool.match(name, other, [])) > found:
@@ -140,21 +171,26 @@ class HashBlockCache(PrefixCache):
         pool, stats = self._pool, self._allocator.stats
         opened = pool.open_namespace(namespace)
         chain = pool.chain(namespace, self._reusable(ids, allow_full))
-        blocks = pool.match(namespace, chain, [])
+        pages = array("i")
+        blocks = pool.match(namespace, chain, [], pages)
         pool.lock(blocks)
         length = len(blocks) * self.page_size
+        self._allocator.note_time()
         stats.num_acquired += 1
         stats.acquired_tokens += len(ids)
         stats.matched_tokens += length
         known = bytearray(chain.data[: length * TOKEN_BYTES])
-        return HashSequence(self._allocator, pool, opened, known, blocks)
+        return HashSequence(self._allocator, pool, opened, known, blocks, pages)
 
-    def open_session(self, name: str, *, lease_s: float | None = None) -> HashSession:
-        """A handle for `acquire`, without effect on eviction. `lease_s` (seconds, >= 0) is checked
-        and ignored."""
+    def open_session(
+        self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
+    ) -> HashSession:
+        """A handle for `acquire`, without effect on eviction. `lease_s` and `retain_until`
+        (seconds, >= 0) are checked and ignored."""
         check_str("name", name)
-        if lease_s is not None:
-            check_float("lease_s", lease_s, 0.0, math.inf)
+        for what, seconds in (("lease_s", lease_s), ("retain_until", retain_until)):
+            if seconds is not None:
+                check_float(what, seconds, 0.0, math.inf)
         return HashSession(self._sessions, name)
 
     def _check_session(self, session: object) -> None:
@@ -163,20 +199,52 @@ class HashBlockCache(PrefixCache):
                 f"session must be None or come from this cache's open_session, got {shown(session)}"
             )
 
+    def open_events(self, epoch: int | None = None) -> EventLog:
+        """See `PrefixCache.open_events`. A node is a block."""
+        pool = self._pool
+        if pool.events is not None:
+            raise InvalidRequest("this cache's events are open already: close that log first")
+
+        def close() -> None:
+            if pool.events is log:
+                pool.events = None
+
+        log = pool.events = EventLog(self._stored_blocks, close, epoch)
+        return log
+
+    def _stored_blocks(self) -> Iterator[Stored]:
+        """All findable blocks, each after the one before it in its prefix."""
+        blocks = [b for n in self._pool.namespaces.values() for b in n.blocks.values()]
+        return map(stored, sorted(blocks, key=lambda block: block.block_id))
+
     def stats(self) -> dict[str, Any]:
         """The keys of `PrefixCache.stats`. `pages_tree` are the pages of blocks: findable ones
         (`nodes`), and those that only running sequences still hold. There are no leases."""
         namespaces = self._pool.namespaces
         return {
             **super().stats(),
+            "collisions": self._pool.num_collisions,
             "namespaces": len(namespaces),
             "nodes": sum(len(namespace.blocks) for namespace in namespaces.values()),
             "sessions": len(self._sessions),
         }
 
+    def _num_shared(self) -> int:
+        return count_shared(self._allocator)
+
+    def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
+        self._allocator.note_time()
+        return preview_blocks(self._pool, check_int("count", count, 0))
+
+    def snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        """See `PrefixCache.snapshot`."""
+        self._allocator.note_time()
+        return snapshot_blocks(self._allocator, self._pool, view)
+
     def check(self) -> None:
         check_blocks(self._allocator, self._pool)
 
-    def dump(self, max_nodes: int = 10_000) -> dict[str, Any]:
+    def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
         """The findable blocks, each below the one before it; see `PrefixCache.dump`."""
-        return dump_blocks(self._allocator, self._pool, check_int("max_nodes", max_nodes, 0))
+        check_int("max_nodes", max_nodes, 0)
+        return dump_blocks(self._allocator, self._pool, max_nodes, namespace)

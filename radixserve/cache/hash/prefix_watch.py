@@ -30,7 +30,7 @@ class HashPrefixWatch(PrefixWatch):
 
     @property
     def locked_len(self) -> int:
-        """Of `cached_len`, tokens in blocks that live sequences hold anyway. O(log blocks)."""
+        """Tokens of `cached_len` in blocks that live sequences hold anyway. O(log blocks)."""
         held = bisect_left(self._found, True, key=lambda block: not block.lock_ref)
         return held * self._pool.block_size
 

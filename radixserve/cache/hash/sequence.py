@@ -34,16 +34,16 @@ class HashSequence(CacheSequence):
         namespace: BlockNamespace,
         tokens: bytearray,
         blocks: list[Block],
+        pages: array[int],
         source: Block | None = None,
         page: int = -1,
     ) -> None:
-        """`tokens` (int32 bytes) are committed: `blocks` hold the whole ones, and are locked for
-        this sequence; the tokens after them are to be copied from `source`, locked too, to
-        the private `page`. The sequence owns the arrays from now on."""
+        """`tokens` (int32 bytes) are committed: `blocks`, on `pages`, hold the whole ones, and are
+        locked for this sequence; the tokens after them are to be copied from `source`, locked
+        too, to the private `page`. The sequence owns the arrays from now on."""
         extra = len(tokens) % pool.width // TOKEN_BYTES
         copy = None if source is None else (source.page, page, extra)
-        shared = array("i", [block.page for block in blocks])
-        super().__init__(allocator, namespace, tokens, shared, copy)
+        super().__init__(allocator, namespace, tokens, pages, copy)
         self._pool = pool
         self._blocks = blocks
         self._partial: Block | None = None  # of the page after `_blocks`, where that is shared
@@ -53,7 +53,7 @@ class HashSequence(CacheSequence):
     def _publish(self) -> None:
         """Make blocks of the whole pages that are committed."""
         pool, blocks, partial, first = self._pool, self._blocks, self._partial, len(self._blocks)
-        whole = self._committed // pool.block_size
+        whole = self.committed_len // pool.block_size
         if whole == first:
             return
         pages = self._pages[first:whole]
@@ -62,6 +62,8 @@ class HashSequence(CacheSequence):
         blocks += pool.publish(self._namespace, parent, data, pages, partial)
         self._partial = None
         self._num_shared = whole
+        if [block.page for block in blocks[first:]] == pages.tolist():
+            return
         own = array("i")  # given back: another sequence was first
         for index, page in enumerate(pages, first):
             if blocks[index].page != page:
@@ -72,7 +74,7 @@ class HashSequence(CacheSequence):
             self._allocator.stats.duplicate_tokens += len(own) * pool.block_size
             if partial is not None and blocks[first] is not partial:
                 own.pop(0)
-                pool.unlock((partial,))
+                pool.unlock([partial])
             self._allocator.free(own)
 
     def fork(self) -> HashSequence:
@@ -82,15 +84,17 @@ class HashSequence(CacheSequence):
         O(blocks).
         """
         self._check_open()
-        pool, tokens = self._pool, self._tokens[: self._committed * TOKEN_BYTES]
+        pool, tokens = self._pool, self._tokens[: self.committed_len * TOKEN_BYTES]
         source, page = None, -1
         if len(tokens) % pool.width:
             page = self._allocator.allocate(1)[0]
             source = self._copy_source()
             pool.lock((source,))
         pool.lock(self._blocks)
-        blocks = [*self._blocks]
-        return HashSequence(self._allocator, pool, self._namespace, tokens, blocks, source, page)
+        blocks, pages = [*self._blocks], self._pages[: len(self._blocks)]
+        return HashSequence(
+            self._allocator, pool, self._namespace, tokens, blocks, pages, source, page
+        )
 
     def _copy_source(self) -> Block:
         """The block to copy the partial page from: its own, or the source of its pending copy."""
@@ -120,7 +124,7 @@ class HashSequence(CacheSequence):
         if index < len(self._blocks):
             return self._blocks[index]
         shared = self._partial if index == len(self._blocks) else None
-        if shared is not None and shared.lock_ref > 1 and length < self._committed:
+        if shared is not None and shared.lock_ref > 1 and length < self.committed_len:
             return shared
         return None
 
@@ -135,18 +139,20 @@ class HashSequence(CacheSequence):
         if len(self._blocks) >= num_pages:  # the partial page is gone, and a copy that fills it
             self._drop_copies()
             if self._partial is not None:
-                pool.unlock((self._partial,))
+                pool.unlock([self._partial])
                 self._partial = None
-        pool.unlock(reversed(self._blocks[num_blocks:]))
+        pool.unlock(self._blocks[num_blocks:])
         del self._blocks[num_blocks:]
 
     def _drop_copies(self) -> None:
         super()._drop_copies()
         if self._source is not None:
-            self._pool.unlock((self._source,))
+            self._pool.unlock([self._source])
             self._source = None
 
     def _release_shared(self) -> None:
+        if self._blocks:
+            self._blocks[-1].last_use = self._pool.now
         self._unlock(0, 0)
         self._namespace.num_sequences -= 1
         self._pool.prune(self._namespace)

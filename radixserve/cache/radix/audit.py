@@ -6,18 +6,23 @@ from collections import Counter
 from typing import Any
 
 from radixserve.cache.audit import (
-    Picture,
+    NodeDump,
     check_owners,
     check_tokens,
     check_watches,
     dump_nodes,
+    dump_sequences,
     live_sequences,
+    usage_state,
+    victim,
 )
 from radixserve.cache.page_pool import PageAllocator
+from radixserve.cache.radix.checkpoints import CheckpointTree
 from radixserve.cache.radix.child_index import check_index, has_longer
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
@@ -38,7 +43,21 @@ def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
     for sequence in sequences:
         check_tokens(allocator, sequence)
         _check_sequence(tree, sequence)
+    if isinstance(tree, CheckpointTree):
+        _check_states(tree, nodes, sequences)
     check_watches(tree.watch_registry)
+
+
+def _check_states(tree: CheckpointTree, nodes: list[Node], sequences: list[CachedSequence]) -> None:
+    """Each state is free, of one node, or of one sequence."""
+    states: list[int] = []
+    pinned: list[int] = []
+    for sequence in sequences:
+        assert isinstance(sequence, StatefulSequence)
+        own, source = sequence.owned_states()
+        states += own
+        pinned += source
+    tree.checkpoints.check(nodes, states, pinned)
 
 
 def _sequences(allocator: PageAllocator) -> list[CachedSequence]:
@@ -133,24 +152,32 @@ def _check_session_refs(tree: RadixTree, nodes: list[Node]) -> None:
     if sessions is None:
         assert not any(node.session_refs for node in nodes), "session refs without sessions"
         return
-    leased = [n for n in nodes if n.session_refs is not None and n.session_refs.num_leased]
+    num_retained = sessions.num_retained_pages  # ends leases whose time is over
+    all_refs = [(node, node.session_refs) for node in nodes if node.session_refs is not None]
+    leased = [node for node, refs in all_refs if refs.num_leased]
     assert sessions.num_leased_pages == _num_pages(leased), "leased pages miscounted"
+    retained = [node for node, refs in all_refs if refs.num_retained]
+    assert num_retained == _num_pages(retained), "retained pages miscounted"
     for node in nodes:
         if node.namespace.is_dead:
             continue
         name, refs = f"node {node.node_id}", node.session_refs
         below = [child.session_refs for child in node.children.values()]
-        ends = [s.end_nodes[node] for s in sessions.open_sessions if node in s.end_nodes]
+        ends = [s for s in sessions.open_sessions if node in s.end_nodes]
+        kept = [s.retain_until is not None for s in ends if s.end_nodes[node] is not None]
         num_open = len(ends) + sum(1 for child in below if child and child.num_open)
-        num_leased = sum(1 for deadline in ends if deadline is not None)
-        num_leased += sum(1 for child in below if child and child.num_leased)
+        num_leased = kept.count(False) + sum(1 for child in below if child and child.num_leased)
+        num_retained = kept.count(True)
+        num_retained += sum(1 for child in below if child and child.num_retained)
         has_public = any(child is None or child.is_public for child in below)
         if refs is None:
             assert not num_open, f"{name} is reached by sessions and does not know it"
             continue
         assert refs.num_open == num_open, f"{name}: {refs.num_open} session refs, not {num_open}"
         assert refs.num_leased == num_leased, f"{name}: wrong number of leases"
-        assert refs.num_leased <= refs.num_open, f"{name} is leased and reached by no session"
+        assert refs.num_retained == num_retained, f"{name}: wrong number of retaining sessions"
+        num_kept = max(refs.num_leased, refs.num_retained)
+        assert num_kept <= refs.num_open, f"{name} is leased and reached by no session"
         assert refs.is_public or not has_public or node.lock_ref, f"{name} has public children"
 
 
@@ -158,7 +185,8 @@ def _check_sequence(tree: RadixTree, sequence: CachedSequence) -> None:
     size, name = tree.page_size, repr(sequence)
     published, committed = sequence._published, sequence.committed_len
     num_shared = len(sequence.pages) - sequence.num_private
-    assert committed - published < size, f"{name} has unpublished pages"
+    source = sequence._source
+    assert source is not None or committed - published < size, f"{name} has unpublished pages"
     assert num_shared >= published // size, f"{name} holds published pages as its own"
     way = [*path(node_covering(sequence._last_node, published))][::-1]
     ours = sequence.tokens[:published].tobytes()
@@ -167,23 +195,78 @@ def _check_sequence(tree: RadixTree, sequence: CachedSequence) -> None:
     shared, pages = sequence.pages[:num_shared].tolist(), [p for node in way for p in node.pages]
     assert pages[: len(shared)] == shared, f"{name} shares pages that are not on its path"
     protected = {page for node in path(sequence._last_node) for page in node.pages}
-    for source, target, count in sequence.cow_copies:
+    if source is not None:
+        assert not source.is_released, f"{name} copies from pages that it does not protect"
+        assert source.tokens.tolist() == sequence.tokens[: source.length].tolist(), f"{name} copies"
+        protected |= set(source.pages.tolist())
+    for page, target, count in sequence.cow_copies:
         assert target in sequence.pages[num_shared:], f"{name} copies to a foreign page"
-        assert 0 < count < size, f"{name} copies {count} tokens"
-        assert source in protected, f"{name} copies from page {source}, which it does not protect"
+        assert 0 < count < size + (source is not None), f"{name} copies {count} tokens"
+        assert page in protected, f"{name} copies from page {page}, which it does not protect"
 
 
-def dump_tree(allocator: PageAllocator, tree: RadixTree, max_nodes: int) -> dict[str, Any]:
-    """See `PrefixCache.dump`."""
-    users: Counter[int] = Counter()
+def count_shared(allocator: PageAllocator) -> int:
+    """Pages in nodes that two or more sequences have locked. O(locked nodes)."""
+    once: set[int] = set()  # identities of nodes; a path that joins another is shared from there on
+    often: set[int] = set()
+    count = 0
     for sequence in _sequences(allocator):
+        for node in path(sequence._last_node):
+            if id(node) in often:
+                break
+            if id(node) in once:
+                often.add(id(node))
+                count += len(node.pages)
+            once.add(id(node))
+    return count
+
+
+def count_pinned(allocator: PageAllocator) -> int:
+    """Pages in nodes that pins have locked, requests or not. O(those nodes)."""
+    pins = (sequence for sequence in _sequences(allocator) if sequence.is_pin)
+    return _num_pages([*{node for pin in pins for node in path(pin._last_node)}])
+
+
+def preview_tree(tree: RadixTree, count: int) -> list[dict[str, Any]]:
+    """See `PrefixCache.eviction_preview`."""
+    found: list[dict[str, Any]] = []
+    for node, reason in tree.order.preview():
+        if len(found) == count:
+            break
+        name, idle_s = node.namespace.name, tree.now - node.last_use
+        if not node.namespace.is_dead:  # else its pages count as free already
+            entry = victim(name, node.start, node.tokens, len(node.pages), idle_s, reason)
+            found.append(entry)
+    return found
+
+
+def dump_tree(
+    allocator: PageAllocator, tree: RadixTree, max_nodes: int, only: str | None
+) -> dict[str, Any]:
+    """See `PrefixCache.dump`."""
+    sequences, sessions = _sequences(allocator), tree.session_eviction
+    users: Counter[int] = Counter()
+    for sequence in sequences:
+        if sequence.is_pin:
+            continue
         node: Node | None = sequence._last_node
         while node is not None:
             users[id(node)] += 1
             node = node.parent
 
-    def picture(node: Node) -> Picture:
-        return Picture(node.tokens, node.pages.tolist(), node.lock_ref, users[id(node)])
+    def describe(node: Node) -> NodeDump:
+        state, last_use = usage_state(users[id(node)]) if users[id(node)] else "pinned", None
+        if not node.lock_ref:
+            state = "cached" if sessions is None else sessions.state(node)
+            last_use = node.last_use
+        return NodeDump(
+            node.tokens, node.pages.tolist(), node.lock_ref, users[id(node)], state, last_use
+        )
 
-    roots = {name: namespace.root for name, namespace in tree.namespaces.items()}
-    return dump_nodes(tree.page_size, roots, lambda n: n.children.values(), picture, max_nodes)
+    spaces = tree.namespaces.items()
+    roots = {name: namespace.root for name, namespace in spaces if only in (None, name)}
+    sizes = ((len(node.pages), node.num_tokens) for node in _all_nodes(tree, sequences))
+    return {
+        **dump_nodes(tree.page_size, roots, lambda n: n.children.values(), describe, max_nodes),
+        **dump_sequences(allocator, sizes, only),
+    }

@@ -89,6 +89,20 @@ def covered_children(node: Node, key: bytes) -> list[Node]:
     return [node.children[other] for other in found]
 
 
+def siblings_with_head(node: Node, length: int) -> list[Node]:
+    """`node`, and siblings whose first pages agree with its own up to position `length`."""
+    parent = node.parent
+    assert parent is not None
+    size = (length - node.start) * TOKEN_BYTES
+    if not 0 < size <= len(node.key):
+        return [node]
+    head = node.key[:size]
+    candidates: Iterable[bytes] = parent.children
+    if parent.first_token_index is not None:
+        candidates = parent.first_token_index.get(node.key[:TOKEN_BYTES], ())
+    return [parent.children[key] for key in candidates if key.startswith(head)]
+
+
 def check_index(node: Node) -> None:
     """AssertionError unless the index holds exactly the children."""
     if node.first_token_index is None:

@@ -6,7 +6,7 @@ The other policies are in `policies`; `session_eviction` wraps any of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from radixserve.cache.radix.evicted_history import EvictionPoint
@@ -56,6 +56,11 @@ class EvictionOrder(ABC):
         if node is not None and len(node.pages) <= num_pages:
             self.discard(node)
         return node
+
+    @abstractmethod
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        """All nodes in the order in which `victim` would name them if nothing else happened, each
+        with the reason. Changes nothing but what time has changed already (leases that ended)."""
 
     @abstractmethod
     def queues(self) -> list[Iterable[Node]]:
@@ -122,6 +127,9 @@ class LRU(EvictionOrder):
             del self._nodes[self._oldest]
             self._oldest += 1
         return node
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        return ((node, "least recently used") for node in self._nodes.values())
 
     def queues(self) -> list[Iterable[Node]]:
         return [self._nodes.values()]

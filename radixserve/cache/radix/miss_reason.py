@@ -20,7 +20,12 @@ _lookup: Callable[[tuple[int, str, int, None, None]], Lookup] = partial(tuple.__
 
 
 def explain(
-    tree: RadixTree, namespace: NamespaceTree, match: Match, data: memoryview, limit: int
+    tree: RadixTree,
+    namespace: NamespaceTree,
+    match: Match,
+    data: memoryview,
+    limit: int,
+    compare_namespaces: bool,
 ) -> Lookup:
     """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
     length, node, resume = match
@@ -33,7 +38,7 @@ def explain(
     evicted = tree.evicted_history.find((resume.node_id, point, page[:TOKEN_BYTES]))
     if evicted and common_head(evicted, page) > length - point:
         return _lookup((length, "evicted", length, None, None))
-    if len(tree.namespaces) > 1 or namespace.name not in tree.namespaces:
+    if compare_namespaces and (len(tree.namespaces) > 1 or namespace.name not in tree.namespaces):
         for other in islice(tree.namespaces.values(), _MAX_NAMESPACES):
             if other is namespace:
                 continue

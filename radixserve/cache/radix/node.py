@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 class SessionRefs:
     """Sessions that use a node. None: used only by sequences without a session."""
 
-    __slots__ = ("is_public", "num_leased", "num_open", "sessions")
+    __slots__ = ("is_public", "num_leased", "num_open", "num_retained", "sessions")
 
     def __init__(self, *, is_public: bool) -> None:
-        self.is_public = is_public  # a sequence without a session reached it
+        # a sequence without a session reached it, and it has not been demoted since
+        self.is_public = is_public
         self.num_open = 0  # open sessions that end here + children that open sessions reach
         self.num_leased = 0  # of both, the leased ones
+        self.num_retained = 0  # of both, those that a retaining session reaches
         self.sessions: set[object] = set()  # open ones that end in this node
 
 
@@ -49,6 +51,7 @@ class Node:
         "children",
         "first_token_index",
         "key",
+        "last_use",
         "lock_ref",
         "namespace",
         "node_id",
@@ -79,6 +82,7 @@ class Node:
         self.node_id = node_id  # never used again; the root's is its namespace's name
         self.lock_ref = 0  # sequences that end in this node + locked children
         self.policy_key = 0  # set by the eviction policy
+        self.last_use = 0.0  # the tree's `now` when its last lock was released
         self.session_refs: SessionRefs | None = None
         self.children = NO_CHILDREN
         # see child_index; None while a scan of all children is faster

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from sortedcontainers import SortedDict
 
@@ -45,8 +45,15 @@ class Ranked(EvictionOrder):
         node: Node = self._nodes.peekitem(0)[1]
         return node
 
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        return ((node, self.reason(node)) for node in self._nodes.values())
+
     def queues(self) -> list[Iterable[Node]]:
         return [self._nodes.values()]
+
+    @abstractmethod
+    def reason(self, node: Node) -> str:
+        """Why the node goes before those that come later."""
 
     def rank(self, node: Node, tick: int) -> tuple[int, ...]:
         return (node.policy_key, tick)
@@ -62,6 +69,9 @@ class LFU(Ranked):
     Counts do not age: a node stays until others have been reused more often.
     """
 
+    def reason(self, node: Node) -> str:
+        return f"least often reused: {node.policy_key} times"
+
     def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
             if at.start < use.reused:
@@ -72,6 +82,9 @@ class Priority(Ranked):
     """Lowest priority first: that of the most important sequence that ever reached the node."""
 
     initial_key = -(2**63)
+
+    def reason(self, node: Node) -> str:
+        return f"lowest priority: {node.policy_key}"
 
     def on_path_used(self, node: Node, use: PathUse) -> None:
         for at in path(node):
@@ -90,6 +103,9 @@ class FIFO(Ranked):
         super().__init__(num_pages)
         self._stamp = 0
 
+    def reason(self, _: Node) -> str:
+        return "published first"
+
     def on_path_used(self, node: Node, use: PathUse) -> None:
         if use.has_published:
             for at in path(node):
@@ -98,6 +114,13 @@ class FIFO(Ranked):
 
     def rank(self, node: Node, tick: int) -> tuple[int, ...]:
         return (node.policy_key, -node.start, tick)  # a split gives both parts one stamp
+
+
+_ONCE, _AGAIN = "not reused since it was computed", "reused, but longest ago"
+
+
+def _below(node: Node) -> Iterable[Node]:
+    return node.children.values()
 
 
 class _Segment:
@@ -146,6 +169,12 @@ class _Segmented(EvictionOrder):
     def on_resized(self, node: Node) -> None:
         self._once.resize(node)
         self._again.resize(node)
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        for node in self._once.sizes:
+            yield node, _ONCE
+        for node in self._again.sizes:
+            yield node, _AGAIN
 
     def queues(self) -> list[Iterable[Node]]:
         return [self._once.sizes, self._again.sizes]
@@ -209,13 +238,28 @@ class ARC(_Segmented):
             return once
         return again
 
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        gone: set[Node] = set()
+        once, again = list(self._once.sizes)[::-1], list(self._again.sizes)[::-1]
+        num_once = self._once.num_pages
+        while once or again:
+            is_once = bool(once) and (
+                not again or num_once > self.once_share or not gone.issuperset(_below(again[-1]))
+            )
+            node = (once if is_once else again).pop()
+            num_once -= len(node.pages) if is_once else 0
+            gone.add(node)
+            yield node, _ONCE if is_once else _AGAIN
+
     def on_path_used(self, node: Node, use: PathUse) -> None:
+        raised: set[Node] = set()
         for at in path(node):
             assert at.parent is not None
             if at.start >= use.reused:  # new, or evicted before
                 token = bytes(at.tokens[:TOKEN_BYTES])
-                if self._take_evicted((at.parent.node_id, at.start, token)):
+                if self._take_evicted((at.parent.node_id, at.start, token)) and not at.policy_key:
                     at.policy_key = 1
+                    raised.add(at)
                 continue
             cut = (use.reused - at.start) * TOKEN_BYTES  # where it had been cut short
             if cut < len(at.tokens):
@@ -224,7 +268,8 @@ class ARC(_Segmented):
                 )
             break
         super().on_path_used(node, use)
-        self._raise_ancestors(node)
+        if raised:
+            self._raise_ancestors(node, raised)
 
     def on_evicted(self, node: Node, point: EvictionPoint, num_pages: int) -> None:
         lost = self._evicted_again if node.policy_key else self._evicted_once
@@ -234,11 +279,11 @@ class ARC(_Segmented):
         for evicted in (self._evicted_once, self._evicted_again):
             evicted.check()
 
-    def _raise_ancestors(self, node: Node) -> None:
-        """Set the policy key of all ancestors of a node that was seen again."""
+    def _raise_ancestors(self, node: Node, raised: set[Node]) -> None:
+        """Set the policy key of all ancestors of nodes that were `raised` just now."""
         again = 0
         for at in path(node):
-            if at.policy_key and again:
+            if at.policy_key and again and at not in raised:
                 return
             again = at.policy_key = again or at.policy_key
 

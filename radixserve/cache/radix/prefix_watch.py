@@ -25,7 +25,7 @@ class RadixPrefixWatch(PrefixWatch):
 
     @property
     def locked_len(self) -> int:
-        """Of `cached_len`, tokens in pages that running sequences hold anyway. O(depth).
+        """Tokens of `cached_len` in pages that running sequences hold anyway. O(depth).
 
         0 where what was cached has been dropped since the last refresh.
         """

@@ -9,26 +9,37 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixserve.arrays import IntArray
+from radixserve.cache.events import EventLog
 from radixserve.cache.interface import CacheSession, PrefixCache
 from radixserve.cache.page_pool import PageAllocator, PagePool
-from radixserve.cache.radix.audit import check_tree, dump_tree
+from radixserve.cache.radix.audit import (
+    check_tree,
+    count_pinned,
+    count_shared,
+    dump_tree,
+    preview_tree,
+)
+from radixserve.cache.radix.checkpoints import Checkpoints, CheckpointTree
+from radixserve.cache.radix.hinted_nodes import demotable, held_nodes, num_demoted, paths_of
 from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.miss_reason import NEVER_SEEN, explain
 from radixserve.cache.radix.node import NamespaceTree, Node
 from radixserve.cache.radix.policies import POLICIES
 from radixserve.cache.radix.prefix_watch import RadixPrefixWatch
+from radixserve.cache.radix.publishing_tree import open_log
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.sequence import CachedSequence
-from radixserve.cache.radix.session_eviction import (
-    RadixSession,
-    SessionAwareEviction,
-    check_session,
-)
+from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.session import RadixSession, check_session
+from radixserve.cache.radix.session_eviction import SessionAwareEviction
+from radixserve.cache.radix.snapshot import snapshot_tree
+from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.sequence import PageCopy
+from radixserve.cache.snapshot import SnapshotView
+from radixserve.cache.state_pool import StateCopy
 from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.config import EVICTION_POLICIES
@@ -51,7 +62,10 @@ class RadixCache(PrefixCache):
     `eviction` is one of config.EVICTION_POLICIES; sessions take precedence over it: see
     `open_session`; their leases fill at most `max_lease_share` of the pool, on `clock` (seconds).
     With `reuse=False` nothing is ever shared or kept between sequences (but forks still share).
-    A reset is O(1) for each namespace.
+    A reset is O(1) for each namespace. `num_states`: of a model with recurrent layers; a sequence
+    begins at the deepest checkpoint of its path then, see `stateful_sequence`. Checkpoints are
+    taken every `checkpoint_interval` tokens, before a prompt's last token, where prompts branch
+    and at the end of sequences.
     """
 
     def __init__(
@@ -61,6 +75,8 @@ class RadixCache(PrefixCache):
         eviction: str = "lru",
         *,
         reuse: bool = True,
+        num_states: int = 0,
+        checkpoint_interval: int = 512,
         max_lease_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,9 +85,20 @@ class RadixCache(PrefixCache):
         check_choice("eviction", eviction, EVICTION_POLICIES)
         share = check_float("max_lease_share", max_lease_share, 0.0, 1.0)
         pool = PagePool(num_pages)
-        self._tree = RadixTree(pool, page_size, POLICIES[eviction](num_pages))
+        check_int("num_states", num_states, 0, 2**31 - 1)
+        check_int("checkpoint_interval", checkpoint_interval, 1)
+        order = POLICIES[eviction](num_pages)
+        self._checkpoints: Checkpoints | None = None
+        self._tree: RadixTree
+        if num_states:
+            self._checkpoints = Checkpoints(num_states, checkpoint_interval)
+            self._tree = CheckpointTree(pool, page_size, order, self._checkpoints)
+        else:
+            self._tree = RadixTree(pool, page_size, order)
         super().__init__(
-            PageAllocator(pool, page_size, self._tree), self._tree, self._tree.watch_registry
+            PageAllocator(pool, page_size, self._tree, clock),
+            self._tree,
+            self._tree.watch_registry,
         )
         self._max_leased = int(num_pages * share)
         self._clock = clock
@@ -81,9 +108,23 @@ class RadixCache(PrefixCache):
     def sharing_enabled(self) -> bool:
         return self._reuse
 
+    @property
+    def num_states(self) -> int:
+        return 0 if self._checkpoints is None else self._checkpoints.pool.num_states
+
+    def take_state_copies(self) -> list[StateCopy]:
+        return [] if self._checkpoints is None else self._checkpoints.pool.take_copies()
+
     # -- look-up ------------------------------------------------------------------------------
 
-    def lookup(self, tokens: TokenIds, namespace: str = "", *, allow_full: bool = False) -> Lookup:
+    def lookup(
+        self,
+        tokens: TokenIds,
+        namespace: str = "",
+        *,
+        allow_full: bool = False,
+        compare_namespaces: bool = True,
+    ) -> Lookup:
         """What `acquire` would reuse now, and why not more. Changes nothing.
 
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
@@ -98,11 +139,16 @@ class RadixCache(PrefixCache):
             return NEVER_SEEN
         data, limit = token_view(ids), max(0, limit)
         match = find_match(found, data, limit, size)
-        answer = explain(tree, found, match, data, limit)
+        answer = explain(tree, found, match, data, limit, compare_namespaces)
+        if self._checkpoints is not None and match.length:
+            best = self._checkpoints.deepest(match.node, match.length)
+            if best.length < match.length:
+                match = Match(best.length, best.node, best.node)
+                answer = Lookup(best.length, "no_checkpoint", answer.position)
         extra = match[0] % size
         if not extra or self._can_copy_page_prefix(match):
             return answer
-        return answer._replace(cached_len=match.length - extra)
+        return answer._replace(cached_len=self._without_page_prefix(match))
 
     def watch(self, tokens: IntArray, namespace: str = "") -> RadixPrefixWatch:
         check_str("namespace", namespace)
@@ -125,7 +171,8 @@ class RadixCache(PrefixCache):
         `session`: session of the sequence, from `open_session`. `priority`: for the "priority"
         eviction policy; pages of high priority are kept longer.
         """
-        data, tree, stats = token_view(tokens), self._tree, self._allocator.stats
+        data, tree, allocator = token_view(tokens), self._tree, self._allocator
+        stats = allocator.stats
         owner = None if session is None else check_session(session, tree.session_eviction)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
@@ -141,19 +188,33 @@ class RadixCache(PrefixCache):
         limit = count - 1 if count and not allow_full else count
         match = find_match(found, data, limit, size)
         length, node, _ = match
+        checkpoints = self._checkpoints
+        if checkpoints is not None:
+            wanted = {length, limit}
+            length, _, node = checkpoints.deepest(node, length)
+            match = Match(length, node, node)
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
         if length % size:
             node, length, copy = self._copy_page_prefix(match)
+            if copy is None:
+                del shared[length // size :]
+        allocator.note_time()
         stats.num_acquired += 1
         stats.acquired_tokens += count
         stats.matched_tokens += length
         if copy is not None:
             stats.copied_tokens += copy[2]
         known = bytearray(data[:length])
-        return CachedSequence(
-            self._allocator, tree, node, known, shared, copy, length, owner, priority
+        if checkpoints is None:
+            return CachedSequence(
+                allocator, tree, node, known, shared, copy, length, owner, priority
+            )
+        sequence = StatefulSequence(
+            allocator, tree, node, known, shared, copy, length, owner, priority
         )
+        sequence.begin_at(checkpoints.deepest(node, length), wanted)
+        return sequence
 
     def _copy_page_prefix(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
@@ -162,10 +223,17 @@ class RadixCache(PrefixCache):
         try:
             page = self._allocator.allocate(1, may_shrink_locks=False)[0]
         except OutOfPages:
-            upper = node if node.start < length - extra else node.parent
-            assert upper is not None
-            return self._tree.move_lock(node, upper), length - extra, None
+            length = self._without_page_prefix(match)
+            return self._tree.move_lock(node, node_covering(node, length)), length, None
         return node, length, (node.pages[whole - node.start // self.page_size], page, extra)
+
+    def _without_page_prefix(self, match: Match) -> int:
+        """Tokens of the match that can be reused in whole pages."""
+        length, size = match.length, self.page_size
+        length -= length % size
+        if self._checkpoints is not None:
+            length = self._checkpoints.deepest(match.node, length, multiple_of=size).length
+        return length
 
     def _can_copy_page_prefix(self, match: Match) -> bool:
         """Whether a page for the copy is available once the matched path is locked."""
@@ -179,52 +247,125 @@ class RadixCache(PrefixCache):
 
     # -- sessions ------------------------------------------------------------------------------
 
-    def open_session(self, name: str, *, lease_s: float | None = None) -> RadixSession:
+    @property
+    def keeps_sessions(self) -> bool:
+        return self._reuse
+
+    def open_session(
+        self, name: str, *, lease_s: float | None = None, retain_until: float | None = None
+    ) -> RadixSession:
         """Open a session; close it when it will not be continued: a chat, a branch, a tenant.
 
         Pages that only closed sessions reached are dropped first. Those where sequences of an open
         one ended are dropped last for `lease_s` seconds (default: 300; 0: no lease) from the last
-        time. Names need not be unique; they are for `stats`. A session that is never closed counts
-        as open for as long as the cache lives.
+        time. `retain_until` (on the cache's clock) instead of a lease: until then they are dropped
+        after everything else, leased pages too. Names need not be unique; they are for `stats`. A
+        session that is never closed counts as open for as long as the cache lives.
         """
         check_str("name", name)
         lease = LEASE_S if lease_s is None else check_float("lease_s", lease_s, 0.0, math.inf)
+        if retain_until is not None:
+            retain_until = check_float("retain_until", retain_until, 0.0, math.inf)
+        return self._session_eviction().open(name, lease, retain_until)
+
+    def _session_eviction(self) -> SessionAwareEviction:
         tree = self._tree
         if tree.session_eviction is None:
             tree.set_session_eviction(
                 SessionAwareEviction(tree.order, self._max_leased, self._clock)
             )
         assert tree.session_eviction is not None
-        return tree.session_eviction.open(name, lease)
+        return tree.session_eviction
+
+    # -- hints --------------------------------------------------------------------------------
+
+    @property
+    def num_retained(self) -> int:
+        sessions = self._tree.session_eviction
+        return 0 if sessions is None else sessions.num_retained_pages
+
+    def demote(self, tokens: TokenIds, namespace: str = "") -> int:
+        """See `PrefixCache.demote`. O(tokens + nodes that go on from them)."""
+        data, found = token_view(tokens), self._tree.namespaces.get(namespace)
+        if found is None or not len(data):
+            return 0
+        nodes = demotable(find_match(found, data, len(data), self.page_size), len(data))
+        if nodes:
+            self._session_eviction().demote(nodes)
+        return num_demoted(nodes)
+
+    def demote_session(self, session: CacheSession) -> int:
+        """See `PrefixCache.demote_session`. O(nodes that it reaches)."""
+        nodes = held_nodes([check_session(session, self._tree.session_eviction)])
+        session.close()
+        return num_demoted(nodes)
+
+    def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
+        """See `PrefixCache.held_tokens`. O(nodes that they reach)."""
+        order = self._tree.session_eviction
+        nodes = held_nodes(check_session(one, order) for one in sessions)
+        return sum(len(node.pages) for node in nodes) * self.page_size
+
+    def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
+        """See `PrefixCache.session_prefixes`. O(tokens)."""
+        return paths_of(check_session(session, self._tree.session_eviction))
+
+    def open_events(self, epoch: int | None = None) -> EventLog:
+        return open_log(self._tree, epoch)
 
     # -- inspection ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """See `PrefixCache.stats`. Pages of a namespace that was reset count as free at once."""
+        """See `PrefixCache.stats`."""
         tree, sessions = self._tree, self._tree.session_eviction
-        found = super().stats()
-        found["pages_free"] += tree.num_dead
-        found["pages_tree"] -= tree.num_dead
-        found |= {
+        found = {
+            **super().stats(),
             "namespaces": len(tree.namespaces),
             "nodes": tree.num_nodes,
             "splits": tree.num_splits,
             "sessions": 0,
+            "pages_pinned": count_pinned(self._allocator),
         }
         if sessions is not None:
             found |= {
+                "pages_retained": sessions.num_retained_pages,
+                "retained_evicted_pages": sessions.num_retained_evicted,
                 "sessions": len(sessions.open_sessions),
                 "leases": sessions.leases(),
                 "pages_leased": sessions.num_leased_pages,
                 "pages_closed": sessions.num_closed_pages,
             }
+        if self._checkpoints is not None:
+            found |= self._checkpoints.stats()
         return found
+
+    def gauges(self) -> dict[str, int]:
+        """Pages of a namespace that was reset count as free at once."""
+        found, num_dead = super().gauges(), self._tree.num_dead
+        found["pages_free"] += num_dead
+        found["pages_tree"] -= num_dead
+        found["pages_cached"] -= num_dead
+        return {**found, "nodes": self._tree.num_nodes}
+
+    def _num_shared(self) -> int:
+        return count_shared(self._allocator)
+
+    def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
+        """See `PrefixCache.eviction_preview`. Policy "arc" costs O(unlocked nodes)."""
+        self._allocator.note_time()
+        return preview_tree(self._tree, check_int("count", count, 0))
+
+    def snapshot(self, view: SnapshotView) -> dict[str, Any]:
+        """See `PrefixCache.snapshot`. O(pages) in numpy, and O(what is shown + locked nodes)."""
+        self._allocator.note_time()
+        return snapshot_tree(self._allocator, self._tree, view)
 
     def check(self) -> None:
         check_tree(self._allocator, self._tree)
 
-    def dump(self, max_nodes: int = 10_000) -> dict[str, Any]:
-        return dump_tree(self._allocator, self._tree, check_int("max_nodes", max_nodes, 0))
+    def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
+        check_int("max_nodes", max_nodes, 0)
+        return dump_tree(self._allocator, self._tree, max_nodes, namespace)
 
 
 def path_pages(node: Node, count: int) -> array[int]:

@@ -44,6 +44,7 @@ class RadixTree:
         self.num_nodes = 0
         self.num_splits = 0
         self.num_evicted_tokens = 0
+        self.now = 0.0  # seconds, see `PageOwner`
         self.pending_free: list[Node] = []  # subtrees of dead namespaces, freed when needed
         self.free = pool.free  # pages that `cut` and `remove` returned
         self._free_all = pool.free_all
@@ -118,6 +119,7 @@ class RadixTree:
             elif len(node.tokens) < self._key_bytes and has_longer(parent, node.key):
                 self.free(self.remove(node))  # a sibling holds all of this leaf, and more
             else:
+                node.last_use = self.now
                 self.order.add(node)
             node = parent
 
@@ -202,7 +204,7 @@ class RadixTree:
         node.parent = upper
         node.key = bytes(node.tokens[: self._key_bytes])
         self._link(upper, node)
-        upper.policy_key = node.policy_key
+        upper.policy_key, upper.last_use = node.policy_key, node.last_use
         if node.session_refs is not None and self.session_eviction is not None:
             self.session_eviction.on_split(upper, node)
         if node.lock_ref:
@@ -215,8 +217,7 @@ class RadixTree:
 
     def extend(self, leaf: Node, tokens: bytearray, pages: array[int]) -> None:
         """Append to a locked leaf in place; its key follows when it was shorter than a page."""
-        parent = leaf.parent
-        if len(leaf.tokens) < self._key_bytes and parent is not None:
+        if len(leaf.tokens) < self._key_bytes and (parent := leaf.parent) is not None:
             old_key = leaf.key
             self._unlink(parent, leaf)
             leaf.tokens += tokens

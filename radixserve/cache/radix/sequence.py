@@ -18,7 +18,7 @@ from radixserve.cache.radix.eviction import PathUse
 from radixserve.cache.radix.match import common_tokens
 from radixserve.cache.radix.node import Node
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.session_eviction import RadixSession
+from radixserve.cache.radix.session import RadixSession
 from radixserve.cache.sequence import CacheSequence, PageCopy
 from radixserve.cache.tokens import TOKEN_BYTES
 
@@ -33,6 +33,7 @@ class CachedSequence(CacheSequence):
         "_published",
         "_reused",
         "_session",
+        "_source",
         "_tree",
     )
 
@@ -53,26 +54,55 @@ class CachedSequence(CacheSequence):
         CacheSequence.__init__(self, allocator, node.namespace, tokens, shared, copy)
         self._tree = tree
         self._last_node = node
-        self._published = self._committed
+        self._published = self.committed_len
         self._reused = reused
         self._session = session
         self._priority = priority
         self._has_published = False  # tokens that the tree did not hold
+        self._source: CacheSequence | None = None  # holds the pages that are still to be copied
+
+    def copy_from(self, source: CacheSequence) -> int:
+        size, start, end = self._tree.page_size, self.committed_len, source.length
+        assert self.length == start < end
+        assert end % size == 0
+        self._append(source.tokens[start:].tobytes())
+        first, pages = start // size, source.pages.tolist()
+        self.cow_copies[:] = [
+            (pages[at], self._pages[at], size) for at in range(first, end // size)
+        ]
+        self.committed_len = self.cached_len = end
+        self._source = source
+        stats = self._allocator.stats
+        stats.matched_tokens += end - start
+        stats.copied_tokens += end - start
+        return end - start
+
+    def _drop_copies(self) -> None:
+        super()._drop_copies()
+        if self._source is not None:
+            self._source.release()
+            self._source = None
+
+    @property
+    def last_node(self) -> Node:
+        """The node whose path holds the published tokens; locked."""
+        return self._last_node
 
     def fork(self) -> CachedSequence:
         self._check_open()
+        assert self._source is None, "a copy is still to be made"
         tree, size = self._tree, self._tree.page_size
-        whole, extra = divmod(self._committed, size)
+        whole, extra = divmod(self.committed_len, size)
         page = self._allocator.allocate(1)[0] if extra else -1  # may shrink our own lock
-        if self._published < self._committed and not self._owns_tail():
+        if self._published < self.committed_len and not self._owns_tail():
             self._publish()
         copy = (self._tree_page(whole), page, extra) if extra else None
         tree.lock(self._last_node)
-        forked = CachedSequence(
+        forked = type(self)(
             self._allocator,
             tree,
             self._last_node,
-            self._tokens[: self._committed * TOKEN_BYTES],
+            self._tokens[: self.committed_len * TOKEN_BYTES],
             self._pages[:whole],
             copy,
             0,
@@ -86,7 +116,7 @@ class CachedSequence(CacheSequence):
 
     def _publish(self) -> None:
         """Make the tree hold [0, committed), walking on from `_last_node`."""
-        start, end, leaf, tree = self._published, self._committed, self._last_node, self._tree
+        start, end, leaf, tree = self._published, self.committed_len, self._last_node, self._tree
         if end <= start:
             return
         size = tree.page_size
@@ -94,7 +124,7 @@ class CachedSequence(CacheSequence):
         base = start - start % size
         if (
             leaf.start < base
-            and leaf.end == start
+            and leaf.start + len(leaf.tokens) // TOKEN_BYTES == start
             and (owns_tail or (base == start and leaf.lock_ref == 1 and self._may_grow(leaf)))
             and not leaf.children
         ):
@@ -119,7 +149,7 @@ class CachedSequence(CacheSequence):
     def _walk(self, node: Node, pos: int) -> None:
         """Follow the tree from `pos` (a page boundary inside or at the end of `node`), adopting its
         pages, and insert what it lacks."""
-        size, tokens, end = self._tree.page_size, self._tokens, self._committed
+        size, tokens, end = self._tree.page_size, self._tokens, self.committed_len
         while True:
             offset = pos - node.start
             rest = len(node.tokens) // TOKEN_BYTES - offset
@@ -145,7 +175,7 @@ class CachedSequence(CacheSequence):
 
     def _adopt_prefix(self, node: Node) -> None:
         """`node` covers all that is committed; a partial last page stays our own."""
-        self._published = self._committed
+        self._published = self.committed_len
         self._last_node = self._tree.move_lock(self._last_node, node)
 
     def _branch(self, node: Node, pos: int, *, is_prefix: bool) -> None:
@@ -158,7 +188,7 @@ class CachedSequence(CacheSequence):
             self._extend_leaf(node, pos)
             return
         upper = tree.split(node, pos - node.start)
-        key = self._bytes(pos, min(pos + tree.page_size, self._committed))
+        key = self._bytes(pos, min(pos + tree.page_size, self.committed_len))
         if is_prefix and is_free:  # what is left below is covered by our first page
             self._drop_prefixes(upper, key)
         self._attach(upper, pos, key)
@@ -199,7 +229,7 @@ class CachedSequence(CacheSequence):
 
     def _extend_leaf(self, leaf: Node, pos: int) -> None:
         """Append our tokens [pos, committed) and the pages that the leaf lacks."""
-        size, end = self._tree.page_size, self._committed
+        size, end = self._tree.page_size, self.committed_len
         first, last = leaf.start // size + len(leaf.pages), -(-end // size)
         tokens = self._tokens[pos * TOKEN_BYTES : end * TOKEN_BYTES]
         self._tree.extend(leaf, tokens, self._pages[first:last])
@@ -208,7 +238,7 @@ class CachedSequence(CacheSequence):
     def _attach(self, parent: Node, pos: int, key: bytes) -> None:
         """Add our tokens [pos, committed), first page `key`, as a leaf below `parent`, which is on
         our path."""
-        size, end = self._tree.page_size, self._committed
+        size, end = self._tree.page_size, self.committed_len
         last, tokens = -(-end // size), self._tokens[pos * TOKEN_BYTES : end * TOKEN_BYTES]
         pages, is_public = self._pages[pos // size : last], self._session is None
         self._last_node = self._tree.attach(
@@ -235,6 +265,7 @@ class CachedSequence(CacheSequence):
     # -- truncation and release ---------------------------------------------------------------
 
     def _cut(self, length: int, whole: int, extra: int) -> None:
+        assert self._source is None, "a copy is still to be made"
         copy = None
         if extra and whole < self._num_shared and length < self._published:
             copy = (self._pages[whole], self._allocator.allocate(1)[0], extra)
@@ -249,6 +280,9 @@ class CachedSequence(CacheSequence):
             self.cow_copies.append(copy)
 
     def _release_shared(self) -> None:
+        if self._source is not None:
+            self._source.release()
+            self._source = None
         tree, sessions = self._tree, self._tree.session_eviction
         if sessions is not None:
             self._split_at_end()
@@ -281,8 +315,8 @@ class CachedSequence(CacheSequence):
 
     def shrink_lock(self) -> None:
         """Unlock the part of `_last_node` after this sequence's tokens (memory pressure)."""
-        if self._owns_tail():
-            return  # our own leaf: no tokens after ours
+        if self._owns_tail() or self._source is not None:
+            return  # our own leaf: no tokens after ours; or the pages after it are not filled yet
         tree, keep = self._tree, self._published
         size = tree.page_size
         end = -(-keep // size) * size
@@ -293,7 +327,7 @@ class CachedSequence(CacheSequence):
             node = tree.split(node, end - node.start)
         self._published = keep
         self._last_node = tree.move_lock(self._last_node, node)
-        key = self._bytes(keep, self._committed)
+        key = self._bytes(keep, self.committed_len)
         if key and key not in node.children:
             self._attach(node, keep, key)  # publish the private page that holds that prefix
 

@@ -4,59 +4,31 @@ A sequence may belong to a session (a chat, a branch, a tenant). The nodes where
 are the session's end nodes; it reaches their whole paths. Nodes fall into classes, and a node's
 ancestors are never in a class that goes earlier:
 
-    closed    only closed sessions reached it: dropped first
+    closed    only closed sessions reached it, or it was demoted: dropped first
     expired   the policy's turn had come, a lease kept it, and that lease has ended: dropped next
     ordinary  the policy decides
-    leased    reached by an open session with a lease: last
+    leased    reached by an open session with a lease: last but for
+    retained  reached by an open session that retains until a fixed time
 
 Each end node has its own lease, from the last time that a sequence ended there. A lease ends at its
 deadline, and the first begun end while all leased nodes together fill more than a share of the
-pool; a path that is longer than that share gets none. Leased pages remain evictable, so a lease
-never blocks an allocation.
+pool; a path that is longer than that share gets none. A retaining session's leases end when it says
+and are bounded by whoever opens it. Leased and retained pages remain evictable, so that neither
+ever blocks an allocation.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
-
-from sortedcontainers import SortedDict
 
 from radixserve.cache.radix.evicted_history import EvictionPoint
 from radixserve.cache.radix.eviction import EvictionOrder, PathUse
+from radixserve.cache.radix.leases import Leases
 from radixserve.cache.radix.node import Node, SessionRefs, path
-from radixserve.errors import InvalidRequest
-
-Deadline = tuple[float, int]  # a lease's end on the cache's clock; a number that makes it unique
-
-
-class RadixSession:
-    """A session's end nodes in one `RadixCache`, which made it with `open_session`."""
-
-    __slots__ = ("_order", "end_nodes", "is_open", "lease_s", "name")
-
-    def __init__(self, order: SessionAwareEviction, name: str, lease_s: float) -> None:
-        self._order = order
-        self.name = name
-        self.lease_s = lease_s  # 0: none
-        self.is_open = True
-        self.end_nodes: dict[Node, Deadline | None] = {}  # None: no lease
-
-    def __repr__(self) -> str:
-        state = "" if self.is_open else ", closed"
-        return f"RadixSession({self.name!r}{state})"
-
-    def close(self) -> None:
-        """Close: pages reached only by closed sessions are evicted first. Idempotent.
-
-        O(nodes that no other session reaches).
-        """
-        if self.is_open:
-            self._order.close(self)
-
-    def belongs_to(self, order: SessionAwareEviction | None) -> bool:
-        return self._order is order
+from radixserve.cache.radix.session import Deadline, RadixSession
 
 
 class SessionAwareEviction(EvictionOrder):
@@ -71,13 +43,11 @@ class SessionAwareEviction(EvictionOrder):
         self._clock = clock
         self._closed: OrderedDict[Node, None] = OrderedDict()
         self._expired: OrderedDict[Node, None] = OrderedDict()
-        # leased nodes that the policy has already selected as victims
-        self._leased: OrderedDict[Node, None] = OrderedDict()
-        self._leases: SortedDict = SortedDict()  # Deadline -> (session, end node), first to end
-        self._begun: OrderedDict[Deadline, None] = OrderedDict()  # the same, first begun
+        self._leased: Leases = Leases()
+        self._retained: Leases = Leases()
         self._num_leases = 0  # ever given
         self.open_sessions: set[RadixSession] = set()
-        self.num_leased_pages = 0
+        self.num_retained_evicted = 0  # pages evicted while retained
 
     # -- EvictionOrder ------------------------------------------------------------------------
 
@@ -93,7 +63,8 @@ class SessionAwareEviction(EvictionOrder):
         self._expired.pop(node, None)
         if node.session_refs is not None:
             self._closed.pop(node, None)
-            self._leased.pop(node, None)
+            self._leased.chosen.pop(node, None)
+            self._retained.chosen.pop(node, None)
 
     def victim(self) -> Node | None:
         self._end_leases()
@@ -103,16 +74,49 @@ class SessionAwareEviction(EvictionOrder):
             return node
         while (found := self._policy.victim()) is not None:
             refs = found.session_refs
-            if refs is None or not refs.num_leased:
+            if refs is None or not (refs.num_leased or refs.num_retained):
                 return found
             self._policy.discard(found)
-            self._leased[found] = None
-        for node in self._leased:
+            (self._retained if refs.num_retained else self._leased).chosen[found] = None
+        for node in chain(self._leased.chosen, self._retained.chosen):
             return node
         return None
 
+    def pop(self, num_pages: int) -> Node | None:
+        node = self.victim()
+        if node is not None:
+            size, refs = len(node.pages), node.session_refs
+            if refs is not None and refs.num_retained:
+                self.num_retained_evicted += min(num_pages, size)
+            if size <= num_pages:
+                self.discard(node)
+        return node
+
+    def preview(self) -> Iterator[tuple[Node, str]]:
+        self._end_leases()
+        for node in self._closed:
+            yield node, "only closed sessions reached it"
+        for node in self._expired:
+            yield node, "kept by a lease that has ended"
+        leased, retained = [*self._leased.chosen], [*self._retained.chosen]
+        for node, reason in self._policy.preview():
+            refs = node.session_refs
+            if refs is not None and refs.num_retained:
+                retained.append(node)
+            elif refs is not None and refs.num_leased:
+                leased.append(node)
+            else:
+                yield node, reason
+        for node in leased:
+            yield node, "leased by an open session: nothing else is left"
+        ends, now = self._retained.ends(), self._clock()
+        for node in retained:
+            left = f"{ends[node] - now:.0f} s from now"
+            yield node, f"retained until {left}: nothing else is left"
+
     def queues(self) -> list[Iterable[Node]]:
-        return [self._closed, self._expired, self._leased, *self._policy.queues()]
+        chosen = [self._leased.chosen, self._retained.chosen]
+        return [self._closed, self._expired, *chosen, *self._policy.queues()]
 
     def on_path_used(self, node: Node, use: PathUse) -> None:
         self._policy.on_path_used(node, use)
@@ -125,8 +129,17 @@ class SessionAwareEviction(EvictionOrder):
 
     # -- sessions ------------------------------------------------------------------------------
 
-    def open(self, name: str, lease_s: float) -> RadixSession:
-        session = RadixSession(self, name, lease_s)
+    @property
+    def num_leased_pages(self) -> int:
+        return self._leased.num_pages
+
+    @property
+    def num_retained_pages(self) -> int:
+        self._end_leases()
+        return self._retained.num_pages
+
+    def open(self, name: str, lease_s: float, retain_until: float | None) -> RadixSession:
+        session = RadixSession(self, name, lease_s, retain_until)
         self.open_sessions.add(session)
         return session
 
@@ -142,11 +155,11 @@ class SessionAwareEviction(EvictionOrder):
         else:
             session.end_nodes[node] = None
             _refs(node).sessions.add(session)
-            self._add_refs(node, 1, 0)
+            self._add_refs(node, True, False, False)
         for above in path(node.parent):
             if session in _refs(above).sessions:
                 self._remove_end(session, above)
-        if session.lease_s:
+        if session.lease_s or session.retain_until is not None:
             self._begin_lease(session, node)
 
     def close(self, session: RadixSession) -> None:
@@ -164,12 +177,20 @@ class SessionAwareEviction(EvictionOrder):
             refs.is_public = True
             self._reclassify(at)
 
+    def demote(self, nodes: Iterable[Node]) -> None:
+        """`nodes`, each before its parent and all below each among them, are dropped first from now
+        on, but for those that an open session reaches, until a sequence without one uses them."""
+        for node in nodes:
+            _refs(node).is_public = False
+            self._reclassify(node)
+
     def on_split(self, upper: Node, lower: Node) -> None:
         """`upper` is the new upper part of the node `lower`, which has session refs."""
         below = _refs(lower)
         above = upper.session_refs = SessionRefs(is_public=below.is_public)
         above.num_open = int(below.num_open > 0)
         above.num_leased = int(below.num_leased > 0)
+        above.num_retained = int(below.num_retained > 0)
 
     def on_removed(self, node: Node) -> None:
         """`node` is removed, its pages already are: sessions that ended there end in its parent.
@@ -182,25 +203,39 @@ class SessionAwareEviction(EvictionOrder):
             assert isinstance(session, RadixSession)
             self._move_end_up(session, node, parent)
         if refs.num_open:  # children are left: a dead subtree is taken apart from above
-            self._drop_refs(parent, 1, int(refs.num_leased > 0))
+            self._drop_refs(parent, True, refs.num_leased > 0, refs.num_retained > 0)
         self._closed.pop(node, None)
         self._expired.pop(node, None)
-        self._leased.pop(node, None)
+        self._leased.chosen.pop(node, None)
+        self._retained.chosen.pop(node, None)
         node.session_refs = None
 
     def count_pages(self, node: Node, pages: int) -> None:
         """`node`, which has session refs, has that many pages more."""
-        if _refs(node).num_leased:
-            self.num_leased_pages += pages
+        refs = _refs(node)
+        if refs.num_leased:
+            self._leased.num_pages += pages
+        if refs.num_retained:
+            self._retained.num_pages += pages
 
     def leases(self) -> list[dict[str, Any]]:
-        """The leases now, first to end first: session, tokens from the root, seconds left."""
+        """The leases now, first to end first: session, tokens from the root, seconds left; those
+        of retaining sessions left out."""
         self._end_leases()
         now = self._clock()
         return [
             {"session": session.name, "tokens": node.end, "seconds_left": end - now}
-            for (end, _), (session, node) in self._leases.items()
+            for (end, _), (session, node) in self._leased.by_deadline.items()
         ]
+
+    def state(self, node: Node) -> str:
+        """An unlocked node is "closed", "retained", "leased" or "cached"."""
+        if node in self._closed:
+            return "closed"
+        refs = node.session_refs
+        if refs is None or not (refs.num_leased or refs.num_retained):
+            return "cached"
+        return "retained" if refs.num_retained else "leased"
 
     @property
     def num_closed_pages(self) -> int:
@@ -210,16 +245,18 @@ class SessionAwareEviction(EvictionOrder):
     def check(self) -> None:
         """AssertionError unless sessions, end nodes and leases agree with each other."""
         self._policy.check()
-        leases = {}
+        found: dict[bool, dict[Deadline, tuple[RadixSession, Node]]] = {False: {}, True: {}}
         for session in self.open_sessions:
             assert session.is_open, f"{session!r} is among the open ones"
             for node, deadline in session.end_nodes.items():
                 assert node.parent is not None, f"{session!r} ends in a node that is gone"
                 assert session in _refs(node).sessions, f"{session!r} is unknown to its end node"
                 if deadline is not None:
-                    leases[deadline] = (session, node)
-        assert leases == dict(self._leases), "leases and end nodes disagree"
-        assert set(leases) == set(self._begun), "leases and their order of beginning disagree"
+                    found[session.retain_until is not None][deadline] = (session, node)
+        self._leased.check(found[False])
+        self._retained.check(found[True])
+        assert all(_refs(node).num_leased for node in self._leased.chosen), "not leased"
+        assert all(_refs(node).num_retained for node in self._retained.chosen), "not retained"
         for node in self._closed:
             refs, name = node.session_refs, f"node {node.node_id}"
             is_public = refs is None or refs.is_public
@@ -233,93 +270,124 @@ class SessionAwareEviction(EvictionOrder):
         self._end_lease(session, node)
         del session.end_nodes[node]
         _refs(node).sessions.discard(session)
-        self._drop_refs(node, 1, 0)
+        self._drop_refs(node, True, False, False)
 
     def _move_end_up(self, session: RadixSession, node: Node, parent: Node) -> None:
         if parent.parent is None or session in _refs(parent).sessions:
             self._remove_end(session, node)
             return
         deadline = session.end_nodes.pop(node)
-        is_leased = int(deadline is not None)
+        kind = (False, False) if deadline is None else _kind(session)
         session.end_nodes[parent] = deadline
         _refs(parent).sessions.add(session)
-        self._add_refs(parent, 1, is_leased)
+        self._add_refs(parent, True, *kind)
         if deadline is not None:
-            self._leases[deadline] = (session, parent)
+            self._leases_of(session).by_deadline[deadline] = (session, parent)
         _refs(node).sessions.discard(session)
-        self._drop_refs(node, 1, is_leased)
+        self._drop_refs(node, True, *kind)
 
-    def _add_refs(self, node: Node, is_open: int, is_leased: int) -> None:
+    def _add_refs(self, node: Node, is_open: bool, is_leased: bool, is_retained: bool) -> None:
         """Count a reference in `node` and, where it is the first of its kind there, above it."""
         for at in path(node):
-            refs = _refs(at)
-            refs.num_open += is_open
-            refs.num_leased += is_leased
-            is_open = int(is_open and refs.num_open == 1)
-            is_leased = int(is_leased and refs.num_leased == 1)
+            refs = at.session_refs or _refs(at)
+            if is_open:
+                refs.num_open += 1
+                is_open = refs.num_open == 1
             if is_leased:
-                self.num_leased_pages += len(at.pages)
-            elif not is_open:
+                refs.num_leased += 1
+                is_leased = refs.num_leased == 1
+                if is_leased:
+                    self._leased.num_pages += len(at.pages)
+            if is_retained:
+                refs.num_retained += 1
+                is_retained = refs.num_retained == 1
+                if is_retained:
+                    self._retained.num_pages += len(at.pages)
+            if not (is_open or is_leased or is_retained):
                 return
 
-    def _drop_refs(self, node: Node, is_open: int, is_leased: int) -> None:
+    def _drop_refs(self, node: Node, is_open: bool, is_leased: bool, is_retained: bool) -> None:
         """Undo one `_add_refs`; nodes whose class changes are moved, deepest first."""
         for at in path(node):
-            refs = _refs(at)
-            refs.num_open -= is_open
-            refs.num_leased -= is_leased
-            is_open = int(is_open and not refs.num_open)
-            is_leased = int(is_leased and not refs.num_leased)
+            refs = at.session_refs or _refs(at)
             if is_leased:
-                self.num_leased_pages -= len(at.pages)
-                if at in self._leased:
-                    del self._leased[at]
-                    self._expired[at] = None
+                refs.num_leased -= 1
+                is_leased = not refs.num_leased
+                if is_leased:
+                    self._leased.num_pages -= len(at.pages)
+                    if self._leased.unchoose(at):
+                        self._expired[at] = None
+            if is_retained:
+                refs.num_retained -= 1
+                is_retained = not refs.num_retained
+                if is_retained:
+                    self._retained.num_pages -= len(at.pages)
+                    if self._retained.unchoose(at):
+                        (self._leased.chosen if refs.num_leased else self._expired)[at] = None
             if is_open:
-                self._reclassify(at)
-            elif not is_leased:
+                refs.num_open -= 1
+                is_open = not refs.num_open
+                if is_open:
+                    self._reclassify(at)
+            if not (is_open or is_leased or is_retained):
                 return
 
     def _reclassify(self, node: Node) -> None:
-        """`node` lost its last open session or became public: move it to its class."""
+        """`node` lost its last open session, became public or was demoted: move it to its class."""
         refs = _refs(node)
         if refs.num_open:
             return
         if refs.is_public:
             node.session_refs = None
-        elif not node.lock_ref and not node.namespace.is_dead:
+        elif not node.lock_ref and not node.namespace.is_dead and node not in self._closed:
             self._policy.discard(node)
             self._expired.pop(node, None)
             self._closed[node] = None
 
     # -- leases -------------------------------------------------------------------------------
 
+    def _leases_of(self, session: RadixSession) -> Leases:
+        return self._leased if session.retain_until is None else self._retained
+
     def _begin_lease(self, session: RadixSession, node: Node) -> None:
-        if sum(len(at.pages) for at in path(node)) > self._max_leased:
-            return  # exceeds the limit of all leases: it would only end the others
+        """Where it does not retain, a path beyond the limit of all leases gets none: it would only
+        end the others."""
+        end = session.retain_until
+        if end is None:
+            if sum(len(at.pages) for at in path(node)) > self._max_leased:
+                return
+            end = self._clock() + session.lease_s
         self._num_leases += 1
-        deadline = session.end_nodes[node] = (self._clock() + session.lease_s, self._num_leases)
-        self._leases[deadline] = (session, node)
-        self._begun[deadline] = None
-        self._add_refs(node, 0, 1)
+        deadline = session.end_nodes[node] = (end, self._num_leases)
+        self._leases_of(session).begin(deadline, session, node)
+        self._add_refs(node, False, *_kind(session))
         self._end_leases()
 
     def _end_lease(self, session: RadixSession, node: Node) -> None:
         deadline = session.end_nodes[node]
         if deadline is not None:
-            del self._leases[deadline], self._begun[deadline]
+            self._leases_of(session).end(deadline)
             session.end_nodes[node] = None
-            self._drop_refs(node, 0, 1)
+            self._drop_refs(node, False, *_kind(session))
 
     def _end_leases(self) -> None:
         """End expired leases, then the oldest ones while leased pages exceed the limit."""
-        if not self._leases:
+        leased, retained = self._leased, self._retained
+        if not leased.by_deadline and not retained.by_deadline:
             return
         now = self._clock()
-        while self._leases and self._leases.peekitem(0)[0][0] <= now:
-            self._end_lease(*self._leases.peekitem(0)[1])
-        while self._begun and self.num_leased_pages > self._max_leased:
-            self._end_lease(*self._leases[next(iter(self._begun))])
+        while (first := leased.first_expired(now)) is not None:
+            self._end_lease(*first)
+        while (first := retained.first_expired(now)) is not None:
+            self._end_lease(*first)
+        while leased.num_pages > self._max_leased and (oldest := leased.oldest()) is not None:
+            self._end_lease(*oldest)
+
+
+def _kind(session: RadixSession) -> tuple[bool, bool]:
+    """Whether its leases count among a node's leased references, and among its retained ones."""
+    retains = session.retain_until is not None
+    return not retains, retains
 
 
 def _refs(node: Node) -> SessionRefs:
@@ -327,10 +395,3 @@ def _refs(node: Node) -> SessionRefs:
     if node.session_refs is None:
         node.session_refs = SessionRefs(is_public=True)
     return node.session_refs
-
-
-def check_session(session: object, order: SessionAwareEviction | None) -> RadixSession:
-    """`session` if that cache made it; else InvalidRequest."""
-    if not isinstance(session, RadixSession) or not session.belongs_to(order):
-        raise InvalidRequest("session must come from this cache's open_session")
-    return session

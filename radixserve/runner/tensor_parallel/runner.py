@@ -18,7 +18,8 @@ from torch.distributed import TCPStore
 
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
-from radixserve.models.decoder_tensors import check_decoder, decoder_shape, describe
+from radixserve.models.decoder_shape import check_decoder, decoder_shape
+from radixserve.models.decoder_tensors import describe
 from radixserve.models.parallel import check_split
 from radixserve.models.source import find_model
 from radixserve.runner.base import MemoryPlan, ModelRunner, RunnerKind
@@ -78,6 +79,7 @@ class TPModelRunner(ModelRunner):
         return self._runner.memory_plan()
 
     def launch(self, schedule: SchedulerOutput) -> Any:
+        self._runner.before_wait = self.before_wait
         with self._all_ranks():
             self._workers.send(pack_schedule(schedule))
             return self._runner.launch(schedule)

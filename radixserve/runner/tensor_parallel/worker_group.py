@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 
-from radixserve.errors import EngineDead
+from radixserve.errors import EngineDead, fresh
 from radixserve.runner.tensor_parallel.worker_process import WorkerArgs, WorkerFailure
 
 logger = logging.getLogger("radixserve")
@@ -48,6 +48,7 @@ class WorkerGroup:
         self._members: list[_Member] = []
         self._death: EngineDead | None = None
         self._is_ending = False
+        self._owner = os.getpid()
         self._has_died = threading.Event()
         self._watcher: threading.Thread | None = None
         try:
@@ -88,7 +89,7 @@ class WorkerGroup:
     def send(self, message: bytes) -> None:
         """Send a message to each of them. Raises EngineDead when one has ended."""
         if self._death is not None:
-            raise _fresh(self._death)
+            raise fresh(self._death)
         try:
             for member in self._members:
                 member.link.send_bytes(message)
@@ -102,23 +103,25 @@ class WorkerGroup:
         """
         if isinstance(error, EngineDead):
             self._death = self._death or error
-            return _fresh(self._death)
+            return fresh(self._death)
         self._has_died.wait(NOTICE_S)
         if self._death is None:
             self._death = EngineDead(f"rank 0 failed, and the others with it: {error!r}")
             self._death.__cause__ = error
-        return _fresh(self._death)
+        return fresh(self._death)
 
     def check_alive(self) -> None:
         """Raise EngineDead when one has ended: results since then are void."""
         if self._death is not None:
-            raise _fresh(self._death)
+            raise fresh(self._death)
 
     def shut_down(self, *, by_force: bool = False) -> None:
         """Close the pipes and wait; a process that does not end is terminated, then killed.
 
         by_force: terminate at once, as it may wait for what never comes. Can be called again.
         """
+        if os.getpid() != self._owner:  # a fork of rank 0: they are not its processes
+            return
         self._is_ending = True
         self._death = self._death or EngineDead("the ranks were ended")
         self._has_died.set()
@@ -149,13 +152,6 @@ class WorkerGroup:
                         logger.error("%s", self._death)
                         self._has_died.set()
                         on_death()
-
-
-def _fresh(death: EngineDead) -> EngineDead:
-    """A copy to raise: a raised exception collects tracebacks."""
-    copy = EngineDead(*death.args)
-    copy.__cause__ = death.__cause__
-    return copy
 
 
 def _start(args: WorkerArgs, code: str) -> _Member:

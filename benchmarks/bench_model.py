@@ -1,0 +1,205 @@
+"""A real model on real text, beside llama.cpp's server: CPU seconds, first token, memory.
+
+    python benchmarks/bench_model.py [--model smollm2] [--form file,bfloat16] [--llama DIR]
+        [--workload system,chat] [--threads N] [--slots N] [--repeats N] [--quick] [--save DIR]
+
+    system   one system prompt, many questions     chat     sessions of several turns
+    fewshot  long examples, short questions        docs     popular documents, two a prompt
+    branch   continuations of one text             agent    calls with growing results
+    alone    nothing shared
+
+The text is Python's standard library, cut into pieces of exact length; both engines get the same
+token ids and generate the same number of tokens, greedily, end tokens ignored. file: the weights as
+the GGUF file holds them; bfloat16 and q8_0: the same, written again by llama-quantize. DIR holds
+llama-server and llama-quantize (one unified K/V cache, prompt cache and host cache on); without it
+radixserve runs alone. Each engine runs in a process of its own, whose CPU time is counted; they
+take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.base import Setup, Work
+from engine.serving import serving
+from engine.turns import Record, run_engines
+from harness.machine import describe_machine
+from harness.processes import Processes
+from harness.report import Report, Section, Table, add_run_arguments, parse_names, parse_run
+from harness.workloads import Prompt, Workload
+
+from radixserve.models.source import find_model
+from radixserve.text.tokenizer import Tokenizer
+
+NUM_TOKENS = 32_768  # of each engine's cache
+SLOTS = 16
+FORMS = {"file": "", "bfloat16": "BF16", "q8_0": "Q8_0"}  # llama-quantize's names
+TITLES = {
+    "system": "a system prompt of 600 tokens, 16 questions of 40, 32 new tokens",
+    "chat": "6 sessions of 5 turns of 60 tokens, 32 new tokens",
+    "fewshot": "examples of 1,600 tokens, 12 questions of 50, 16 new tokens",
+    "docs": "10 prompts of two of 6 documents of 400 tokens, 24 new tokens",
+    "branch": "12 continuations of 900 tokens, 8 tokens apart, 32 new tokens",
+    "agent": "4 agents of 6 calls, tools of 500 tokens, results of 120, 24 new tokens",
+    "alone": "12 prompts of 400 tokens that share nothing, 32 new tokens",
+}
+NUM_NEW = {"fewshot": 16, "docs": 24, "agent": 24}  # tokens of an answer; others: 32
+NOTES = (
+    "Medians of the repeats. CPU s: of all threads of the engine's process. first: mean time to the"
+    " first token, ms. computed: prompt tokens. peak: most resident memory, MiB. Each repeat starts"
+    " with nothing cached of its text: it is another cut of the library."
+)
+
+
+class Library:
+    """Cuts of the standard library's text, as tokens."""
+
+    def __init__(self, model: Path) -> None:
+        tokenizer = Tokenizer.load(model)
+        assert tokenizer is not None, f"{model} has no tokenizer"
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
+        text = "\n".join(path.read_text(errors="replace")[:20_000] for path in files)
+        self._tokens = tokenizer.encode_more(text[:1_500_000])
+
+    def workload(self, name: str, seed: int, scale: float) -> Workload:
+        """The workload `name` of TITLES over cuts that `seed` chooses."""
+        rng = random.Random(f"{name} {seed}")
+
+        def cut(length: int) -> Prompt:
+            start = rng.randrange(len(self._tokens) - length)
+            return tuple(self._tokens[start : start + length])
+
+        def size(count: int) -> int:
+            return max(2, int(count * scale))
+
+        def turns(first: Sequence[Prompt], count: int, length: int) -> list[list[Prompt]]:
+            return [[*first], *([cut(length) for _ in first] for _ in range(count))]
+
+        head: Prompt = ()
+        if name == "system":
+            head = cut(size(600))
+            rounds = [[head + cut(40) for _ in range(size(16))]]
+        elif name == "chat":
+            rounds = turns([cut(60) for _ in range(size(6))], size(5) - 1, 60)
+        elif name == "fewshot":
+            head = cut(size(1_600))
+            rounds = [[head + cut(50) for _ in range(size(12))]]
+        elif name == "docs":
+            documents = [cut(size(400)) for _ in range(6)]
+            weights = [1 / (rank + 1) for rank in range(6)]
+            pairs = [rng.choices(documents, weights, k=2) for _ in range(size(10))]
+            rounds = [[first + second + cut(20) for first, second in pairs]]
+        elif name == "branch":
+            head = cut(size(900))
+            rounds = [[head + cut(8) for _ in range(size(12))]]
+        elif name == "agent":
+            head = cut(size(500))
+            rounds = turns([head + cut(60) for _ in range(4)], size(5), 120)
+        else:
+            rounds = [[cut(size(400)) for _ in range(size(12))]]
+        return Workload(
+            name, TITLES[name], tuple(map(tuple, rounds)), NUM_NEW.get(name, 32), len(head)
+        )
+
+
+def make_section(title: str, records: dict[str, Record]) -> Section:
+    own = records["radixserve"]
+    rows = []
+    for name, one in records.items():
+        answers = [
+            [answer.token_ids for sample in record.samples for answer in sample.answers]
+            for record in (one, own)
+        ]
+        num_same = sum(mine == theirs for mine, theirs in zip(*answers, strict=True))
+        rows.append(
+            (
+                name,
+                *(f"{figure:.2f}" for figure in (one.cpu_s, one.wall_s, one.cpu_s / own.cpu_s)),
+                f"{one.first_s * 1e3:,.0f}",
+                one.num_computed,
+                one.peak_mib,
+                f"{num_same} of {len(answers[0])}",
+            )
+        )
+    columns = ("", "CPU s", "s", "x CPU", "first ms", "computed", "peak MiB", "same answers")
+    return Section(title, Table(columns, rows))
+
+
+def llama_command(args: argparse.Namespace, file: Path) -> tuple[str, ...]:
+    threads = str(args.threads)
+    return (
+        *(str(args.llama / "llama-server"), "-m", str(file), "--no-ui", "--log-disable"),
+        *("-t", threads, "-tb", threads, "-np", str(args.slots), "-kvu"),
+        *("-c", str(NUM_TOKENS), "--cache-ram", "2048"),
+    )
+
+
+def requantize(args: argparse.Namespace, form: str, file: Path, folder: Path) -> Path:
+    """The file with weights of that form."""
+    if form == "file":
+        return file
+    made = folder / f"{form}.gguf"
+    quantize = [str(args.llama / "llama-quantize"), "--allow-requantize"]
+    subprocess.run([*quantize, file, made, FORMS[form]], check=True, capture_output=True)
+    return made
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2 (default)")
+    parser.add_argument("--form", default="file", help="of the weights: file,bfloat16,q8_0")
+    parser.add_argument("--llama", type=Path, metavar="DIR", help="where llama-server lies")
+    parser.add_argument("--workload", default=",".join(TITLES), metavar="NAMES")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="of llama-server (default: 16)")
+    add_run_arguments(parser)
+    args = parse_run(parser)
+    args.form = parse_names(parser, "form", args.form, FORMS)
+    args.workload = parse_names(parser, "workload", args.workload, TITLES)
+    if args.llama is None and args.form != ["file"]:
+        parser.error("other forms are written by llama-quantize: give --llama DIR")
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    path = Path(find_model(args.model).path)
+    library, processes = Library(path), Processes(args.threads)
+    settings = {**describe_machine(("torch",)), "model": args.model, "threads": args.threads}
+    report = Report("A real model, CPU", settings, NOTES, args)
+    report.begin()
+    engines = {"radixserve": "radix"} | ({"llama.cpp": "llama.cpp"} if args.llama else {})
+    data = {}
+    with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:
+        for form in args.form:
+            file = requantize(args, form, path, Path(folder))
+            command = llama_command(args, file) if args.llama else ()
+            for name in args.workload:
+                scale = 0.2 if args.quick else 1.0
+                warm_up = library.workload(name, -1, 0.0)
+                works = [
+                    serving(library.workload(name, turn, scale), warm_up, is_burst=True)
+                    for turn in range(args.repeats)
+                ]
+                room = Work(works[0].run, works[0].warm_up, works[0].num_requests, NUM_TOKENS)
+                setup = Setup(file, "auto", room, command)
+                records, absent = run_engines(processes, engines, setup, works)
+                assert not absent, absent
+                report.add(make_section(f"{name}, weights {form}: {TITLES[name]}", records))
+                data[f"{name} {form}"] = {
+                    label: {
+                        key: [getattr(sample, key) for sample in one.samples]
+                        for key in ("cpu_s", "wall_s", "num_computed")
+                    }
+                    for label, one in records.items()
+                }
+    report.finish("model-cpu", {"cases": data})
+
+
+if __name__ == "__main__":
+    main()

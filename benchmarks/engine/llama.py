@@ -1,0 +1,58 @@
+"""llama.cpp's server as an `Engine`: over HTTP, a connection a request."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from engine.base import Answer, Prompts, Setup, Unavailable
+from harness.processes import ServerProcess
+
+_OPTIONS = {"temperature": 0.0, "ignore_eos": True, "stream": True, "cache_prompt": True,
+            "return_tokens": True}  # fmt: skip
+
+
+class LlamaServer:
+    """The program of `setup.command`. It cannot forget: give it other prompts in each turn."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        log = Path(self._folder.name) / "log"
+        try:
+            self._server = ServerProcess(setup.command, "/health", log)
+        except (OSError, RuntimeError) as error:
+            raise Unavailable(str(error)) from error
+        self.pid, self.num_computed = self._server.pid, 0
+        self._pool = ThreadPoolExecutor(64)
+
+    def serve(self, prompts: Prompts, _sessions: Sequence[int], num_new: int) -> list[Answer]:
+        return list(self._pool.map(lambda prompt: self._ask(prompt, num_new), prompts))
+
+    def _ask(self, prompt: list[int], num_new: int) -> Answer:
+        body = json.dumps({"prompt": prompt, "n_predict": num_new, **_OPTIONS}).encode()
+        start, first, tokens = time.perf_counter(), 0.0, []
+        address, head = self._server.address + "/completion", {"Content-Type": "application/json"}
+        request = urllib.request.Request(address, body, head)
+        with urllib.request.urlopen(request, timeout=600) as lines:
+            for line in lines:
+                if line.startswith(b"data: "):
+                    first = first or time.perf_counter() - start
+                    event = json.loads(line[6:])
+                    tokens += event.get("tokens", [])
+        self.num_computed += event["timings"]["prompt_n"]
+        return Answer(tokens, first)
+
+    def reset(self) -> None:
+        self.num_computed = 0
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._server.close()
+        self._folder.cleanup()

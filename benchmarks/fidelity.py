@@ -1,0 +1,131 @@
+"""How far weights of 8 and 4 bits, and activations in 8, move a model's distributions.
+
+    python benchmarks/fidelity.py [--model smollm2] [--num-tokens 20000] [--text FILE]
+
+Text is cut into windows. As in llama.cpp's llama-perplexity the first half of each is context only;
+every distribution after it is compared with that of the same weights widened to float32: mean and
+99th percentile of the KL divergence in nats, the share of tokens whose most likely successor is the
+same, and the perplexities. By default text is that of modules of Python's standard library. Needs
+no network; the model is read once for each form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixserve.attention.base import ForwardBatch, HostIndex
+from radixserve.attention.cpu import CpuBackend
+from radixserve.models.cpu_decoder import CpuDecoder, load_cpu_decoder
+from radixserve.models.source import ModelSource, find_model
+from radixserve.text.tokenizer import Tokenizer
+
+REFERENCE = "widened to float32"
+FORMS = (  # name, weight_dtype, dtype of activations, K and V
+    ("as stored, activations float32", "auto", torch.float32),
+    ("as stored, activations bfloat16", "auto", torch.bfloat16),
+    ("int8, activations float32", "int8", torch.float32),
+    ("int8, activations bfloat16", "int8", torch.bfloat16),
+    ("widened to bfloat16", None, torch.bfloat16),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--num-tokens", type=int, default=20_000)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--text", type=Path)
+    args = parser.parse_args()
+    source = find_model(args.model)
+    windows = list(read_windows(source, args.text, args.num_tokens, args.window))
+    print(f"{args.model}, {sum(map(len, windows)):,} tokens in windows of {args.window}")
+    reference = load_cpu_decoder(source, torch.float32, None)
+    models = {name: load_cpu_decoder(source, dtype, form) for name, form, dtype in FORMS}
+    tallies = {name: Tally() for name in (REFERENCE, *models)}
+    for number, tokens in enumerate(windows):
+        table = all_logprobs(reference, tokens)
+        half = tokens[len(tokens) // 2 :]
+        table = table[-len(half) :]
+        tallies[REFERENCE].add(table, table, half)
+        for name, model in models.items():
+            tallies[name].add(table, all_logprobs(model, tokens)[-len(half) :], half)
+        print(f"window {number + 1} of {len(windows)}", file=sys.stderr, flush=True)
+    for name, tally in tallies.items():
+        print(f"{name:34} {tally}")
+
+
+class Tally:
+    """Of one form: divergences of its distributions, and how surprised it is by the text."""
+
+    def __init__(self) -> None:
+        self._divergences: list[Tensor] = []
+        self._same: list[Tensor] = []
+        self._surprise, self._count = 0.0, 0
+
+    def add(self, p: Tensor, q: Tensor, tokens: list[int]) -> None:
+        """p: the reference's log-probabilities [n, V] after every token; q: the form's."""
+        self._divergences.append((p.exp() * (p - q)).sum(-1))
+        self._same.append(p.argmax(-1) == q.argmax(-1))
+        after = torch.tensor(tokens[1:])[:, None]
+        self._surprise -= float(q[:-1].gather(1, after).sum())
+        self._count += len(after)
+
+    @property
+    def mean_kl(self) -> float:
+        return float(torch.cat(self._divergences).mean())
+
+    @property
+    def agreement(self) -> float:
+        """The share of tokens with the same most likely successor."""
+        return float(torch.cat(self._same).float().mean())
+
+    def __str__(self) -> str:
+        worst = torch.cat(self._divergences).quantile(0.99)
+        return (
+            f"KL {self.mean_kl:.5f} mean, {worst:.4f} at 99 %; "
+            f"same best token {100 * self.agreement:.2f} %; "
+            f"perplexity {math.exp(self._surprise / self._count):.3f}"
+        )
+
+
+@torch.inference_mode()
+def all_logprobs(model: CpuDecoder, tokens: list[int]) -> Tensor:
+    """[n, V] after every token."""
+    info, size = model.info, len(tokens)
+    shape = (info.num_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
+    backend = CpuBackend(torch.zeros(shape, dtype=info.dtype), info.num_heads)
+    ends = np.array([0, size])
+    host = HostIndex(ends[:1], ends, ends, ends[1:], [np.arange(size, dtype=np.int32)])
+    every = torch.arange(size)
+    batch = ForwardBatch(torch.tensor(tokens), every, every, every, host, 1)
+    backend.plan(batch)
+    return model.forward(batch, backend).log_softmax(-1)
+
+
+def read_windows(
+    source: ModelSource, path: Path | None, num_tokens: int, window: int
+) -> Iterator[list[int]]:
+    assert source.path is not None, "random weights have no text"
+    tokenizer = Tokenizer.load(source.path)
+    assert tokenizer is not None, "the model has no tokenizer"
+    library = Path(sysconfig.get_path("stdlib"))
+    names = ("argparse.py", "asyncio/tasks.py", "collections/__init__.py", "datetime.py", "enum.py")
+    paths = [path] if path else [library / name for name in names]
+    tokens: list[int] = []
+    for one in paths:
+        tokens += tokenizer.encode(one.read_text(encoding="utf-8"))[: num_tokens - len(tokens)]
+    for first in range(0, len(tokens) - window + 1, window):
+        yield tokens[first : first + window]
+
+
+if __name__ == "__main__":
+    main()

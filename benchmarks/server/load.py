@@ -1,0 +1,64 @@
+"""Load for a server: streams over raw sockets, read with as little work as can be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Client:
+    """How a stream is read. `pause_s`: between two reads; `max_events`: leaves after so many."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    pause_s: float = 0.0
+    max_events: float = float("inf")
+
+
+@dataclass
+class Stream:
+    """What one client saw."""
+
+    first_s: float = 0.0  # until the first event
+    num_events: int = 0
+    is_done: bool = False
+
+
+async def read_stream(port: int, client: Client) -> Stream:
+    """Ask, and read to the end."""
+    body = {"prompt": list(client.prompt), "max_tokens": client.max_tokens}
+    content = json.dumps({**body, "ignore_eos": True, "stream": True, "temperature": 0}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    found, start, last = Stream(), time.perf_counter(), b""
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+    )
+    try:
+        writer.write(head.encode() + content)
+        while found.num_events < client.max_events and (part := await reader.read(1 << 16)):
+            found.num_events += part.count(b"data: {")
+            if found.num_events and not found.first_s:
+                found.first_s = time.perf_counter() - start
+            last = (last + part)[-64:]
+            if client.pause_s:
+                await asyncio.sleep(client.pause_s)
+        found.is_done = b"[DONE]" in last
+        return found
+    finally:
+        writer.close()
+
+
+def read_streams(port: int, clients: Iterable[Client]) -> tuple[float, list[Stream]]:
+    """All at once; the seconds until the last has ended."""
+
+    async def read() -> list[Stream]:
+        return await asyncio.gather(*(read_stream(port, client) for client in clients))
+
+    start = time.perf_counter()
+    streams = asyncio.run(read())
+    return time.perf_counter() - start, streams

@@ -1,0 +1,33 @@
+"""What a layer's attention needs beyond causal attention to all earlier positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionFeatures:
+    """The attention of one layer; a field that is None asks for nothing. Names as in vLLM.
+
+    Window and chunk are by position: what a query sees does not depend on what lies in the cache.
+    """
+
+    sliding_window: int | None = None  # a query sees so many positions, its own the last of them
+    attention_chunk_size: int | None = None  # a query sees its own chunk of so many positions
+    logits_soft_cap: float | None = None  # scores s become cap * tanh(s / cap), after the scale
+    sinks: Tensor | None = None  # [Hq] float32, a score of each head that has no value
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The fields that ask for something."""
+        return frozenset(one.name for one in fields(self) if getattr(self, one.name) is not None)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(sliding_window, attention_chunk_size), 0 for none: which positions a query sees."""
+        return self.sliding_window or 0, self.attention_chunk_size or 0
+
+
+PLAIN = AttentionFeatures()

@@ -1,0 +1,68 @@
+// Weights of 0 to 15 with a scale and a minimum for 32 of them: weight = scale * number + minimum. Of a
+// block the scales [PANEL], the minimums [PANEL], then the numbers [4][PANEL][4]: in the low halves of
+// the bytes those of the first 16 of k, in the high halves those of the last.
+//
+// Scale: half holds GGUF's Q4_0 and Q4_1 exactly; float also Q4_K, whose scales are products.
+#pragma once
+
+#include "quantized.h"
+
+template <class Scale> struct FormInt4 {
+    static constexpr int64_t SCALE_BYTES = 2 * PANEL * sizeof(Scale), BLOCK_BYTES = SCALE_BYTES + PANEL * BLOCK / 2;
+    static constexpr int ROWS = LANES == 16 ? 8 : 4, LIMIT = 128;
+
+    static void put(const PlainWeight &weight, int64_t column, int64_t b, uint8_t *block, int n) {
+        const int64_t at = column * num_blocks(weight.depth) + b;
+        ((Scale *)block)[n] = ((const Scale *)weight.scales)[at];
+        ((Scale *)block)[PANEL + n] = ((const Scale *)weight.minimums)[at];
+        uint8_t numbers[BLOCK];
+        block_numbers(weight, column, b, numbers);
+        for (int k = 0; k < BLOCK / 2; k += 4) {
+            uint32_t low, high;
+            memcpy(&low, numbers + k, 4), memcpy(&high, numbers + BLOCK / 2 + k, 4);
+            low |= high << 4;  // no number exceeds 15
+            memcpy(block + SCALE_BYTES + lane_offset(k, n), &low, 4);
+        }
+    }
+    static float widen(const uint8_t *block, int n, int k) {
+        const int both = block[SCALE_BYTES + lane_offset(k % 16, n)], number = k < 16 ? both & 15 : both >> 4;
+        return to_f32(((const Scale *)block)[n]) * float(number) + to_f32(((const Scale *)block)[PANEL + n]);
+    }
+
+    template <int M>
+    static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        block += SCALE_BYTES;
+        const ivec low = broadcast_int(0x0f0f0f0f);
+#pragma GCC unroll 4
+        for (int k = 0; k < BLOCK / 2; k += 4, block += 4 * PANEL) {
+            const ivec both[2] = {load_lanes(block), load_lanes(block + 4 * LANES)};
+#pragma GCC unroll 2
+            for (int part = 0; part < 2; part++) {
+                const ivec w[2] = {(part ? both[0] >> 4 : both[0]) & low, (part ? both[1] >> 4 : both[1]) & low};
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) {
+                    int32_t four;
+                    memcpy(&four, x + m * stride + k + part * (BLOCK / 2), 4);
+                    for (int n = 0; n < 2; n++) {
+                        sums[m][n] = IntegerDot::add_nibbles(sums[m][n], w[n], broadcast_int(four));
+                        pin(sums[m][n]);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < 2; n++) sums[m][n] = IntegerDot::finish_nibbles(sums[m][n]);
+    }
+
+    struct Scales {
+        vec scales, minimums;
+    };
+    static Scales scales(const uint8_t *block, int n) {
+        return {load((const Scale *)block + n), load((const Scale *)block + PANEL + n)};
+    }
+    static vec add_scaled(const Scales &w, ivec sum, const RowBlock &x, vec total) {
+        total = total + to_float(sum) * (w.scales * broadcast(x.scale));
+        return total + w.minimums * broadcast(x.scaled_sum);
+    }
+};

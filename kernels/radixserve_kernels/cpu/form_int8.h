@@ -1,0 +1,44 @@
+// Weights of signed 8 bits with a scale of 16 bits for 32 of them: of a block the scales [PANEL], then
+// the numbers [8][PANEL][4]. GGUF's Q8_0 exactly.
+#pragma once
+
+#include "quantized.h"
+
+struct FormInt8 {
+    static constexpr int64_t SCALE_BYTES = PANEL * sizeof(half), BLOCK_BYTES = SCALE_BYTES + PANEL * BLOCK;
+    static constexpr int ROWS = LANES == 16 ? 8 : 4, LIMIT = IntegerDot::LIMIT;
+
+    static void put(const PlainWeight &weight, int64_t column, int64_t b, uint8_t *block, int n) {
+        ((half *)block)[n] = ((const half *)weight.scales)[column * num_blocks(weight.depth) + b];
+        uint8_t numbers[BLOCK];
+        block_numbers(weight, column, b, numbers);
+        for (int k = 0; k < BLOCK; k += 4) memcpy(block + SCALE_BYTES + lane_offset(k, n), numbers + k, 4);
+    }
+    static float widen(const uint8_t *block, int n, int k) {
+        return to_f32(((const half *)block)[n]) * float(int8_t(block[SCALE_BYTES + lane_offset(k, n)]));
+    }
+
+    template <int M>
+    static void add_block(const uint8_t *block, const int8_t *x, int64_t stride, ivec (&sums)[M][2]) {
+        block += SCALE_BYTES;
+#pragma GCC unroll 8
+        for (int k = 0; k < BLOCK; k += 4, block += 4 * PANEL) {
+            const IntegerDot::Operand w[2] = {IntegerDot::prepare(load_lanes(block)),
+                                              IntegerDot::prepare(load_lanes(block + 4 * LANES))};
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                int32_t four;
+                memcpy(&four, x + m * stride + k, 4);
+                for (int n = 0; n < 2; n++) {
+                    sums[m][n] = IntegerDot::add(sums[m][n], w[n], broadcast_int(four));
+                    pin(sums[m][n]);
+                }
+            }
+        }
+    }
+
+    static vec scales(const uint8_t *block, int n) { return load((const half *)block + n); }
+    static vec add_scaled(vec scales, ivec sum, const RowBlock &x, vec total) {
+        return total + to_float(IntegerDot::finish(sum, x.sum)) * (scales * broadcast(x.scale));
+    }
+};

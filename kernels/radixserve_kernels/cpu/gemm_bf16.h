@@ -1,0 +1,97 @@
+// bfloat16 products by AVX-512's dot product of pairs, summed in float32. Empty on other processors.
+#pragma once
+
+#include "panels.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define RADIXSERVE_BF16
+
+constexpr int BF16_ROW_UNIT = 96;      // of a block of rows, see block_rows in layers.h
+constexpr int BF16_SUM_ROWS = 768;     // rows whose sums over one panel are held at a time
+
+// Calls block(first row, number of rows, panel, sums [BF16_SUM_ROWS][PANEL]) for every panel.
+template <class Block> inline void for_bf16_blocks(int rows, const Panels<bf16> &panels, Block &&block) {
+    alignas(64) static thread_local float sums[BF16_SUM_ROWS * PANEL];
+    for (int top = 0; top < rows; top += BF16_SUM_ROWS)
+        for (int panel = 0; panel < panels.count; panel++)
+            block(top, min(rows - top, BF16_SUM_ROWS), panel, sums);
+}
+
+// `count` finished rows of sums, from `first` on, to epilogue(row + top, panel, low, high).
+template <class Epilogue>
+inline void finish_rows(const float *sums, int top, int first, int count, int panel, Epilogue &&epilogue) {
+    for (int m = first; m < first + count; m++)
+        epilogue(top + m, panel, load(sums + m * PANEL), load(sums + m * PANEL + LANES));
+}
+
+// The interface of VectorF32.
+class VectorBf16 {
+  public:
+    static constexpr int ROW_UNIT = BF16_ROW_UNIT;
+    static int64_t row_bytes(int64_t depth) { return depth * int64_t(sizeof(bf16)); }
+
+    template <bool ADD>
+    static void gemm_into(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels, float *out,
+                             int64_t out_stride) {
+        NoPrefetch no_prefetch;
+        for (int panel = 0; panel < panels.count; panel++)
+            for_row_blocks(rows, [&](int first, int some) {
+                tile_rows<ADD>(some, x + first * stride, stride, panels[panel], panels.depth,
+                               out + panel * PANEL + first * out_stride, out_stride, no_prefetch);
+            });
+    }
+
+    template <class Epilogue>
+    static void packed_gemm(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels,
+                               const OutputTile &tile, Epilogue &&epilogue) {
+        for_bf16_blocks(rows, panels, [&](int top, int count, int panel, float *sums) {
+            Prefetcher<1> prefetcher{(const char *)(panels[panel] + panels.size)};
+            const int blocks = (count + ROWS - 1) / ROWS, lines = 32 * PANEL * int(sizeof(bf16)) / 64;
+            if (panel + 1 < panels.count) prefetcher.lines = (lines + blocks - 1) / blocks;
+            for_row_blocks(count, [&](int first, int some) {
+                prefetcher.writes(tile, top + first, some, panel);
+                tile_rows<false>(some, x + (top + first) * stride, stride, panels[panel], panels.depth,
+                                 sums + first * PANEL, PANEL, prefetcher);
+                finish_rows(sums, top, first, some, panel, epilogue);
+            });
+        });
+    }
+
+  private:
+    // M rows of x times one panel, to out[M][PANEL] or added to it.
+    template <int M, bool ADD, class Fetch>
+    static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
+                     int64_t out_stride, Fetch &prefetcher) {
+        __m512 sums[M][2] = {};
+        for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
+            prefetcher.fetch();
+            for (int pair = 0; pair < 16; pair++) {
+                __m512bh low = (__m512bh)_mm512_loadu_si512(panel + pair * 32);
+                __m512bh high = (__m512bh)_mm512_loadu_si512(panel + 512 + pair * 32);
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) {
+                    int32_t two;
+                    memcpy(&two, x + m * stride + k + 2 * pair, 4);
+                    __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                    sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, low);
+                    sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, high);
+                }
+            }
+        }
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < 2; n++) {
+                float *to = out + m * out_stride + n * LANES;
+                store(to, ADD ? load(to) + (vec)sums[m][n] : (vec)sums[m][n]);
+            }
+    }
+
+    template <bool ADD, class Fetch>
+    static void tile_rows(int rows, const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
+                          int64_t out_stride, Fetch &prefetcher) {
+        with_row_count<ROWS>(rows, [&](auto count) {
+            tile<count, ADD>(x, stride, panel, depth, out, out_stride, prefetcher);
+        });
+    }
+};
+#endif

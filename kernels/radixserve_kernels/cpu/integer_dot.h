@@ -1,0 +1,95 @@
+// Sums of products of integers of 8 bits, four in each lane of a vector. All levels give the same sums:
+// nothing is rounded and nothing saturates.
+#pragma once
+
+#include "vectors.h"
+
+inline ivec broadcast_int(int32_t x) { return x - ivec{}; }
+
+// Keeps a sum in its register: GCC would multiply first, add later, and spill what is between.
+inline void pin(ivec &sum) {
+#if defined(__x86_64__)
+    asm("" : "+v"(sum));
+#else
+    (void)sum;
+#endif
+}
+inline vec to_float(ivec x) { return __builtin_convertvector(x, vec); }
+
+// The four bytes of each lane of `w`, times those of x, which are -LIMIT to 127.
+//
+//   Operand prepare(w)         signed weights as `add` takes them, once for all rows
+//   add(sum, operand, x)       one more product of signed weights
+//   finish(sum, x_sum)         of up to 32 signed weights a lane; x_sum: the sum of their x
+//   add_nibbles(sum, w, x)     one more product of weights of 0 to 15
+//   finish_nibbles(sum)        of up to 32 such weights a lane
+//   LIMIT                      x of signed weights may be -LIMIT, 127 or 128; those of nibbles -128
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+struct IntegerDot {
+    static constexpr int LEVEL = 2, LIMIT = 128;
+    typedef ivec Operand;
+    static ivec dot(ivec sum, ivec w, ivec x) {
+#if defined(__AVX512F__)
+        return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#else
+        return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#endif
+    }
+    static Operand prepare(ivec w) { return w ^ broadcast_int(int32_t(0x80808080)); }  // plus 128
+    static ivec add(ivec sum, Operand w, ivec x) { return dot(sum, w, x); }
+    static ivec finish(ivec sum, int32_t x_sum) { return sum - broadcast_int(128 * x_sum); }
+    static ivec add_nibbles(ivec sum, ivec w, ivec x) { return dot(sum, w, x); }
+    static ivec finish_nibbles(ivec sum) { return sum; }
+};
+#elif defined(__AVX512BW__)
+struct IntegerDot {
+    static constexpr int LEVEL = 1, LIMIT = 127;  // -128 has no negative
+    struct Operand {
+        __m512i magnitude;
+        __mmask64 is_negative;
+    };
+    static __m512i pairs(__m512i sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+    static Operand prepare(ivec w) { return {_mm512_abs_epi8((__m512i)w), _mm512_movepi8_mask((__m512i)w)}; }
+    static ivec add(ivec sum, const Operand &w, ivec x) {
+        const __m512i same = (__m512i)x;
+        const __m512i turned = _mm512_mask_sub_epi8(same, w.is_negative, _mm512_setzero_si512(), same);
+        return sum + (ivec)pairs(_mm512_maddubs_epi16(w.magnitude, turned));
+    }
+    static ivec finish(ivec sum, int32_t) { return sum; }
+    static ivec add_nibbles(ivec sum, ivec w, ivec x) {
+        return (ivec)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+    }
+    static ivec finish_nibbles(ivec sum) { return (ivec)pairs((__m512i)sum); }
+};
+#elif defined(__AVX2__)
+struct IntegerDot {
+    static constexpr int LEVEL = 1, LIMIT = 127;  // -128 has no negative
+    struct Operand {
+        __m256i magnitude, sign;
+    };
+    static __m256i pairs(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+    static Operand prepare(ivec w) { return {_mm256_abs_epi8((__m256i)w), (__m256i)w}; }
+    static ivec add(ivec sum, const Operand &w, ivec x) {
+        return sum + (ivec)pairs(_mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8((__m256i)x, w.sign)));
+    }
+    static ivec finish(ivec sum, int32_t) { return sum; }
+    // Sums of 16 bits: two products of up to 15 * 128, eight times.
+    static ivec add_nibbles(ivec sum, ivec w, ivec x) {
+        return (ivec)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+    }
+    static ivec finish_nibbles(ivec sum) { return (ivec)pairs((__m256i)sum); }
+};
+#else
+struct IntegerDot {
+    static constexpr int LEVEL = 0, LIMIT = 128;
+    typedef ivec Operand;
+    static Operand prepare(ivec w) { return w; }
+    static ivec add(ivec sum, Operand w, ivec x) {
+        for (int i = 0; i < 32; i += 8) sum += (w << (24 - i) >> 24) * (x << (24 - i) >> 24);
+        return sum;
+    }
+    static ivec finish(ivec sum, int32_t) { return sum; }
+    static ivec add_nibbles(ivec sum, ivec w, ivec x) { return add(sum, w, x); }
+    static ivec finish_nibbles(ivec sum) { return sum; }
+};
+#endif

@@ -1,0 +1,70 @@
+"""The MLP of a mixture of experts on the compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from radixserve_kernels.cpu_library import cpu_library, is_bf16
+from radixserve_kernels.cpu_weights import PackedWeight, WeightRecord
+from radixserve_kernels.experts import Routing
+
+
+class ExpertsRecord(ctypes.Structure):
+    """Experts as C takes them."""
+
+    _fields_ = (
+        ("router", WeightRecord),
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("num_experts", "top_k", "has_shared", "normalizes")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    )
+
+
+class PackedExperts:
+    """Experts ready to compute; the shared one, if there is one, is the last.
+
+    router: H -> E, and the shared expert's gate. gate_up: H -> 2 M, interleaved, see `interleave`,
+    all in one form. down: M -> H, all in one form.
+    """
+
+    record: ExpertsRecord
+
+    __slots__ = ("_borrowed", "record")
+
+    def __init__(
+        self,
+        router: PackedWeight,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        routing: Routing,
+    ) -> None:
+        count = routing.num_experts + routing.has_shared
+        assert (len(gate_up), len(down), router.num_columns) == (count, count, count)
+        assert len({one.form for one in gate_up}) == len({one.form for one in down}) == 1
+        records = [
+            (WeightRecord * count)(*(one.record for one in some)) for some in (gate_up, down)
+        ]
+        self._borrowed = (router, gate_up, down, records)  # by C
+        self.record = ExpertsRecord(
+            router.record,
+            *map(ctypes.addressof, records),
+            *(routing.num_experts, routing.top_k, routing.has_shared, routing.normalizes),
+            *(routing.swiglu_alpha, routing.swiglu_limit),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the experts make of x [M, H]: [M, H] float32."""
+        library, hidden = cpu_library(x.dtype), x.shape[1]
+        padded = x.new_zeros((len(x), -(-hidden // 32) * 32))
+        padded[:, :hidden] = x
+        out = x.new_empty((len(x), hidden), dtype=torch.float32)
+        library.radixserve_set_threads(torch.get_num_threads())
+        library.radixserve_experts(
+            *(is_bf16(x.dtype), ctypes.addressof(self.record), padded.data_ptr()),
+            *(padded.shape[1], len(x), out.data_ptr()),
+        )
+        return out

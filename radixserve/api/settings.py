@@ -1,0 +1,66 @@
+"""Keyword arguments of calls by name and type, for readers and type checkers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from radixserve.checks import shown
+from radixserve.errors import InvalidRequest
+from radixserve.request import SamplingParams
+from radixserve.structured_output import StructuredOutput
+from radixserve.text.chat_options import ChatOptions
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class ChatSettings(TypedDict, total=False):
+    """What the chat template gets where a prompt is a list of messages.
+
+    tools                 functions that the model may call: {"type": "function", "function":
+                          {"name", "description", "parameters": JSON schema}}
+    chat_template_kwargs  variables of the template, such as {"enable_thinking": False}
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class BeamSettings(TypedDict, total=False):
+    """Fields of `BeamParams`, and those of `SamplingParams` that a beam search has a use for."""
+
+    length_penalty: float
+    early_stopping: bool | str
+    min_tokens: int
+    temperature: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Iterable[int] | None
+    bad_words: Iterable[str]
+    structured: StructuredOutput | Mapping[str, Any] | None
+    stop: str | Iterable[str]
+    include_stop_str_in_output: bool
+    stop_token_ids: Iterable[int]
+    ignore_eos: bool
+    logprobs: int | None
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int | None
+    priority: int
+    namespace: str
+
+
+def chat_options(settings: Mapping[str, Any]) -> ChatOptions:
+    """The checked `ChatSettings`. InvalidRequest for other names, which says where they belong."""
+    allowed = ChatSettings.__annotations__
+    sampling = {field.name for field in dataclasses.fields(SamplingParams)}
+    for name, value in settings.items():
+        if name in sampling:
+            raise InvalidRequest(
+                f"{name} is given in params: SamplingParams({name}={shown(value)})"
+            )
+        if name not in allowed:
+            raise InvalidRequest(f"unknown argument {name!r}; allowed: {', '.join(allowed)}")
+    return ChatOptions.read(settings.get("tools"), settings.get("chat_template_kwargs"))

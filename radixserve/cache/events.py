@@ -1,0 +1,187 @@
+"""Events: what a cache stores and drops, numbered, for routers and mirrors elsewhere.
+
+    log = cache.open_events()
+    log.snapshot()        all that is stored, and the number of the event that comes next
+    log.take()            a batch of the events since the last call
+
+A consumer follows with an `EventCursor`: it drops events that come twice and finds out by their
+numbers that some are missing; then a new snapshot replaces what it knows. Events name nodes of the
+tree by ids that are never used again, so that only stored tokens travel, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+ROOT = 0  # the parent of nodes that begin at position 0
+_MAX_PENDING_BYTES = 1 << 26
+_EVENT_BYTES = 64  # that an event counts beside its tokens
+
+
+class Stored(NamedTuple):
+    """A new node: `tokens` follow those of `parent`."""
+
+    node: int
+    parent: int
+    namespace: str
+    tokens: bytes  # int32
+
+
+class Grown(NamedTuple):
+    """`tokens` were appended to a node without children."""
+
+    node: int
+    tokens: bytes  # int32
+
+
+class Split(NamedTuple):
+    """All but the last `num_tokens` tokens of `node` are those of `upper` now, its new parent."""
+
+    node: int
+    upper: int
+    num_tokens: int
+
+
+class Cut(NamedTuple):
+    """A node without children has lost its last `num_tokens` tokens, not all."""
+
+    node: int
+    num_tokens: int
+
+
+class Dropped(NamedTuple):
+    """A node without children is gone, and its last `num_tokens` tokens are nowhere else. Siblings
+    hold those before, less than a page. Of a block that a hash cache drops they are all."""
+
+    node: int
+    num_tokens: int
+
+
+class Reset(NamedTuple):
+    """All nodes of a namespace are gone."""
+
+    namespace: str
+
+
+Event = Stored | Grown | Split | Cut | Dropped | Reset
+
+
+class EventBatch(NamedTuple):
+    """Consecutive events; without any it tells where the stream stands."""
+
+    epoch: int  # of the log; a later one's is greater
+    first: int  # number of the first event
+    events: Sequence[Event]
+
+    @property
+    def end(self) -> int:
+        """The number of the event that comes next."""
+        return self.first + len(self.events)
+
+
+class EventSnapshot(NamedTuple):
+    """What the events before number `end` add up to."""
+
+    epoch: int
+    end: int
+    nodes: Sequence[Stored]  # parents first
+
+
+class EventLog:
+    """Collects the events of one cache between two calls of `take`, in the cache's thread.
+
+    Tokens appended to one node between two calls are one event. More than 64 MiB that nobody takes
+    are dropped: their numbers are left out, which consumers notice.
+    """
+
+    __slots__ = ("_growing", "_on_close", "_pending", "_size", "_stored_nodes", "epoch", "first")
+
+    def __init__(
+        self,
+        stored_nodes: Callable[[], Iterator[Stored]],
+        on_close: Callable[[], None],
+        epoch: int | None = None,
+    ) -> None:
+        """`stored_nodes`: all nodes now, parents first. `epoch`: default nanoseconds of the clock,
+        so that those of a restarted process are greater."""
+        self.epoch = time.time_ns() if epoch is None else epoch
+        self.first = 0  # number of the first event that was not taken
+        self._stored_nodes = stored_nodes
+        self._on_close = on_close
+        self._pending: list[Event] = []
+        self._growing: dict[int, int] = {}  # by node: the pending event that takes its next tokens
+        self._size = 0  # bytes pending
+
+    def take(self) -> EventBatch:
+        """The events since the last call. O(1)."""
+        batch = EventBatch(self.epoch, self.first, self._pending)
+        self._forget_pending()
+        return batch
+
+    def snapshot(self) -> EventSnapshot:
+        """All nodes, and pending events count as known. O(tokens cached), a copy."""
+        self._growing.clear()
+        end = self.first + len(self._pending)
+        return EventSnapshot(self.epoch, end, [*self._stored_nodes()])
+
+    def close(self) -> None:
+        """The cache stops collecting. Idempotent."""
+        self._on_close()
+        self._forget_pending()
+
+    def add(self, event: Event) -> None:
+        """For the cache: something happened."""
+        if isinstance(event, Stored | Grown):
+            at = self._growing.get(event.node)
+            if at is not None:
+                known = self._pending[at]
+                assert isinstance(known, Stored | Grown)
+                self._pending[at] = known._replace(tokens=known.tokens + event.tokens)
+                self._size += len(event.tokens)
+                return
+            self._growing[event.node] = len(self._pending)
+            self._size += len(event.tokens)
+        elif not isinstance(event, Reset):
+            self._growing.pop(event.node, None)
+        self._pending.append(event)
+        self._size += _EVENT_BYTES
+        if self._size > _MAX_PENDING_BYTES:
+            self._forget_pending()
+
+    def _forget_pending(self) -> None:
+        self.first += len(self._pending)
+        self._pending, self._size = [], 0
+        self._growing.clear()
+
+
+class EventCursor:
+    """Where a consumer stands in the stream of one cache."""
+
+    __slots__ = ("end", "epoch", "is_lost")
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.end = 0  # number of the event that comes next
+        self.is_lost = True  # events are missing: a snapshot is needed
+
+    def accept(self, batch: EventBatch) -> Sequence[Event]:
+        """The events of `batch` to apply now, in order: none that were applied before, and none
+        while earlier ones are missing (`is_lost`)."""
+        if batch.epoch > self.epoch or (batch.epoch == self.epoch and batch.first > self.end):
+            self.is_lost = True
+        if self.is_lost or batch.epoch < self.epoch or batch.end <= self.end:
+            return ()
+        events = batch.events[self.end - batch.first :]
+        self.end = batch.end
+        return events
+
+    def restart(self, snapshot: EventSnapshot) -> bool:
+        """Whether `snapshot` is newer than what is known, and so replaces it."""
+        if (snapshot.epoch, snapshot.end) < (self.epoch, self.end):
+            return False
+        if (snapshot.epoch, snapshot.end) == (self.epoch, self.end) and not self.is_lost:
+            return False
+        self.epoch, self.end, self.is_lost = snapshot.epoch, snapshot.end, False
+        return True

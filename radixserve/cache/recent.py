@@ -1,0 +1,61 @@
+"""`RecentCounts`: what counters gained in the last minute, without a caller who subtracts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+WINDOW_S = 60.0
+_STEP_S = 1.0  # between two readings, and how much of the window may be missed
+
+
+class RecentCounts:
+    """Readings of counters, at most one a second, for the last minute.
+
+    The owner calls `note` with the time before it counts something.
+    """
+
+    __slots__ = ("_counters", "_made_at", "_readings", "due")
+
+    def __init__(self, counters: Callable[[], Mapping[str, int]], now: float) -> None:
+        """`counters`: their present values, none of which ever falls."""
+        self._counters = counters
+        self._made_at = self.due = now
+        self._readings: deque[tuple[float, Mapping[str, int]]] = deque()  # the oldest first
+
+    def note(self, now: float) -> None:
+        """Something is about to be counted. O(1), amortised."""
+        if now >= self.due:
+            self.read(now)
+
+    def read(self, now: float) -> None:
+        """Remember the counters: `due` has come. O(counters)."""
+        self._readings.append((now, self._counters()))
+        self.due = now + _STEP_S
+        self._forget(now)
+
+    def gains(self, now: float) -> dict[str, float]:
+        """{"seconds", and for each counter: name, name_per_s} of the last minute.
+
+        "seconds" is less than 60 where the counters are younger. Amortised O(counters).
+        """
+        self._forget(now)
+        present = self._counters()
+        before = self._readings[0][1] if self._readings else present
+        seconds = min(WINDOW_S, now - self._made_at)
+        gained: dict[str, float] = {"seconds": seconds}
+        for name, value in present.items():
+            gained[name] = value - before[name]
+            gained[f"{name}_per_s"] = (value - before[name]) / max(seconds, _STEP_S)
+        return gained
+
+    def _forget(self, now: float) -> None:
+        """Drop what was read before the window: nothing was counted between a reading's second
+        and the next reading."""
+        while self._readings and self._readings[0][0] < now - WINDOW_S:
+            self._readings.popleft()
+
+
+def hit_rate(matched: float, asked: float) -> float:
+    """The share of tokens that were found, 0.0 where none was asked for."""
+    return matched / asked if asked else 0.0

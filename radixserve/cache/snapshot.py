@@ -1,0 +1,139 @@
+"""Snapshots: a bounded view of a cache, cheap enough to be taken while it serves.
+
+Unlike `dump` a snapshot costs no more for a larger tree: it shows some of the nodes, newest and
+hottest first, and the pages as cells of a bitmap.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from radixserve.cache.page_pool import PagePool
+from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.tokens import TOKEN_BYTES
+
+OWNERS = {"free": "f", "tree": "t", "leased": "s", "locked": "k", "private": "p", "other": "o"}
+FREE, TREE, LEASED, LOCKED, PRIVATE, OTHER = range(len(OWNERS))
+HEAD_TOKENS = 48  # of an edge that are shown; of a longer one its end, too
+TAIL_TOKENS = 12
+MAX_RUNS = 64  # of consecutive pages that are listed of a node or a request
+_LETTERS = np.frombuffer("".join(OWNERS.values()).encode(), np.uint8)
+_DIGITS = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotView:
+    """What a snapshot is to show; every number is an upper bound.
+
+    within      a namespace and those below it ("name/..."), None: all. With a name nothing of
+                other namespaces is shown: their pages, and free ones, are "other"
+    opened      ids of nodes of which more children are wanted
+    path        token ids in `path_namespace` whose nodes are wanted
+    """
+
+    within: str | None = None
+    opened: frozenset[int] = frozenset()
+    path: tuple[int, ...] = ()
+    path_namespace: str = ""
+    max_nodes: int = 400
+    max_cells: int = 4096
+    max_requests: int = 200
+    max_victims: int = 8
+
+    def shows(self, namespace: str) -> bool:
+        within = self.within
+        return within is None or namespace == within or namespace.startswith(within + "/")
+
+
+class PageMap:
+    """Who owns each page, and how many of the shown sequences use it."""
+
+    def __init__(self, pool: PagePool, view: SnapshotView) -> None:
+        self._owner = np.full(pool.num_pages, TREE if view.within is None else OTHER, np.uint8)
+        self._users = np.zeros(pool.num_pages, np.int32)
+        self._view = view
+        if view.within is None:
+            self._owner[pool.free_array()] = FREE
+
+    def mark(self, pages: Any, owner: int) -> None:
+        """`pages`: an array of page ids."""
+        self._owner[np.frombuffer(pages, np.int32)] = owner
+
+    def mark_sequence(self, sequence: CacheSequence) -> None:
+        """Its pages: those of the cache are locked, the others private."""
+        pages = sequence.pages
+        cut = len(pages) - sequence.num_private
+        self._owner[pages[:cut]] = LOCKED
+        self._owner[pages[cut:]] = PRIVATE
+        self._users[pages] += 1
+
+    def report(self) -> dict[str, Any]:
+        """{"total", "cell_pages", "owners", "users", ...}: a letter of OWNERS a cell, that of most
+        of its pages, and the most sequences that use one of them, in base 36."""
+        total = len(self._owner)
+        size = -(-total // self._view.max_cells)
+        owner, users = self._owner, self._users
+        if size > 1:
+            count = -(-total // size)
+            padded = np.full(count * size, len(OWNERS), np.uint8)
+            padded[:total] = owner
+            cells = padded.reshape(count, size)
+            owner = np.argmax([(cells == one).sum(1) for one in range(len(OWNERS))], 0)
+            users = np.maximum.reduceat(users, np.arange(0, total, size))
+        found: dict[str, Any] = {
+            "total": total,
+            "cell_pages": size,
+            "letters": {letter: name for name, letter in OWNERS.items()},
+            "owners": _LETTERS[owner].tobytes().decode(),
+            "users": _DIGITS[np.minimum(users, 35)].tobytes().decode(),
+            "shared": int((self._users > 1).sum()),
+        }
+        if self._view.within is None:
+            found |= _free_runs(self._owner)
+        return found
+
+
+def _free_runs(owner: Any) -> dict[str, int]:
+    is_free = np.concatenate(([0], owner == FREE, [0])).astype(np.int8)
+    edges = np.flatnonzero(np.diff(is_free))
+    lengths = edges[1::2] - edges[::2]
+    return {"free_runs": len(lengths), "longest_free_run": int(lengths.max(initial=0))}
+
+
+def page_runs(pages: Any) -> list[list[int]]:
+    """[[first, count], ...] of consecutive ids, the first MAX_RUNS of them."""
+    count = len(pages)
+    if not count:
+        return []
+    ids = np.asarray(pages)
+    ends = (ids[1:] - ids[:-1] != 1).nonzero()[0][:MAX_RUNS] + 1
+    runs: list[list[int]] = []
+    start = 0
+    for end in [*ends.tolist(), count][:MAX_RUNS]:
+        runs.append([int(ids[start]), end - start])
+        start = end
+    return runs
+
+
+def edge_tokens(tokens: bytes | bytearray) -> dict[str, Any]:
+    """`tokens`, int32 bytes: their number, the first ones, and of a long edge the last ones."""
+    count = len(tokens) // TOKEN_BYTES
+    if count <= HEAD_TOKENS + TAIL_TOKENS:
+        return {"num_tokens": count, "head": array("i", bytes(tokens)).tolist(), "tail": []}
+    head = array("i", bytes(tokens[: HEAD_TOKENS * TOKEN_BYTES]))
+    tail = array("i", bytes(tokens[-TAIL_TOKENS * TOKEN_BYTES :]))
+    return {"num_tokens": count, "head": head.tolist(), "tail": tail.tolist()}
+
+
+def unused_slots(sizes: Iterable[tuple[int, int]], page_size: int) -> dict[str, int]:
+    """Of (pages, tokens in them): slots for a token, and those without one."""
+    slots = tokens = 0
+    for some_pages, some_tokens in sizes:
+        slots += some_pages * page_size
+        tokens += some_tokens
+    return {"slots": slots, "unused_slots": max(0, slots - tokens)}

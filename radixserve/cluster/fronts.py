@@ -1,0 +1,26 @@
+"""Who in this process wants to know which replicas an application has.
+
+A module of its own: Ray Serve copies the module of a request router with all that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_followers: dict[str, Callable[[Sequence[str]], None]] = {}  # by the application's name
+
+
+def follow(application: str, note: Callable[[Sequence[str]], None]) -> None:
+    """`note` is called with the names of all replicas when they change."""
+    _followers[application] = note
+
+
+def forget(application: str) -> None:
+    _followers.pop(application, None)
+
+
+def note(application: str, replicas: Sequence[str]) -> None:
+    """These are there."""
+    found = _followers.get(application)
+    if found is not None:
+        found(replicas)

@@ -1,0 +1,155 @@
+"""Replicas as a deployment of Ray Serve, which places, checks and restarts them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+
+from radixserve.cluster import fronts
+from radixserve.cluster.ray_router import ReplicaRequestRouter
+from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.routing import LeastLoaded
+from radixserve.cluster.runtime import ClusterRuntime
+from radixserve.cluster.worker import SILENCE_S, ClusterWorker
+from radixserve.config import EngineConfig
+from radixserve.engine.messages import Message
+from radixserve.engine.worker import EngineFacts
+from radixserve.errors import InvalidRequest
+from radixserve.models.names import check_model_name
+from radixserve.request import Request
+
+_MAX_CALLS = 100_000  # at a time, of a replica: its engine has the queue
+_HEALTH_PERIOD_S = 2.0
+_HEALTH_TIMEOUT_S = 10.0
+
+
+class ReplicaDeployment:
+    """An `EngineReplica` whose calls say which replica they are for."""
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._replica = EngineReplica(model, settings)
+
+    async def name(self, _: str) -> str:
+        return self._name
+
+    async def ask(self, replica: str, method: str, *args: Any) -> Any:
+        self._check(replica)
+        return await getattr(self._replica, method)(*args)
+
+    async def reports(self, replica: str, front: str, stream: int) -> AsyncGenerator[Report, None]:
+        self._check(replica)
+        async for report in self._replica.reports(front, stream):
+            yield report
+
+    async def check_health(self) -> None:
+        await self._replica.check_health()
+
+    def _check(self, replica: str) -> None:
+        if replica != self._name:
+            raise LookupError(f"replica {replica} is gone")
+
+
+class _RayLink:
+    """See `ReplicaLink`."""
+
+    def __init__(self, handle: Any, name: str) -> None:
+        self.name = name
+        self._handle = handle
+
+    async def facts(self) -> EngineFacts:
+        return await self._handle.ask.remote(self.name, "facts")
+
+    async def reports(self, front: str, stream: int) -> AsyncGenerator[Report, None]:
+        call = self._handle.options(method_name="reports", stream=True)
+        async for report in call.remote(self.name, front, stream):
+            yield report
+
+    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool:
+        return await self._handle.ask.remote(self.name, "submit", front, stream, requests)
+
+    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
+        await self._handle.ask.remote(self.name, "end", front, stream, request_ids)
+
+    async def call(self, message: Message[Any]) -> Any:
+        return await self._handle.ask.remote(self.name, "call", message)
+
+
+def start_replicas(
+    model: str,
+    settings: Mapping[str, Any],
+    num_replicas: int,
+    *,
+    address: str | None = None,
+    num_cpus: float | None = None,
+    silence_s: float = SILENCE_S,
+    name: str | None = None,
+) -> ClusterRuntime:
+    """Start `num_replicas` engines of `model` and return when the first one is there.
+
+    `settings`: fields of EngineConfig. `address`: of a running Ray cluster, "auto" for the one
+    that Ray finds; default: a new one on this machine, which ends with the Runtime. `num_cpus` that
+    Ray keeps for each; default: on this machine an equal part of the cores, on others one.
+    `silence_s`: a replica that says nothing for so long is taken for lost. `name` of the
+    application in Ray Serve. Raises InvalidRequest for wrong settings.
+    """
+    config = EngineConfig(**settings)
+    if config.trace is not None:
+        raise InvalidRequest("trace cannot be given with replicas: each would write the file")
+    check_model_name(model)
+    model = os.path.abspath(model) if os.path.exists(model) else model  # replicas run elsewhere
+    is_new = address is None
+    if not ray.is_initialized():
+        ray.init(
+            address="local" if is_new else address,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    if num_cpus is None:
+        num_cpus = max(1, (os.cpu_count() or 1) // num_replicas) if is_new else 1
+        num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / num_replicas)
+    name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
+    num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
+    worker = ClusterWorker(LeastLoaded(), silence_s=silence_s)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="Disabled")
+    made: Any = serve.deployment(ReplicaDeployment)
+    deployment = made.options(
+        name="replica",
+        num_replicas=num_replicas,
+        max_ongoing_requests=_MAX_CALLS,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=5.0,
+        ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus},
+        request_router_config={"request_router_class": ReplicaRequestRouter},
+    )
+
+    def note(names: Sequence[str]) -> None:
+        worker.set_replicas([_RayLink(handle, one) for one in names])
+
+    def close() -> None:
+        fronts.forget(name)
+        serve.delete(name)
+        if is_new:
+            serve.shutdown()
+            ray.shutdown()
+
+    fronts.follow(name, note)
+    app = deployment.bind(model, dict(settings))
+    try:
+        handle = serve.run(app, name=name, route_prefix=None)
+        handle.name.remote("").result()  # the first call makes the router, which says who is there
+        return ClusterRuntime(worker, config, close)
+    except BaseException:
+        worker.close()
+        close()
+        raise

@@ -1,0 +1,185 @@
+"""`EngineReplica`: an engine whose requests come from other processes, its outputs in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from radixserve.api.beam_search import stop_check
+from radixserve.api.loop_waker import LoopWakers
+from radixserve.api.runtime import Runtime
+from radixserve.engine.messages import AbortRequests, Message
+from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.worker import EngineFacts
+from radixserve.output import EngineStatus, RequestOutput
+from radixserve.request import Request
+from radixserve.text.tokenizer import Tokenizer
+
+REPORT_EVERY_S = 1.0  # at least, so that a front knows that the replica lives
+FRONT_TIMEOUT_S = 30.0  # a front that says nothing for so long has ended
+
+
+class Report(NamedTuple):
+    """What a replica tells a front: all that came since the last report, in order."""
+
+    outputs: list[RequestOutput]
+    failures: list[tuple[str, BaseException]]  # by request id
+    status: EngineStatus
+
+
+class EngineReplica:
+    """A Runtime for fronts: processes that hold the callers' requests and texts.
+
+    A front reads one stream of reports, about one a step. A new stream of the same front ends the
+    one before, and the requests that it was to report on. Owned by one event loop.
+    """
+
+    def __init__(self, model: str, settings: dict[str, Any]) -> None:
+        self._runtime = _ReplicaRuntime(model, **settings)
+        self._fronts: dict[str, _Front] = {}
+
+    async def facts(self) -> EngineFacts:
+        return self._runtime.facts
+
+    async def reports(self, front: str, stream: int) -> AsyncIterator[Report]:
+        """`stream`: its number, which `submit` names, too."""
+        self._drop(front)
+        found = self._fronts[front] = _Front(stream, self._runtime.wakers)
+        try:
+            while self._fronts.get(front) is found:
+                await found.wait()
+                yield Report(found.take_outputs(), found.take_failures(), self._runtime.status())
+        finally:
+            if self._fronts.get(front) is found:
+                self._drop(front)
+
+    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool:
+        """Queue requests so that they arrive together; False where the stream has ended."""
+        found = self._find(front, stream)
+        if found is not None:
+            await asyncio.to_thread(self._runtime.submit_for, found, requests)
+        return found is not None
+
+    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
+        """End requests with finish_reason "abort"; with none of them it says that the front
+        lives."""
+        if self._find(front, stream) is not None and request_ids:
+            self._runtime.end(request_ids)
+
+    async def call(self, message: Message[Any]) -> Any:
+        """The engine's answer to a message."""
+        return await self._runtime.ask(message)
+
+    async def check_health(self) -> None:
+        """Raises EngineDead. Ends the requests of fronts that have ended."""
+        self._runtime.check_alive()
+        for name, front in list(self._fronts.items()):
+            if time.monotonic() - front.seen_at > FRONT_TIMEOUT_S:
+                self._drop(name)
+
+    def _find(self, front: str, stream: int) -> _Front | None:
+        found = self._fronts.get(front)
+        if found is None or found.stream != stream:
+            return None
+        found.seen_at = time.monotonic()
+        return found
+
+    def _drop(self, front: str) -> None:
+        found = self._fronts.pop(front, None)
+        if found is not None:
+            self._runtime.end(list(found.open_ids))
+
+    def close(self) -> None:
+        self._runtime.close()
+
+
+class _Front:
+    """What waits for a front: put by the engine's thread, taken in the loop."""
+
+    def __init__(self, stream: int, wakers: LoopWakers) -> None:
+        self.stream = stream
+        self.seen_at = time.monotonic()
+        self.open_ids: set[str] = set()
+        self._outputs: deque[RequestOutput] = deque()
+        self._failures: deque[tuple[str, BaseException]] = deque()
+        self._waker = wakers.running()  # one signal a step
+        self._arrival = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        if output.finish is not None:
+            self.open_ids.discard(output.request_id)
+        self._waker.call(self._arrival.set)
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        self._failures.append((request_id, error))
+        self.open_ids.discard(request_id)
+        self._waker.call(self._arrival.set)
+
+    async def wait(self) -> None:
+        """Until something has come, REPORT_EVERY_S at most."""
+        try:
+            await asyncio.wait_for(self._arrival.wait(), REPORT_EVERY_S)
+        except TimeoutError:
+            return
+        self._arrival.clear()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        return [self._outputs.popleft() for _ in range(len(self._outputs))]
+
+    def take_failures(self) -> list[tuple[str, BaseException]]:
+        return [self._failures.popleft() for _ in range(len(self._failures))]
+
+
+class _ReplicaRuntime(Runtime):
+    @property
+    def wakers(self) -> LoopWakers:
+        return self._client.wakers
+
+    def submit_for(self, front: _Front, requests: Sequence[Request]) -> None:
+        """Blocks while grammars are compiled."""
+        tickets = []
+        for request in requests:
+            structured = request.params.structured_output
+            if structured is not None:
+                request = replace(request, grammar=self._builder.grammars.compile(structured))
+            front.open_ids.add(request.request_id)
+            tickets.append(_RelayTicket(request, self.tokenizer, front))
+        self._worker.submit(tickets)
+
+    def end(self, request_ids: Sequence[str]) -> None:
+        self._worker.post(AbortRequests(tuple(request_ids)))
+
+    def check_alive(self) -> None:
+        self._worker.check_alive()
+
+    async def ask(self, message: Message[Any]) -> Any:
+        return await asyncio.wrap_future(self._worker.ask(message))
+
+
+class _RelayTicket(Ticket):
+    """Hands outputs on; makes text only to find stop strings."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, front: _Front) -> None:
+        stops = request.params.stop if tokenizer is not None else ()
+        super().__init__(request, tokenizer if stops else None, _ignore, streams=False)
+        self._front = front
+        if request.beams is not None and tokenizer is not None and stops:
+            self.is_stopped = stop_check(tokenizer, tuple(stops))
+
+    def push(self, output: RequestOutput) -> bool:
+        self._front.put(output)
+        if self.request.beams is not None or output.finish is not None:
+            return False
+        return super().push(output)
+
+    def fail(self, error: BaseException) -> None:
+        self._front.fail(self.request.request_id, error)
+
+
+def _ignore(event: Event) -> None:
+    pass

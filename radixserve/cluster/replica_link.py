@@ -1,0 +1,42 @@
+"""`ReplicaLink`: the way from `ClusterWorker` to one replica; `Replica`: its state there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+from radixserve.cluster.replica import Report
+from radixserve.engine.messages import Message
+from radixserve.engine.worker import EngineFacts
+from radixserve.output import EngineStatus
+from radixserve.request import Request
+
+
+class ReplicaLink(Protocol):
+    """A way to one `EngineReplica`. What its methods raise means that the replica is lost."""
+
+    name: str
+
+    async def facts(self) -> EngineFacts: ...
+
+    def reports(self, front: str, stream: int) -> AsyncGenerator[Report, None]: ...
+
+    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool: ...
+
+    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None: ...
+
+    async def call(self, message: Message[Any]) -> Any: ...
+
+
+class Replica:
+    """What the front knows of a replica while there is one."""
+
+    def __init__(self, link: ReplicaLink) -> None:
+        self.link = link
+        self.task: asyncio.Task[None] | None = None
+        self.stream = -1  # of its reports
+        self.status: EngineStatus | None = None  # None while no reports come
+        self.outbox: list[Request] = []
+        self.ended: list[str] = []  # ids of requests whose callers have left
+        self.is_due = asyncio.Event()  # something is to be sent

@@ -1,0 +1,35 @@
+"""`ClusterRuntime`: a Runtime whose engines are replicas in other processes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from radixserve.api.loop_waker import LoopWakers
+from radixserve.api.runtime import Runtime
+from radixserve.cluster.worker import ClusterWorker
+from radixserve.config import EngineConfig
+
+START_TIMEOUT_S = 600.0
+
+
+class ClusterRuntime(Runtime):
+    """Callers see one engine: its cache is where the tokens are, its capacity that of one replica.
+
+    Pictures of the tree and of what is evicted next are those of one replica.
+    """
+
+    def __init__(
+        self, worker: ClusterWorker, config: EngineConfig, close: Callable[[], object]
+    ) -> None:
+        """`config`: that of the replicas; `close` is called when the Runtime is closed. Raises
+        TimeoutError where no replica reports."""
+        self.config = config
+        self._use(worker.facts(START_TIMEOUT_S), worker, LoopWakers())
+        self._finalizer = weakref.finalize(self, _close, worker, close)
+
+
+def _close(worker: ClusterWorker, close: Callable[[], object]) -> None:
+    if not worker.is_forked:
+        worker.close()
+        close()

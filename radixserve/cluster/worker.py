@@ -1,0 +1,393 @@
+"""`ClusterWorker`: what `EngineThread` is to one engine, for the engines of several replicas.
+
+Requests outlive their replica: those that were under way there go on elsewhere, from the prompt and
+the tokens that have come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from radixserve.cluster.open_request import OpenRequest
+from radixserve.cluster.replica import REPORT_EVERY_S, Report
+from radixserve.cluster.replica_link import Replica, ReplicaLink
+from radixserve.cluster.routing import Router
+from radixserve.cluster.stats import add_stats
+from radixserve.engine import messages
+from radixserve.engine.messages import Answer, Message
+from radixserve.engine.ticket import Ticket
+from radixserve.engine.worker import EngineFacts
+from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
+from radixserve.hint import HintAnswer
+from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
+
+_log = logging.getLogger("radixserve")
+SILENCE_S = 10 * REPORT_EVERY_S  # a replica that says nothing for so long hangs
+WITHOUT_REPLICA_S = 120.0  # how long requests wait for one
+MAX_LOST = 3  # replicas that end under a request: it may be what ends them
+_KEEP_S = 5.0  # between two signs of life to a replica
+
+
+class ClusterWorker:
+    """A `Worker` over replicas that come and go. A thread with an event loop owns what it knows."""
+
+    def __init__(self, router: Router, *, silence_s: float = SILENCE_S) -> None:
+        """`silence_s`: a replica that says nothing for so long is taken for lost."""
+        self._router = router
+        self._silence_s = silence_s
+        self._front = uuid.uuid4().hex  # names this process to the replicas
+        self._numbers = itertools.count()
+        self._replicas: dict[str, Replica] = {}
+        self._open: dict[str, OpenRequest] = {}  # by the id that replicas know
+        self._waiting: dict[str, OpenRequest] = {}  # of these, without a replica
+        self._ids: set[str] = set()  # of open requests, as their callers know them
+        self._facts: Future[EngineFacts] = Future()
+        self._stats: dict[str, Any] = {}  # the last ones, for the time without a replica
+        self._death: EngineDead | None = None
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="radixserve-cluster", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread ---------------------------------------------------------------
+
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def facts(self, timeout: float) -> EngineFacts:
+        """Of the first replica that reports; TimeoutError where none does in `timeout` seconds."""
+        return self._facts.result(timeout)
+
+    def set_replicas(self, links: Iterable[ReplicaLink]) -> None:
+        """Those that there are from now on, by their names."""
+        self._post(self._set_replicas, list(links))
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        if not self._post(self._submit, tickets):
+            for ticket in tickets:
+                ticket.fail(self._dead())
+
+    def abort(self, request_ids: Sequence[str] | None) -> int:
+        ids = None if request_ids is None else tuple(request_ids)
+        return self.call(messages.AbortRequests(ids))
+
+    def abandon(self, tickets: Sequence[Ticket]) -> None:
+        self._post(self._abandon, tickets)
+
+    def status(self) -> EngineStatus:
+        """Of all replicas together; the stats are those of their last reports, added up."""
+        found = [one.status for one in list(self._replicas.values()) if one.status is not None]
+        if found:
+            self._stats = add_stats([one.stats for one in found])
+        waiting = list(self._waiting.values())
+        return EngineStatus(
+            is_alive=self._death is None and not self.is_forked,
+            is_idle=not self._open,
+            stepped_at=time.monotonic() if found else 0.0,
+            running=sum(one.running for one in found),
+            waiting=sum(one.waiting for one in found) + len(waiting),
+            waiting_tokens=sum(one.waiting_tokens for one in found)
+            + sum(len(one.ticket.request.token_ids) for one in waiting),
+            stats=self._stats,
+        )
+
+    def check_alive(self) -> None:
+        if self._death is not None or self.is_forked:
+            raise self._dead()
+
+    def post(self, message: Message[Any]) -> bool:
+        return self._post(lambda: self._loop.create_task(self._answer(message)))
+
+    def call(self, message: Message[Answer]) -> Answer:
+        return self.ask(message).result()
+
+    def ask(self, message: Message[Answer]) -> Future[Answer]:
+        self.check_alive()
+        return asyncio.run_coroutine_threadsafe(self._answer(message), self._loop)
+
+    def close(self) -> None:
+        if self.is_forked:
+            return
+        self._post(self._die, EngineDead("the Runtime was closed"))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, function: Callable[..., object], *args: Any) -> bool:
+        """False where the thread has ended."""
+        if self._death is not None or self.is_forked:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop was closed meanwhile
+            return False
+        return True
+
+    def _dead(self) -> EngineDead:
+        if self.is_forked:
+            return EngineDead("this process was forked from the one that speaks to the replicas")
+        return fresh(self._death or EngineDead("the Runtime was closed"))
+
+    # -- in the loop: requests ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.create_task(self._watch_waiting())
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def _die(self, death: EngineDead) -> None:
+        self._death = death
+        for one in list(self._open.values()):
+            self._close(one)
+            one.ticket.fail(fresh(death))
+        self._loop.stop()
+
+    def _submit(self, tickets: Sequence[Ticket]) -> None:
+        if self._death is not None:
+            for ticket in tickets:
+                ticket.fail(self._dead())
+            return
+        for ticket in tickets:
+            if ticket.request.request_id in self._ids:
+                error = InvalidRequest(f"request id {ticket.request.request_id!r} is in use")
+                for other in tickets:
+                    other.fail(error)
+                return
+        for ticket in tickets:
+            self._ids.add(ticket.request.request_id)
+            self._place(OpenRequest(ticket))
+
+    def _place(self, one: OpenRequest) -> None:
+        """Choose a replica for what is left of it."""
+        self._open.pop(one.id, None)
+        one.id = f"{self._front} {next(self._numbers)}"
+        self._open[one.id] = one
+        request = one.rest()
+        one.replica = self._router.choose(request)
+        if one.replica is None:
+            self._waiting[one.id] = one
+            return
+        replica = self._replicas[one.replica]
+        replica.outbox.append(request)
+        replica.is_due.set()
+
+    def _place_waiting(self) -> None:
+        waiting = list(self._waiting.values())
+        self._waiting.clear()
+        for one in waiting:
+            self._place(one)
+
+    async def _watch_waiting(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            for one in list(self._waiting.values()):
+                if now - one.lost_at > WITHOUT_REPLICA_S:
+                    self._close(one)
+                    one.ticket.fail(EngineDead(f"no replica for {WITHOUT_REPLICA_S:.0f} seconds"))
+
+    def _close(self, one: OpenRequest) -> None:
+        """It has ended."""
+        self._open.pop(one.id, None)
+        self._waiting.pop(one.id, None)
+        self._ids.discard(one.ticket.request.request_id)
+        self._router.note_end(one.id)
+
+    def _abandon(self, tickets: Sequence[Ticket]) -> None:
+        left = set(map(id, tickets))
+        for one in [one for one in self._open.values() if id(one.ticket) in left]:
+            self._abort(one)
+
+    def _abort(self, one: OpenRequest) -> None:
+        """Its caller gets what there is; a replica ends it when it reads so."""
+        replica = self._replicas.get(one.replica or "")
+        self._close(one)
+        if replica is not None:
+            replica.ended.append(one.id)
+            replica.is_due.set()
+        ticket = one.ticket
+        usage = Usage(0, 0, 0, len(ticket.token_ids))
+        metrics = Metrics(None, None, time.time() - ticket.made_at)
+        finish = Finish("abort", usage, metrics, None)
+        self._push(one, RequestOutput(one.id, (), (), (), finish))
+
+    def _push(self, one: OpenRequest, output: RequestOutput) -> None:
+        try:
+            one.push(output)
+        except Exception as error:  # its text cannot be made: only this request suffers
+            _log.exception("request %s failed", one.ticket.request.request_id)
+            one.ticket.fail(request_failed(f"the request's text could not be made: {error!r}"))
+            if one.id in self._open:
+                self._abort(one)
+
+    # -- in the loop: replicas ----------------------------------------------------------------
+
+    def _set_replicas(self, links: Sequence[ReplicaLink]) -> None:
+        names = {link.name for link in links}
+        for name in [name for name in self._replicas if name not in names]:
+            replica = self._replicas.pop(name)
+            assert replica.task is not None
+            replica.task.cancel()
+            self._note_lost(replica)
+        for link in links:
+            if link.name not in self._replicas:
+                replica = self._replicas[link.name] = Replica(link)
+                replica.task = self._loop.create_task(self._follow(replica))
+
+    async def _follow(self, replica: Replica) -> None:
+        """Read its reports as long as there is such a replica."""
+        while True:
+            replica.stream = next(self._numbers)
+            tasks = {self._loop.create_task(part(replica)) for part in (self._read, self._send)}
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            if replica.status is not None:
+                why = [repr(task.exception() or "its reports ended") for task in done]
+                _log.warning("replica %s is lost: %s", replica.link.name, ", ".join(why))
+            self._note_lost(replica)
+            await asyncio.sleep(1.0)
+
+    async def _read(self, replica: Replica) -> None:
+        facts = None if self._facts.done() else await replica.link.facts()
+        async with contextlib.aclosing(
+            replica.link.reports(self._front, replica.stream)
+        ) as reports:
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    report = await anext(reports, None)
+                if report is None:
+                    return
+                self._note(replica, report)
+                if facts is not None and not self._facts.done():
+                    self._facts.set_result(facts)
+
+    async def _send(self, replica: Replica) -> None:
+        """Pass on what waits, and a sign of life, until the replica knows the stream no more."""
+        link, front, stream = replica.link, self._front, replica.stream
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(replica.is_due.wait(), _KEEP_S)
+            replica.is_due.clear()
+            requests, replica.outbox = replica.outbox, []
+            ended, replica.ended = replica.ended, []
+            if requests and not await link.submit(front, stream, requests):
+                return
+            if ended or not requests:
+                await link.end(front, stream, ended)
+
+    def _note(self, replica: Replica, report: Report) -> None:
+        name = replica.link.name
+        if replica.status is None:
+            self._router.add(name)
+        replica.status = report.status
+        self._router.update(name, report)
+        for output in report.outputs:
+            self._note_output(name, output)
+        for request_id, error in report.failures:
+            failed = self._open.get(request_id)
+            if failed is not None and failed.replica == name and not isinstance(error, EngineDead):
+                self._close(failed)
+                failed.ticket.fail(error)
+        if self._waiting:
+            self._place_waiting()
+
+    def _note_output(self, name: str, output: RequestOutput) -> None:
+        one = self._open.get(output.request_id)
+        if one is None or one.replica != name:  # it has ended, or goes on elsewhere
+            return
+        finish = output.finish
+        if finish is not None:
+            if isinstance(finish.error, EngineDead):  # the replica is about to be lost
+                return
+            self._close(one)
+        self._push(one, output)
+
+    def _note_lost(self, replica: Replica) -> None:
+        """Its requests go on elsewhere."""
+        name = replica.link.name
+        replica.status = None
+        replica.outbox.clear()
+        replica.ended.clear()
+        self._router.remove(name)
+        for one in [one for one in self._open.values() if one.replica == name]:
+            one.note_lost()
+            if one.num_lost < MAX_LOST:
+                self._place(one)
+                continue
+            self._close(one)
+            one.ticket.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
+
+    # -- in the loop: messages ----------------------------------------------------------------
+
+    async def _answer(self, message: Message[Any]) -> Any:
+        """From the replicas that it concerns."""
+        match message:
+            case messages.AbortRequests(request_ids):
+                found = [
+                    one
+                    for one in self._open.values()
+                    if request_ids is None or one.ticket.request.request_id in request_ids
+                ]
+                for one in found:
+                    self._abort(one)
+                return len(found)
+            case messages.GetStats():
+                return add_stats(await self._ask_all(message))
+            case messages.GetHeld():
+                return add_stats(await self._ask_all(message))
+            case messages.LookUpPrompt(token_ids, namespace):
+                return await self._ask_one(message, self._router.best(token_ids, namespace))
+            case messages.ClaimSessions(claims):
+                for claim in claims:
+                    name = self._router.of_session(claim.name)
+                    await self._ask_one(messages.ClaimSessions((claim,)), name)
+            case messages.ApplyHints(hints):
+                return [await self._hint(messages.ApplyHints((hint,))) for hint in hints]
+            case messages.CloseSession(name):
+                self._router.close_session(name)
+                await self._ask_all(message)
+            case messages.ResetCache() | messages.CheckCache():
+                await self._ask_all(message)
+            case _:  # dumps, snapshots, previews: of one of them
+                return await self._ask_one(message, None)
+        return None
+
+    async def _hint(self, message: messages.ApplyHints) -> HintAnswer:
+        (hint,) = message.hints
+        if hint.token_ids is None:
+            name = self._router.of_session(hint.session)
+        else:
+            name = self._router.best(hint.token_ids, hint.namespace)
+        (answer,) = await self._ask_one(message, name)
+        return answer
+
+    async def _ask_all(self, message: Message[Any]) -> list[Any]:
+        asked = [one.link.call(message) for one in self._replicas.values() if one.status]
+        return await asyncio.gather(*asked)
+
+    async def _ask_one(self, message: Message[Any], name: str | None) -> Any:
+        """The replica of that name, or where it is None any of them."""
+        there = {key: one for key, one in self._replicas.items() if one.status is not None}
+        if not there:
+            raise EngineDead("there is no replica")
+        replica = there.get(name or "") or there[min(there)]
+        return await replica.link.call(message)

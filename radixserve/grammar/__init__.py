@@ -1,0 +1,1 @@
+"""Structured output: compiled grammars, and where each answer stands in its own."""

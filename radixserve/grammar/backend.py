@@ -1,0 +1,136 @@
+"""llguidance: the only file that imports it.
+
+Its parsers work on bytes; it is told the tokens of a vocabulary once (`TokenTable`). An answer's
+end is a token of its own here, outside the model's vocabulary: which of the model's tokens may end
+an answer is the request's business, see matcher.py.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from radixserve.errors import InvalidRequest
+from radixserve.grammar.json_patterns import narrowed
+from radixserve.structured_output import StructuredOutput
+
+_END = "<|radixserve:end of answer|>"
+_BLANKS = r"[\x20\x0A\x0D\x09]{1,32}"
+# One step of a parser may take some 50 ms, its compilation some 100 ms, its states some 50 MB.
+MAX_EXPRESSIONS = 200_000  # derivatives that the lexer may take before the first token
+_LIMITS = {
+    "initial_lexer_fuel": MAX_EXPRESSIONS,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+_TOO_LARGE = "too many expressions constructed"
+
+
+@cache
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise InvalidRequest(
+            'structured output needs llguidance: pip install "radixserve[grammar]"'
+        ) from error
+    return llguidance
+
+
+def check_installed() -> None:
+    """InvalidRequest, with what to install, where llguidance is missing."""
+    _llguidance()
+
+
+class TokenTable:
+    """The bytes of every token, as a trie. About 2 s for 131,072 tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """tokenizer: a `tokenizers.Tokenizer`. InvalidRequest where its tokens are no bytes."""
+        own = type(tokenizer).from_str(tokenizer.to_str())
+        own.add_special_tokens([_END])
+        self.end_id: int = own.token_to_id(_END)  # stands for the end of the answer
+        try:
+            self.native = _llguidance().LLTokenizer(own.to_str(), eos_token=[self.end_id])
+        except ValueError as error:
+            raise InvalidRequest(
+                f"structured output cannot be had with this tokenizer: {error}"
+            ) from error
+        self.num_words: int = -(-self.native.vocab_size // 32)  # int32 words of a row of a bitmask
+
+
+def compile_matcher(structured: StructuredOutput, table: TokenTable) -> Any:
+    """An `LLMatcher` at the start of an answer. InvalidRequest with llguidance's reason.
+
+    The first mask is computed, too: it builds the states that all answers begin with. So is a
+    step after it, where the lexer's limits are found to be exceeded.
+    """
+    module = _llguidance()
+    limits = module.LLParserLimits(**_LIMITS)
+    try:
+        grammar = _grammar(structured)
+    except ValueError as error:
+        raise _refusal(structured, str(error)) from None
+    matcher = module.LLMatcher(table.native, grammar, log_level=0, limits=limits)
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _refusal(structured, matcher.get_error())
+    if matcher.is_stopped():
+        raise _refusal(structured, "it allows no token")
+    step = matcher.deep_copy()
+    if not step.consume_token(_first_token(mask)):
+        raise _refusal(structured, step.get_error())
+    return matcher
+
+
+def _first_token(mask: bytes) -> int:
+    """The lowest token of a bitmask with at least one."""
+    at = next(at for at, byte in enumerate(mask) if byte)
+    return 8 * at + (mask[at] & -mask[at]).bit_length() - 1
+
+
+def _refusal(structured: StructuredOutput, reason: str) -> InvalidRequest:
+    if _TOO_LARGE in reason:
+        reason = (
+            f"it needs more than {MAX_EXPRESSIONS:,} expressions of the lexer; "
+            "make counted repeats such as {1000} smaller"
+        )
+    lines = [line for line in reason.splitlines() if not line.startswith("<")]
+    return InvalidRequest(f"{structured.kind} cannot be used: {' '.join(' '.join(lines).split())}")
+
+
+def whitespace_options(structured: StructuredOutput) -> dict[str, Any]:
+    """What llguidance is told of the white space in JSON."""
+    if structured.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": structured.whitespace_pattern or _BLANKS}
+
+
+def _grammar(structured: StructuredOutput) -> str:
+    """llguidance's own description of a grammar."""
+    module, source = _llguidance(), structured.source
+    compiler = module.LLMatcher
+    if structured.kind == "json":
+        schema = json.dumps(narrowed(json.loads(source)))
+        options = whitespace_options(structured)
+        return str(compiler.grammar_from_json_schema(schema, overrides=options))
+    if structured.kind == "regex":
+        return str(compiler.grammar_from_regex(source))
+    if structured.kind == "choice":
+        source = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, json.loads(source)))
+    else:
+        source = _as_lark(source)
+    return str(compiler.grammar_from_lark(source))
+
+
+def _as_lark(grammar: str) -> str:
+    """GBNF as Lark; a Lark grammar as it is."""
+    _llguidance()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(grammar))
+    except (Exception, RecursionError) as error:  # its parser raises plain ones
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidRequest(f"grammar cannot be used: {reason}") from None

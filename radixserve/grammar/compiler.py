@@ -1,0 +1,98 @@
+"""`GrammarCompiler`: compiled grammars of one vocabulary, made once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from radixserve.errors import InvalidRequest, RequestFailed
+from radixserve.grammar.backend import TokenTable, check_installed, compile_matcher
+from radixserve.grammar.matcher import CompiledGrammar
+from radixserve.structured_output import StructuredOutput
+
+COMPILE_TIMEOUT_S = 10.0  # a grammar that takes longer is refused
+_AT_ONCE = 4  # grammars that are compiled at the same time, those given up included
+_KEPT = 256  # compiled grammars
+_STACK = 256 << 20  # bytes of address space: rules that name one another are compiled recursively
+_stack_lock = threading.Lock()
+
+
+class GrammarCompiler:
+    """May be used from any thread but the engine's: compiling takes about a millisecond, and the
+    first time a table of all tokens is made, some seconds for a large vocabulary."""
+
+    def __init__(self, tokenizer: Callable[[], Any]) -> None:
+        """tokenizer: the model's `tokenizers.Tokenizer`; raises InvalidRequest where it has none.
+        Called with the first grammar."""
+        self._tokenizer = tokenizer
+        self._table: TokenTable | None = None
+        self._table_lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
+        self._compiled_lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(_AT_ONCE)
+
+    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
+        """The grammar, from the last 256 ones or new.
+
+        Raises InvalidRequest with the reason where it cannot be used, also where it takes longer
+        than COMPILE_TIMEOUT_S; RequestFailed where so many others are being compiled for so long.
+        """
+        with self._compiled_lock:
+            found = self._compiled.get(structured)
+            if found is not None:
+                self._compiled.move_to_end(structured)
+                return found
+        table = self._token_table()
+        native = self._in_thread(lambda: compile_matcher(structured, table))
+        found = CompiledGrammar(native, table, jump_forward=structured.jump_forward)
+        with self._compiled_lock:
+            self._compiled[structured] = found
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return found
+
+    def has(self, structured: StructuredOutput) -> bool:
+        """Whether it is compiled already."""
+        with self._compiled_lock:
+            return structured in self._compiled
+
+    def _token_table(self) -> TokenTable:
+        with self._table_lock:
+            if self._table is None:
+                check_installed()
+                self._table = TokenTable(self._tokenizer())
+            return self._table
+
+    def _in_thread(self, work: Callable[[], Any]) -> Any:
+        """Its result, waited for no longer than COMPILE_TIMEOUT_S. A thread that is given up runs
+        to the limits that the compiler itself has."""
+        if not self._slots.acquire(timeout=COMPILE_TIMEOUT_S):
+            raise RequestFailed(f"{_AT_ONCE} other grammars are being compiled: try again later")
+        answer: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+            finally:
+                self._slots.release()
+
+        with _stack_lock:  # the size is that of all threads that start meanwhile
+            before = threading.stack_size(_STACK)
+            try:
+                threading.Thread(target=run, name="radixserve-grammar", daemon=True).start()
+            except RuntimeError as error:  # the system has no memory for another thread
+                self._slots.release()
+                raise RequestFailed(f"the grammar cannot be compiled now: {error}") from error
+            finally:
+                threading.stack_size(before)
+        try:
+            return answer.result(COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"the grammar takes longer than {COMPILE_TIMEOUT_S:g} s to compile: make it smaller"
+            ) from None

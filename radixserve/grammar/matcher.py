@@ -1,0 +1,205 @@
+"""`GrammarMatcher`: where an answer stands in its grammar, and what may come next.
+
+The state is a function of the answer's tokens: `sync` brings a matcher to any answer, by consuming
+what is new and rolling back what is gone. So preempted requests, beams that take another's place
+and tokens that were drawn for nothing need no bookkeeping elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radixserve.arrays import IntArray
+from radixserve.grammar.backend import TokenTable
+from radixserve.grammar.mask_workers import MaskBatch, MaskWorkers
+from radixserve.int_buffer import IntBuffer
+
+Bitmask = NDArray[np.int32]
+
+_NONE: IntArray = np.empty(0, np.int32)
+
+
+class CompiledGrammar:
+    """A grammar for one vocabulary. Shared by any number of requests and threads."""
+
+    __slots__ = ("_native", "jump_forward", "table")
+
+    def __init__(self, native: Any, table: TokenTable, *, jump_forward: bool) -> None:
+        """native: an `LLMatcher` that has consumed nothing, and never does."""
+        self._native = native
+        self.table = table
+        self.jump_forward = jump_forward
+
+    def matcher(self, end_ids: frozenset[int]) -> GrammarMatcher:
+        """The state of a new answer. `end_ids`: tokens that end its request. Microseconds."""
+        return GrammarMatcher(self, self.fresh(), end_ids)
+
+    def fresh(self) -> Any:
+        return self._native.deep_copy()
+
+
+class GrammarMatcher:
+    """One answer's state. One thread at a time.
+
+    error           why the answer cannot go on: a limit of the parser; None where it can
+    is_complete     nothing can follow: the answer is finished
+    only_ends       of the last bitmask: nothing can follow but an end token
+    """
+
+    __slots__ = ("_consumed", "_grammar", "_native", "end_ids", "error", "is_complete", "only_ends")
+
+    def __init__(self, grammar: CompiledGrammar, native: Any, end_ids: frozenset[int]) -> None:
+        self._grammar = grammar
+        self._native = native
+        self._consumed = IntBuffer(_NONE)
+        self.end_ids = end_ids
+        self.error: str | None = None
+        self.is_complete = False
+        self.only_ends = False
+
+    @property
+    def jump_forward(self) -> bool:
+        return self._grammar.jump_forward
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of its row of a bitmask; the vocabulary of the model may need fewer."""
+        return self._grammar.table.num_words
+
+    def fork(self) -> Self:
+        """Another answer that has begun with the same tokens. Microseconds."""
+        native = self._native if self.error is not None else self._native.deep_copy()
+        copy = type(self)(self._grammar, native, self.end_ids)
+        copy._consumed = IntBuffer(self._consumed.view())
+        copy.error, copy.is_complete = self.error, self.is_complete
+        return copy
+
+    def sync(self, answer: IntArray) -> None:
+        """Stand after these tokens [n]. O(tokens that changed), and a comparison of n tokens."""
+        before = self._consumed.view()
+        same = min(len(before), len(answer))
+        differs = np.flatnonzero(before[:same] != answer[:same])
+        if len(differs):
+            same = int(differs[0])
+        if same < len(before):
+            self._roll_back(before[:same])
+        for token_id in answer[same:].tolist():
+            self.accept(token_id)
+
+    def accept(self, token_id: int) -> None:
+        """The answer goes on with a token. One that ends the request is not looked at."""
+        self._consumed.append(token_id)
+        if token_id in self.end_ids or self.error is not None:
+            return
+        native = self._native
+        if self.is_complete or not native.consume_token(token_id):
+            reason = native.get_error().partition("\n")[0]
+            self.error = f"the grammar cannot be followed by token {token_id}: {reason}"
+            return
+        self.is_complete = native.is_stopped()
+        if not self.is_complete and not self.end_ids and native.is_accepting():
+            row = np.zeros(self.num_words, np.int32)
+            self.compute(row)  # no token could say later that this is the end
+            self.finish_row(row)
+            self.is_complete = self.only_ends
+
+    def force(self) -> list[int]:
+        """Go on by the tokens that have to come next, up to one that ends the request; these."""
+        taken: list[int] = []
+        if self.is_complete or self.error is not None:
+            return taken
+        for token_id in self._native.compute_ff_tokens():
+            if token_id in self.end_ids:
+                break
+            self.accept(token_id)
+            if self.error is not None:
+                break
+            taken.append(token_id)
+        return taken
+
+    def _roll_back(self, kept: IntArray) -> None:
+        count = self._consumed.size - len(kept)
+        is_plain = self.error is None and not self._consumed_an_end(len(kept))
+        if not (is_plain and self._native.rollback(count)):
+            self._native = self._grammar.fresh()
+            self._native.consume_tokens(kept.tolist())
+        self._consumed = IntBuffer(kept)
+        self.error = self._native.get_error() or None
+        self.is_complete = self.error is None and self._native.is_stopped()
+
+    def _consumed_an_end(self, first: int) -> bool:
+        return any(token in self.end_ids for token in self._consumed.view(first).tolist())
+
+    def compute(self, row: IntArray) -> None:
+        """The parser's part of a row, which may be longer; gives up Python's lock."""
+        if self.error is None:
+            self._native.unsafe_compute_mask_ptr(row.ctypes.data, 4 * self.num_words)
+
+    def finish_row(self, row: IntArray) -> None:
+        """Make a computed row that of the request: which tokens end it is known here, and what
+        cannot be followed has no token."""
+        native = self._native
+        if self.error is None and native.is_error():
+            reason = native.get_error().partition("\n")[0]
+            self.error = f"the grammar cannot be followed: {reason}"
+        if self.error is not None:
+            row[:] = 0
+            return
+        words, end_id = row.view(np.uint32), self._grammar.table.end_id
+        words[end_id // 32] &= ~np.uint32(1 << end_id % 32)
+        may_end = self.is_complete or native.is_accepting()
+        self.only_ends = may_end and not words.any()
+        if may_end:
+            for token_id in self.end_ids:
+                words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+class PendingMasks:
+    """What may follow each of some answers, being computed by other threads."""
+
+    def __init__(
+        self, matchers: Sequence[GrammarMatcher], answers: Sequence[IntArray], num_words: int
+    ) -> None:
+        """answers: the tokens of each, all known. num_words: of the model's vocabulary, at least;
+        some 20 us a row, 150 us where much is possible."""
+        self.matchers = tuple(matchers)
+        words = max((one.num_words for one in matchers), default=0)
+        words = max(num_words, words)
+        self._rows: Bitmask = np.zeros((len(matchers), words), np.int32)
+        work = zip(self.matchers, answers, self._rows, strict=True)
+        self._batch: MaskBatch = _workers().start([partial(_compute, *one) for one in work])
+
+    def get(self) -> Bitmask:
+        """[n, words] int32: bit t % 32 of word t // 32 says whether token t may be drawn."""
+        slow = self._batch.finish()
+        rows = self._rows
+        if slow:
+            rows = rows.copy()  # the others may still be written
+            for at in slow:
+                self.matchers[at].error = "the grammar cannot be followed: it takes too long"
+        for one, row in zip(self.matchers, rows, strict=True):
+            one.finish_row(row)
+        return rows
+
+
+def _compute(matcher: GrammarMatcher, answer: IntArray, row: IntArray) -> None:
+    try:
+        matcher.sync(answer)
+        matcher.compute(row)
+    except Exception as error:  # of this answer only
+        matcher.error = f"the grammar cannot be followed: {error!r}"
+
+
+@cache
+def _workers() -> MaskWorkers:
+    return MaskWorkers()
+
+
+if hasattr(os, "register_at_fork"):  # the threads do not come along
+    os.register_at_fork(after_in_child=_workers.cache_clear)

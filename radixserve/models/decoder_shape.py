@@ -1,0 +1,163 @@
+"""What a config and its family's row make of the native decoder: sizes, parts, each layer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from radixserve.errors import ModelNotSupported
+from radixserve.models.families import FAMILIES, ExpertParts, Family
+from radixserve.models.rope import ROPE_TYPES, original_length
+from radixserve.models.weights import architecture_of
+from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
+from radixserve_kernels.decoder_layer import DecoderSizes
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape(DecoderSizes):
+    """The fields of a config that decide its tensors and its arithmetic."""
+
+    family: Family
+    qk_norm: str | None  # of QK_NORMS
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    is_tied: bool
+    max_positions: int  # of a sequence; with longrope those up to which it has one set of factors
+    rotary_dim: int  # features of a head that are turned
+    ropes: tuple[Mapping[str, Any], ...]  # rope parameters of each rotary table
+    rotary: tuple[int | None, ...]  # of each layer, which of them; None: it turns nothing
+    features: tuple[AttentionFeatures, ...]  # of each layer, without sinks
+    experts: tuple[ExpertParts | None, ...]  # of each layer; None: one MLP
+
+    @property
+    def feature_names(self) -> frozenset[str]:
+        """Fields of AttentionFeatures that any layer uses."""
+        found = frozenset[str]().union(*(one.names for one in self.features))
+        return found | {"sinks"} if self.family.has_sinks else found
+
+
+def unsupported_reason(config: Any) -> str:
+    """What of `config` the native decoder does not compute; "" if it computes all."""
+    family = FAMILIES.get(architecture_of(config))
+    if family is None:
+        return f"it is not one of {', '.join(FAMILIES)}"
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and not (family.has_mxfp4 and _is_mxfp4(quantization)):
+        return "it has quantized weights"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its attention is not causal"
+    if (activation := family.activation(config)) not in _ACTIVATIONS:
+        return f"it has activation {activation!r}; possible are {', '.join(_ACTIVATIONS)}"
+    has_experts = any(family.experts(config, i) for i in range(config.num_hidden_layers))
+    if has_experts and _ACTIVATIONS[activation] != "silu":
+        return f"its experts have activation {activation!r}; possible is silu"
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+        return f"it has layers of type {', '.join(others)}"
+    for rope in _ropes(config):
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            return f"it has rope scaling {kind!r}; possible are {', '.join(ROPE_TYPES)}"
+        share = rope.get("partial_rotary_factor", 1.0)
+        if kind != "default" and share != family.rotary_factor(config):
+            return f"it has rope scaling {kind!r} of {share} of each head"
+    return ""
+
+
+def _is_mxfp4(quantization: Any) -> bool:
+    """`quantization`: a config's field, which some versions of transformers make an object."""
+    if isinstance(quantization, Mapping):
+        return quantization.get("quant_method") == "mxfp4"
+    return bool(getattr(quantization, "quant_method", None) == "mxfp4")
+
+
+def check_decoder(config: Any) -> None:
+    """Raise ModelNotSupported naming what of `config` the native decoder does not compute."""
+    if reason := unsupported_reason(config):
+        raise ModelNotSupported(
+            f"the native decoder cannot run {architecture_of(config)}: {reason}"
+        )
+
+
+def decoder_shape(config: Any) -> DecoderShape:
+    """Sizes and parts of a checked config."""
+    family = FAMILIES[architecture_of(config)]
+    num_heads, num_layers = config.num_attention_heads, config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    ropes = _ropes(config)
+    scale = family.attention_scale(config)
+    qk_norm = family.qk_norm(config)
+    return DecoderShape(
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.num_key_value_heads or num_heads,
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        eps=getattr(config, family.eps),
+        attention_scale=float(head_dim**-0.5 if scale is None else scale),
+        norm_type=family.norm_type,
+        activation=_ACTIVATIONS[family.activation(config)],
+        has_whole_qk_norm=qk_norm == "whole",
+        is_parallel=family.is_parallel,
+        embedding_scale=float(family.embedding_scale(config)),
+        residual_scale=float(family.residual_scale(config)),
+        logit_scale=float(family.logit_scale(config)),
+        logit_soft_cap=float(family.final_soft_cap(config) or 0.0),
+        family=family,
+        qk_norm=qk_norm,
+        qkv_bias=family.qkv_bias(config),
+        o_bias=family.o_bias(config),
+        mlp_bias=family.mlp_bias(config),
+        is_tied=bool(config.tie_word_embeddings),
+        max_positions=_max_positions(config, ropes),
+        rotary_dim=int(head_dim * family.rotary_factor(config)),
+        ropes=tuple(ropes),
+        rotary=tuple(
+            ropes.index(_rope_of(config, layer)) if family.is_rotated(config, layer) else None
+            for layer in range(num_layers)
+        ),
+        features=tuple(_features(config, family, layer) for layer in range(num_layers)),
+        experts=tuple(family.experts(config, layer) for layer in range(num_layers)),
+    )
+
+
+def _features(config: Any, family: Family, layer: int) -> AttentionFeatures:
+    """A window that holds every position that the model has is none."""
+    window, cap = family.window(config, layer), family.logits_soft_cap(config)
+    if window is not None and window >= config.max_position_embeddings:
+        window = None
+    if window is None and cap is None:
+        return PLAIN
+    return AttentionFeatures(sliding_window=window, logits_soft_cap=cap)
+
+
+def _max_positions(config: Any, ropes: list[Mapping[str, Any]]) -> int:
+    """Beyond the original length longrope would turn keys again that are in the cache."""
+    lengths: list[int] = [config.max_position_embeddings]
+    for rope in ropes:
+        if rope.get("rope_type") == "longrope" and (length := original_length(config, rope)):
+            lengths.append(length)
+    return min(lengths)
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The distinct rope parameters of its layers."""
+    found: list[Mapping[str, Any]] = []
+    for layer in range(config.num_hidden_layers):
+        if (rope := _rope_of(config, layer)) not in found:
+            found.append(rope)
+    return found
+
+
+def _rope_of(config: Any, layer: int) -> Mapping[str, Any]:
+    """Some families have parameters for each type of layer."""
+    rope: Mapping[str, Any] = config.rope_parameters
+    if not _LAYER_TYPES.isdisjoint(rope):
+        rope = rope[config.layer_types[layer]]
+    return rope

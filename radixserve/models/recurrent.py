@@ -1,0 +1,199 @@
+"""Recurrent layers of transformers' models (state spaces, gated delta nets, linear attention, short
+convolutions): their mixers run row by row, each from the state of its own sequence.
+
+transformers' mixers take their state from a cache object and give it back there, with any number of
+tokens between. `RowState` is that object; `Mixer` replaces the mixer's `forward`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from radixserve.attention.base import RecurrentRows
+from radixserve.errors import ModelNotSupported
+from radixserve.models.base import StateShape
+
+CONV, RECURRENT = "conv", "recurrent"
+_CALLS = "update_conv_state(", "update_recurrent_state("  # of a mixer to its cache
+_CACHE_NAMES = "cache_params", "past_key_values"  # of its argument
+
+
+class RowState:
+    """One layer's states of one row or several, by kind and index, as a mixer sees them."""
+
+    def __init__(self, states: dict[tuple[str, int], Tensor]) -> None:
+        """`states`: each [rows, ...]; changed by the mixer, in place or not."""
+        self.states = states
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        del layer_idx
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        del layer_idx
+        return self.states.get((CONV, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        del layer_idx
+        return self.states.get((RECURRENT, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The inputs [rows, C, n] of a convolution, after those that the state keeps."""
+        del layer_idx, kwargs
+        before = self.states.get((CONV, state_idx))
+        if before is None:
+            size = conv_kernel_size or conv_states.shape[-1]
+            full = F.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        else:
+            size, full = before.shape[-1], torch.cat((before, conv_states), -1)
+        self.states[CONV, state_idx] = full[..., -size:].clone()
+        return full
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        del layer_idx, kwargs
+        self.states[RECURRENT, state_idx] = recurrent_states
+        return recurrent_states
+
+
+class Mixers:
+    """Of one model: what their states look like, and the rows of the call in progress."""
+
+    def __init__(self, model: Any) -> None:
+        self.rows: RecurrentRows | None = None  # None: the mixer is called as it was
+        self.found: dict[int, list[StateShape]] | None = None  # by layer, while the model is probed
+        self.places: dict[int, list[tuple[tuple[str, int], int]]] = {}  # by layer: kind and index,
+        # and the place among RecurrentRows.states
+        self.layers = sorted(Mixer.wrap(self, module) for module in _mixers(model))
+        if len(set(self.layers)) < len(self.layers):
+            raise ModelNotSupported("recurrent layers without a number of their own")
+
+    def set_shapes(self) -> tuple[StateShape, ...]:
+        """What the probe has found; ends it."""
+        assert self.found is not None
+        shapes = [shape for layer in sorted(self.found) for shape in self.found[layer]]
+        for place, shape in enumerate(shapes):
+            self.places.setdefault(shape.layer, []).append(((shape.kind, shape.number), place))
+        self.found = None
+        return tuple(shapes)
+
+
+class Mixer:
+    """A mixer's `forward` over the rows of a step."""
+
+    def __init__(self, mixers: Mixers, layer: int, cache_name: str, call: Any) -> None:
+        self._mixers, self._layer = mixers, layer
+        self._cache_name, self._call = cache_name, call
+
+    @classmethod
+    def wrap(cls, mixers: Mixers, module: Any) -> int:
+        """Replace the module's `forward`; the number of its layer."""
+        parameters = inspect.signature(module.forward).parameters
+        names = [name for name in _CACHE_NAMES if name in parameters]
+        layer: int | None = getattr(module, "layer_idx", None)
+        if layer is None or not names:
+            raise ModelNotSupported(
+                f"{type(module).__name__} keeps a state in a way that is not known"
+            )
+        module.forward = cls(mixers, layer, names[0], module.forward)
+        return layer
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """hidden_states [1, T, H]; returns the same shape."""
+        mixers, rows = self._mixers, self._mixers.rows
+        if rows is None and mixers.found is None:
+            return self._call(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+        plain = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
+        plain.pop(self._cache_name, None)
+
+        def run(inputs: Tensor, states: RowState) -> Tensor:
+            out: Tensor = self._call(inputs, **{**plain, self._cache_name: states})
+            return out
+
+        if rows is None:
+            return self._probe(hidden_states, run)
+        return self._run_rows(hidden_states, rows, run)
+
+    def _probe(self, hidden_states: Tensor, run: Callable[[Tensor, RowState], Tensor]) -> Tensor:
+        state = RowState({})
+        out = run(hidden_states, state)
+        assert self._mixers.found is not None
+        self._mixers.found[self._layer] = [
+            StateShape(self._layer, kind, index, tuple(value.shape[1:]), value.dtype)
+            for (kind, index), value in sorted(state.states.items())
+        ]
+        return out
+
+    def _run_rows(
+        self, hidden_states: Tensor, rows: RecurrentRows, run: Callable[[Tensor, RowState], Tensor]
+    ) -> Tensor:
+        """Rows of one token together; of the others one piece after the other."""
+        out = torch.empty_like(hidden_states)
+        single = [row for row in rows.rows if row.num_tokens == 1]
+        if single:
+            at = [row.pieces[0].start for row in single]
+            state = self._load(
+                rows, [row.state_id for row in single], [row.is_new for row in single]
+            )
+            out[0, at] = run(hidden_states[0, at][:, None], state)[:, 0]
+            self._store(rows, state, [row.state_id for row in single])
+            for index, row in enumerate(single):
+                if row.pieces[0].kept_in >= 0:
+                    self._store(rows, state, [row.pieces[0].kept_in], slice(index, index + 1))
+        for row in rows.rows:
+            if row.num_tokens == 1:
+                continue
+            state = self._load(rows, [row.state_id], [row.is_new])
+            for start, end, kept_in in row.pieces:
+                out[:, start:end] = run(hidden_states[:, start:end], state)
+                if kept_in >= 0:
+                    self._store(rows, state, [kept_in])
+            self._store(rows, state, [row.state_id])
+        return out
+
+    def _load(self, rows: RecurrentRows, state_ids: list[int], is_new: list[bool]) -> RowState:
+        fresh = [at for at, one in enumerate(is_new) if one]
+        states = {}
+        for key, place in self._mixers.places[self._layer]:
+            state = rows.states[place][state_ids]  # a copy
+            if fresh:
+                state[fresh] = 0
+            states[key] = state
+        return RowState(states)
+
+    def _store(
+        self,
+        rows: RecurrentRows,
+        state: RowState,
+        state_ids: list[int],
+        part: slice = slice(None),
+    ) -> None:
+        for key, place in self._mixers.places[self._layer]:
+            rows.states[place][state_ids] = state.states[key][part].to(rows.states[place].dtype)
+
+
+def _mixers(model: Any) -> list[Any]:
+    is_mixer: dict[type, bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind not in is_mixer:
+            try:
+                source = inspect.getsource(kind)
+            except (OSError, TypeError):
+                source = ""
+            is_mixer[kind] = any(call in source for call in _CALLS)
+    return [module for module in model.modules() if is_mixer[type(module)]]

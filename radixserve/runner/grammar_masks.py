@@ -1,0 +1,117 @@
+"""What the grammars of a step's answers allow: bitmasks, made on the host while the step runs.
+
+The sampler alone moves the matchers: before a draw to the tokens that the answer has, after it to
+the token that was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from radixserve.arrays import IntArray
+from radixserve.grammar.matcher import Bitmask, GrammarMatcher, PendingMasks
+from radixserve.schedule import SampleOutput, SampleSpec
+from radixserve_kernels import cpu_ops
+from radixserve_kernels.cpu_library import is_loaded
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """Grammars and masks of the rows that have one."""
+
+    rows: tuple[int, ...]  # [m] their indices among the step's draws
+    matchers: tuple[GrammarMatcher, ...]  # [m]
+    bitmask: Bitmask  # [m, words] bit t % 32 of word t // 32: token t may be drawn
+
+    def select(self, rows: Sequence[int]) -> GrammarMasks:
+        """Those of some of the draws, which become draws 0, 1, 2 ..."""
+        place = {row: at for at, row in enumerate(self.rows)}
+        kept = [(at, place[row]) for at, row in enumerate(rows) if row in place]
+        picked = [one for _, one in kept]
+        matchers = tuple(self.matchers[one] for one in picked)
+        return GrammarMasks(tuple(at for at, _ in kept), matchers, self.bitmask[picked])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits [S, V] with what may not be drawn at -inf; a copy."""
+        if not self.rows:
+            return logits
+        if logits.is_cpu and is_loaded():
+            changed = logits.clone(memory_format=torch.contiguous_format)
+            cpu_ops.forbid_(changed, self.bitmask, np.array(self.rows, np.int64))
+            return changed
+        bits = np.unpackbits(self.bitmask.view(np.uint8), axis=1, bitorder="little")
+        is_allowed = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device).bool()
+        index = torch.tensor(self.rows, device=logits.device)
+        some = logits.index_select(0, index).masked_fill(~is_allowed, -torch.inf)
+        return some if len(some) == len(logits) else logits.index_copy(0, index, some)
+
+    def best_tokens(self, logits: Tensor) -> tuple[list[int], int]:
+        """`cpu_ops.argmax` of logits [S, V] among what may be drawn; -1 where that is nothing."""
+        mask_of = np.full(len(logits), -1, np.int64)
+        mask_of[list(self.rows)] = range(len(self.rows))
+        return cpu_ops.argmax_allowed(logits, self.bitmask, mask_of)
+
+    def note_outputs(self, outputs: list[SampleOutput]) -> None:
+        """Move the matchers to what was drawn; an answer that is at its end says so, one that
+        cannot go on has an error. Beams, which draw later, stay where they are."""
+        for row, matcher in zip(self.rows, self.matchers, strict=True):
+            output = outputs[row]
+            if matcher.error is not None:
+                outputs[row] = SampleOutput(-1, None, (), matcher.error)
+            elif output.error is None and output.candidates is None:
+                matcher.accept(output.token_id)
+                forced = tuple(matcher.force()) if matcher.jump_forward else ()
+                done = matcher.is_complete
+                outputs[row] = output._replace(is_complete=done, forced_ids=forced)
+
+
+class StepMasks:
+    """The masks of a step's draws, begun before its forward pass or while it runs."""
+
+    def __init__(
+        self, specs: Sequence[SampleSpec], vocab_size: int, unknown: Mapping[int, int] | None = None
+    ) -> None:
+        """specs: of the draws, in their order. unknown: the last token of those that a step in
+        flight drew, by the draw's index; a draw that is missing there has no mask, as its request
+        has ended."""
+        rows: list[int] = []
+        matchers: list[GrammarMatcher] = []
+        answers: list[IntArray] = []
+        for row, spec in enumerate(specs):
+            if not isinstance(spec.matcher, GrammarMatcher):
+                continue
+            answer = spec.token_ids[spec.num_prompt :]
+            if spec.num_unknown:
+                assert unknown is not None, "a step in flight draws the token before"
+                if row not in unknown:
+                    continue
+                answer = np.append(answer, np.int32(unknown[row]))
+            rows.append(row)
+            matchers.append(spec.matcher)
+            answers.append(answer)
+        self._rows, self._banned = tuple(rows), [specs[row].banned_ids for row in rows]
+        self._pending = PendingMasks(matchers, answers, -(-vocab_size // 32))
+
+    def get(self) -> GrammarMasks:
+        """Wait for them."""
+        bitmask = self._pending.get()
+        words = bitmask.view(np.uint32)
+        for at, (matcher, banned) in enumerate(
+            zip(self._pending.matchers, self._banned, strict=True)
+        ):
+            if not matcher.only_ends:  # the grammar counts for more than min_tokens
+                for token_id in banned:
+                    words[at, token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        return GrammarMasks(self._rows, self._pending.matchers, bitmask)
+
+
+def begin_masks(specs: Sequence[SampleSpec], vocab_size: int) -> StepMasks | None:
+    """Where all tokens are known. None where no row has a grammar."""
+    if all(spec.matcher is None for spec in specs):
+        return None
+    return StepMasks(specs, vocab_size)

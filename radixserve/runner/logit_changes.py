@@ -1,0 +1,237 @@
+"""What a request's parameters do to its logits before temperature, filters and draw.
+
+In this order: logits_processors, logit_bias, penalties, then what may not be drawn: all but
+allowed_token_ids, the last tokens of bad_words, end tokens that min_tokens still forbids, and what
+a grammar has no place for. Bias, allowed and forbidden tokens are arrays made on the host and
+applied with tensor operations, here and on a device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from radixserve.request import LogitsProcessor, SamplingParams
+from radixserve.runner.grammar_masks import GrammarMasks
+from radixserve.schedule import SampleOutput, SampleSpec
+
+IndexArray = NDArray[np.int64]
+
+
+def change_logits(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None = None
+) -> Tensor:
+    """All changes but those of logits_processors: [S, V] float32 -> [S, V]; a copy if there are
+    any."""
+    arrays = bias_arrays(specs) | ban_arrays(specs)
+    tensors = {name: torch.from_numpy(array).to(logits.device) for name, array in arrays.items()}
+    changed = forbid(apply_penalties(add_bias(logits, tensors), specs), tensors)
+    return changed if masks is None else masks.apply(changed)
+
+
+# -- logits_processors ----------------------------------------------------------------------------
+
+
+def run_processors(
+    logits: Tensor, specs: Sequence[SampleSpec]
+) -> tuple[Tensor, dict[int, SampleOutput]]:
+    """Logits [S, V] after the rows' logits_processors, a copy if there are any; and by row the
+    errors that these raised."""
+    rows = [row for row, spec in enumerate(specs) if spec.params.logits_processors]
+    if not rows:
+        return logits, {}
+    changed, failed = logits.clone(), {}
+    for row in rows:
+        spec, own = specs[row], logits[row].clone()
+        prompt, output = np.split(spec.token_ids, [spec.num_prompt])
+        try:
+            for processor in spec.params.logits_processors:
+                given = (prompt, output) if _takes_prompt(processor) else (output,)
+                found = processor(*(ids.tolist() for ids in given), own)
+                own = _as_logits(found, logits[row])
+        except Exception as cause:
+            message = f"a function of logits_processors failed: {cause!r}"
+            failed[row] = SampleOutput(-1, None, (), message, cause=cause)
+            continue
+        changed[row] = own
+    return changed, failed
+
+
+def _as_logits(returned: Any, logits: Tensor) -> Tensor:
+    if not isinstance(returned, Tensor) or returned.shape != logits.shape:
+        got = list(returned.shape) if isinstance(returned, Tensor) else type(returned).__name__
+        raise ValueError(f"it must return a tensor {list(logits.shape)} of logits, got {got}")
+    return returned.to(logits)
+
+
+def _takes_prompt(processor: LogitsProcessor) -> bool:
+    try:
+        arguments = inspect.signature(processor).parameters.values()
+    except (TypeError, ValueError):  # it has no signature
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in kinds and one.default is one.empty for one in arguments) == 3
+
+
+# -- logit_bias, allowed_token_ids, bad_words, min_tokens -----------------------------------------
+
+
+def bias_arrays(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
+    """The rows' logit_bias: row, token id and number of each; nothing where there is none."""
+    rows = [row for row, spec in enumerate(specs) if spec.params.logit_bias]
+    if not rows:
+        return {}
+    each = [specs[row].params.bias_arrays for row in rows]
+    return {
+        "bias_draws": np.repeat(np.array(rows, np.int64), [len(ids) for ids, _ in each]),
+        "bias_ids": np.concatenate([ids for ids, _ in each]),
+        "bias": np.concatenate([values for _, values in each]),
+    }
+
+
+def add_bias(logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Logits [S, V] with what `bias_arrays` adds."""
+    if "bias" not in tensors:
+        return logits
+    places = tensors["bias_draws"], tensors["bias_ids"]
+    return logits.index_put(places, tensors["bias"].to(logits.dtype), accumulate=True)
+
+
+class _LateBan(NamedTuple):
+    """A token forbidden only if the token that the step in flight draws is `needed`."""
+
+    row: int
+    token_id: int
+    needed: int
+
+
+def ban_arrays(
+    specs: Sequence[SampleSpec], future_indices: Sequence[int] = ()
+) -> dict[str, NDArray[Any]]:
+    """What the rows may not draw; nothing where that is nothing.
+
+    future_indices: of each row, the output of the step in flight that is its last token.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    allowed = [row for row, spec in enumerate(specs) if spec.params.allowed_token_ids is not None]
+    if allowed:
+        ids = [specs[row].params.allowed_array for row in allowed]
+        arrays["allowed_draws"] = np.array(allowed, np.int64)
+        arrays["allowed_places"] = np.repeat(np.arange(len(allowed)), [len(one) for one in ids])
+        arrays["allowed_ids"] = np.concatenate(ids)
+    banned: list[tuple[int, int]] = []
+    late: list[_LateBan] = []
+    for row, spec in enumerate(specs):
+        if spec.matcher is None:  # else its mask says so
+            banned += [(row, token_id) for token_id in spec.banned_ids]
+        if spec.bad_words_ids:
+            found, later = _bad_words(spec)
+            banned += [(row, token_id) for token_id in found]
+            late += [_LateBan(row, *pair) for pair in later]
+    if banned:
+        arrays["banned_draws"], arrays["banned_ids"] = _columns(banned)
+    if late:
+        columns = _columns(late)
+        arrays["late_draws"], arrays["late_ids"], arrays["late_needed"] = columns
+        arrays["late_outputs"] = np.array([future_indices[ban.row] for ban in late], np.int64)
+    return arrays
+
+
+def forbid(logits: Tensor, tensors: dict[str, Tensor], previous: Tensor | None = None) -> Tensor:
+    """Logits [S, V] with what `ban_arrays` forbids at -inf. previous [n]: the tokens that the step
+    before draws, by output."""
+    if "allowed_ids" in tensors:
+        rows = tensors["allowed_draws"]
+        some = logits.index_select(0, rows)
+        is_banned = torch.ones_like(some, dtype=torch.bool)
+        is_banned[tensors["allowed_places"], tensors["allowed_ids"]] = False
+        logits = logits.index_copy(0, rows, some.masked_fill(is_banned, -torch.inf))
+    if "banned_ids" in tensors:
+        places = tensors["banned_draws"], tensors["banned_ids"]
+        logits = logits.index_put(places, logits.new_full((), -torch.inf))
+    if "late_ids" in tensors:
+        assert previous is not None
+        drawn = previous.index_select(0, tensors["late_outputs"])
+        zeros = torch.zeros_like(drawn, dtype=logits.dtype)
+        change = zeros.masked_fill(drawn == tensors["late_needed"], -torch.inf)
+        places = tensors["late_draws"], tensors["late_ids"]
+        logits = logits.index_put(places, change, accumulate=True)
+    return logits
+
+
+def _bad_words(spec: SampleSpec) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokens that would complete a bad word; and (token, the unknown last token that is needed)."""
+    output = spec.token_ids[spec.num_prompt :]
+    banned, late = [], []
+    assert spec.num_unknown <= 1, "more than one step is in flight"
+    for *before, last in spec.bad_words_ids:
+        known = before[: len(before) - spec.num_unknown]
+        if len(before) > spec.num_drawn or output[len(output) - len(known) :].tolist() != known:
+            continue
+        if before and spec.num_unknown:
+            late.append((last, before[-1]))
+        else:
+            banned.append(last)
+    return banned, late
+
+
+def _columns(pairs: Sequence[tuple[int, ...]]) -> tuple[IndexArray, ...]:
+    return tuple(np.ascontiguousarray(column) for column in np.array(pairs, np.int64).T)
+
+
+# -- penalties ------------------------------------------------------------------------------------
+
+
+def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Repetition over prompt and output, presence and frequency over the output, as in vLLM.
+
+    logits [S, V]; returns them untouched where no row has a penalty, else a copy.
+    """
+    rows = [row for row, spec in enumerate(specs) if spec.params.has_penalty]
+    if not rows:
+        return logits
+    params = [specs[row].params for row in rows]
+    vocab_size = logits.shape[1]
+    everything = [specs[row].token_ids for row in rows]
+    outputs = [specs[row].token_ids[specs[row].num_prompt :] for row in rows]
+    flat = logits.flatten().clone()
+
+    cells, _, of_row = _cells(rows, everything, vocab_size)
+    index = torch.from_numpy(cells).to(logits.device)
+    penalty = column(params, lambda p: p.repetition_penalty, logits)[of_row]
+    seen = flat[index]
+    flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+    cells, counts, of_row = _cells(rows, outputs, vocab_size)
+    index = torch.from_numpy(cells).to(logits.device)
+    times = torch.from_numpy(counts).to(logits)
+    flat[index] -= column(params, lambda p: p.frequency_penalty, logits)[of_row] * times
+    flat[index] -= column(params, lambda p: p.presence_penalty, logits)[of_row]
+    return flat.view_as(logits)
+
+
+def _cells(
+    rows: Sequence[int], tokens: Sequence[NDArray[np.int32]], vocab_size: int
+) -> tuple[IndexArray, IndexArray, IndexArray]:
+    """The distinct (row, token) cells of flattened [S, V] logits that `tokens` of `rows` name.
+
+    Returns flat indices, how often each is named, and which entry of `rows` it belongs to.
+    """
+    lengths = [len(ids) for ids in tokens]
+    base = np.repeat(np.arange(len(rows), dtype=np.int64) * vocab_size, lengths)
+    local, counts = np.unique(base + np.concatenate(tokens), return_counts=True)
+    of_row = local // vocab_size
+    return local + (np.asarray(rows) - np.arange(len(rows)))[of_row] * vocab_size, counts, of_row
+
+
+def column(
+    params: Sequence[SamplingParams], get: Callable[[SamplingParams], float], like: Tensor
+) -> Tensor:
+    """[S] a parameter of each row, in the dtype and on the device of `like`."""
+    return torch.tensor([get(p) for p in params], dtype=like.dtype, device=like.device)

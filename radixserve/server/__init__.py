@@ -1,0 +1,1 @@
+"""HTTP: an OpenAI-compatible server above `radixserve.api`. Needs the extra `[serve]`."""

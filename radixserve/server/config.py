@@ -1,0 +1,135 @@
+"""Settings of the server: one frozen record, from flags and a settings file."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from radixserve.checks import StrictFields, check_choice, check_float, check_str
+from radixserve.config import EngineConfig, parse_bytes
+from radixserve.errors import InvalidRequest
+
+LOOPBACK = ("localhost", "::1")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
+REASONING_PARSERS = ("auto", "think", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(StrictFields):
+    """How the server listens, whom it serves, and how much at once.
+
+    host                address to listen at; without keys only this machine's own
+    port                port to listen at; 0 takes a free one and logs it
+    served_model_name   name of the model in requests and answers; default: the model as given
+    api_key_file        file of keys, one tenant a line; see docs/serving.md
+    allow_unauthenticated_network_access  listen beyond this machine without keys: everybody who
+                        reaches the port may use the model and reads and flushes the one cache
+    max_queued_requests  requests that wait for the engine at most; more are answered 429
+    max_queued_tokens   prompt tokens that wait for the engine at most; more are answered 429
+    max_body            bytes of a request's body at most, "32MB" works
+    max_prompts         prompts of one request at most
+    max_n               n and best_of at most
+    shutdown_timeout    seconds that requests in flight have after SIGTERM
+    ready_timeout       seconds without a step, with work to do, until /health/ready says no
+    max_conversations   conversations whose exact token ids are remembered, and sessions that may
+                        be open; 0: none
+    max_responses       responses of a tenant that previous_response_id may name; 0: none
+    max_response_bytes  bytes of these at most, "64MB" works
+    session_lease       seconds that a session_id stays open after its last request
+    hint_budget_tokens  tokens that the pins and retains of one tenant may hold; default: a quarter
+                        of the pool
+    keep_billing_header  leave the changing header of coding agents in their system prompts
+    tool_call_parser    style in which the model writes tool calls: hermes, llama3, mistral or none;
+                        auto: as its chat template shows
+    reasoning_parser    think: what stands in <think></think> is reasoning_content; none; auto:
+                        think where the chat template knows these tags
+    replicas            engines, each in a process and with a cache of its own; 0: one in this
+                        process. A request goes to the one with the fewest open tokens, a
+                        session's to where it was before. Needs the extra [cluster]
+    ray_address         of a running Ray cluster that is to have them, "auto" for the one that Ray
+                        finds; default: they are started on this machine
+    log_requests        write a line of JSON a request to standard error
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key_file: str | None = None
+    allow_unauthenticated_network_access: bool = False
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_000_000
+    max_body: int | str = "32MB"
+    max_prompts: int = 1024
+    max_n: int = 128
+    shutdown_timeout: float = 30.0
+    ready_timeout: float = 60.0
+    max_conversations: int = 4096
+    max_responses: int = 1024
+    max_response_bytes: int | str = "64MB"
+    session_lease: float = 300.0
+    hint_budget_tokens: int | None = None
+    keep_billing_header: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    replicas: int = 0
+    ray_address: str | None = None
+    log_requests: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_ints(
+            port=(0, 65535),
+            max_queued_requests=(1, None),
+            max_queued_tokens=(1, None),
+            max_prompts=(1, None),
+            max_n=(1, 1024),
+            max_conversations=(0, None),
+            hint_budget_tokens=(0, None),
+            max_responses=(0, None),
+            replicas=(0, 4096),
+        )
+        self._check_bools(
+            "allow_unauthenticated_network_access", "keep_billing_header", "log_requests"
+        )
+        check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        check_choice("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+        for name in ("shutdown_timeout", "ready_timeout", "session_lease"):
+            check_float(name, getattr(self, name), 0.0, 1e6)
+        for name in ("host", "served_model_name", "api_key_file", "ray_address"):
+            value = getattr(self, name)
+            if value is not None and not check_str(name, value):
+                raise InvalidRequest(f"{name} must not be empty")
+        for name in ("max_body", "max_response_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        is_open = self.allow_unauthenticated_network_access or self.api_key_file is not None
+        if not is_open and not is_loopback(self.host):
+            raise InvalidRequest(
+                f"host {self.host!r} is reachable from other machines: give --api-key-file, or "
+                "--allow-unauthenticated-network-access if everybody there may use the model"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or host.startswith("127.")
+
+
+def read_settings(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of ServerConfig and of EngineConfig in a TOML file; names may have dashes.
+
+    Raises InvalidRequest for what is no such name.
+    """
+    try:
+        found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} is not TOML: {error}") from None
+    given = {name.replace("-", "_"): value for name, value in found.items()}
+    ours, theirs = ({f.name for f in fields(kind)} for kind in (ServerConfig, EngineConfig))
+    unknown = sorted(set(given) - ours - theirs)
+    if unknown:
+        allowed = ", ".join(sorted(ours | theirs))
+        raise InvalidRequest(f"{path}: unknown setting {', '.join(unknown)}; allowed: {allowed}")
+    return (
+        {name: value for name, value in given.items() if name in ours},
+        {name: value for name, value in given.items() if name in theirs},
+    )

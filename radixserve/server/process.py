@@ -1,0 +1,192 @@
+"""The server as a process: its socket, the loading of the model, signals, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import uvicorn
+
+from radixserve.api.runtime import Runtime
+from radixserve.errors import InvalidRequest
+from radixserve.server.app import make_app
+from radixserve.server.config import ServerConfig
+from radixserve.server.errors import ApiError
+from radixserve.server.state import Server
+from radixserve.server.tenants import Tenants
+
+_log = logging.getLogger("radixserve")
+_BACKLOG = 2048
+_SWITCH_INTERVAL_S = 0.0005  # between the engine's thread and the loop's; Python's own is 5 ms
+_SWEEP_EVERY_S = 5.0
+_TERMINATED = 128 + signal.SIGTERM
+
+
+def serve(model: str, engine: Mapping[str, Any], config: ServerConfig) -> int:
+    """Listen, load the model, answer until a signal. Returns the exit code.
+
+    Raises InvalidRequest, ModelNotSupported or OSError where that cannot be: a wrong setting, a
+    port in use, a model that is not there.
+    """
+    tenants = Tenants.load(config.api_key_file)
+    sock = listen(config)
+    with sock:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        return _run(Process(model, engine, config, tenants, sock))
+
+
+def _run(process: Process) -> int:
+    try:
+        import uvloop
+    except ImportError:  # not on this system
+        return asyncio.run(process.run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(process.run())
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """OSError names the address."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise OSError(f"cannot listen at {config.host}:{config.port}: {reason}") from None
+    return sock
+
+
+class Process:
+    """Serves from the first moment on: health while the model is loaded, all else after."""
+
+    def __init__(
+        self,
+        model: str,
+        engine: Mapping[str, Any],
+        config: ServerConfig,
+        tenants: Tenants,
+        sock: socket.socket,
+    ) -> None:
+        self._model = model
+        self._engine = dict(engine)
+        self._sock = sock
+        self._config = config
+        self.server = Server(config, model, tenants)
+        settings = uvicorn.Config(
+            make_app(self.server),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=75,
+            http="httptools" if _has("httptools") else "auto",
+            ws="none",
+        )
+        self._uvicorn = _Uvicorn(settings)
+        self._stopping: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        loading = asyncio.create_task(self._load())
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._sock]))
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                loading.result()  # raises what the model's loading raised
+            await serving
+            return 0
+        finally:
+            sweeping.cancel()
+            self._uvicorn.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+            gc.unfreeze()
+            if self.server.is_loaded:
+                await asyncio.to_thread(self.server.runtime.close)
+
+    async def _load(self) -> None:
+        runtime = await asyncio.to_thread(self._make_runtime)
+        gc.collect()
+        gc.freeze()  # what the model's loading left is never garbage: later collections skip it
+        self.server.set_runtime(runtime)
+        host, port = self._sock.getsockname()[:2]
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        _log.info("serving %s at http://%s", self.server.model_name, where)
+
+    def _make_runtime(self) -> Runtime:
+        config = self._config
+        if not config.replicas:
+            return Runtime(self._model, **self._engine)
+        try:
+            from radixserve.cluster.ray_serve import start_replicas
+        except ImportError as error:
+            raise InvalidRequest(
+                f'replicas need more packages ({error}): pip install "radixserve[cluster]"'
+            ) from None
+        address = config.ray_address
+        return start_replicas(self._model, self._engine, config.replicas, address=address)
+
+    async def _sweep(self) -> None:
+        """Close sessions whose time is over."""
+        while True:
+            await asyncio.sleep(_SWEEP_EVERY_S)
+            if self.server.is_loaded:
+                self.server.sessions.close_expired()
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """The first signal drains, the second one ends at once."""
+        if self._stopping is not None or not self.server.is_loaded:
+            os._exit(_TERMINATED)
+        self._stopping = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Refuse what is new, wait for what is in flight, end what takes too long."""
+        server = self.server
+        server.is_draining = True
+        _log.info("shutting down: %d requests in flight", len(server.in_flight))
+        deadline = asyncio.get_running_loop().time() + self._config.shutdown_timeout
+        while server.in_flight and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        error = ApiError(503, "the server was shut down before the answer ended", code="shutdown")
+        for one in list(server.in_flight):
+            one.end(error)
+        for _ in range(100):
+            if not server.in_flight:
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # answers on their way
+        self._uvicorn.should_exit = True
+        self._uvicorn.force_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are the process's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _has(module: str) -> bool:
+    try:
+        __import__(module)
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,150 @@
+"""Chat templates rendered as transformers renders them, by Jinja alone.
+
+Messages of other than JSON's types, and a last message that is to be continued, are given to
+transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant says; it renders as its content."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without names that begin with an underscore: a template may not reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, args = args[0], args[1:]
+        names = dict(*args, **kwargs)
+        for name in names:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class _Dict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> str:
+    """The text of a conversation. Raises what the template raises, ValueError for no messages."""
+    if not messages:
+        raise ValueError("a conversation needs at least one message")
+    chat = [{name: value for name, value in one.items() if value is not None} for one in messages]
+    if continue_final_message or not _is_plain([chat, tools, variables]):
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            [chat],
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        text: str = rendered[0][0]
+        return text
+    for at, message in enumerate(chat):
+        found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        if found is not None:
+            chat[at] = {"thinking": found, **message, "reasoning_content": found}
+    return _compiled(template).render(
+        messages=chat,
+        tools=tools,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **variables,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
+    )
+    return environment.from_string(template)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of JSON's types, exactly."""
+    kind = type(value)
+    if kind in (dict, list, tuple):
+        inner = [*value.keys(), *value.values()] if kind is dict else value
+        return all(map(_is_plain, inner))
+    return value is None or kind in (str, int, float, bool)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes characters of HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name!r}")

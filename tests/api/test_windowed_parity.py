@@ -1,0 +1,70 @@
+"""Promise 2 for layers with windows, chunks, soft caps and sinks, and values of another size.
+
+As in test_parity.py: transformers' own tokens, cold, warm and with the cache off. Windows hold 13
+to 21 positions; prompts have up to 90 tokens and answers up to 60, so that both cross them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.api.test_parity import SETTINGS, Case, Reference, reference, run
+
+FEW = 6  # requests of each family in the sample
+EVICTED = Case("mistral_window", 32)
+SAMPLE = [  # of native families, and others in transformers' code
+    EVICTED,
+    Case("gemma3", 31),
+    Case("gemma2", 30),
+    Case("gpt_oss", 33),
+    Case("olmo3", 34),
+    Case("cohere2", 35),
+    Case("starcoder2_window", 41),
+]
+OTHERS = [
+    Case("qwen2_window", 36),
+    Case("phi3_window", 37),
+    Case("exaone4", 38),
+    Case("llama4", 39),
+    Case("deepseek_v3", 40),
+]
+TIGHT = SETTINGS[1]  # pages of 16, chunks of 7, evicted and preempted
+ROOMY: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 33}
+BARE: dict[str, Any] = {"page_size": 1, "chunked_prefill_size": 64, "cache": "off"}
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[Case, Reference]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        (EVICTED, TIGHT),
+        (EVICTED, ROOMY),
+        (EVICTED, BARE),
+        *(
+            pytest.param(case, settings, marks=pytest.mark.long)
+            for case in (*SAMPLE, *OTHERS)
+            for settings in (TIGHT, ROOMY, BARE, *SETTINGS)
+        ),
+    ],
+    ids=str,
+)
+def test_every_setting(
+    case: Case,
+    settings: dict[str, Any],
+    references: dict[Case, Reference],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    run(reference(case, references, tmp_path_factory), **settings)
+
+
+@pytest.mark.parametrize("case", SAMPLE[1:], ids=str)
+def test_a_few_requests(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = reference(case, {}, tmp_path_factory, FEW)
+    run(expected, **ROOMY)
+    run(expected, **BARE, attention_backend="torch")

@@ -1,0 +1,170 @@
+"""Recurrent states: where checkpoints are taken, what of them is found again, and who owns them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radixserve.cache import OutOfPages, RadixCache
+
+PROMPT = list(range(100, 160))
+
+
+def make(
+    num_states: int = 20, interval: int = 16, page_size: int = 1, **options: Any
+) -> RadixCache:
+    return RadixCache(
+        600, page_size, num_states=num_states, checkpoint_interval=interval, **options
+    )
+
+
+def compute(cache: RadixCache, seq: Any, tokens: list[int]) -> list[int]:
+    """Extend, take checkpoints, commit; the lengths of those taken."""
+    start = seq.length
+    seq.extend(tokens)
+    taken = seq.take_checkpoints(start)
+    cache.take_state_copies()
+    seq.commit(seq.length)
+    cache.check()
+    return [length for length, _ in taken]
+
+
+def serve(cache: RadixCache, tokens: list[int], answer: list[int] | None = None) -> tuple[int, Any]:
+    """Compute a prompt and its answer; what was reused, and the lengths of checkpoints taken."""
+    with cache.acquire(tokens) as seq:
+        reused = seq.cached_len
+        taken = compute(cache, seq, tokens[reused:])
+        for token in answer or ():
+            taken += compute(cache, seq, [token])
+    cache.check()
+    return reused, taken
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_checkpoints_are_taken_at_intervals_and_before_the_last_token(page_size: int) -> None:
+    cache = make(page_size=page_size)
+    assert serve(cache, PROMPT) == (0, [16, 32, 48, 59])
+    assert cache.lookup(PROMPT) == (59, "full", 59, None, None)
+    assert serve(cache, PROMPT) == (59, [])
+    assert serve(cache, [*PROMPT, 1, 2]) == (60, [61])  # where the sequence before ended
+
+
+def test_a_branch_gets_a_checkpoint_when_it_is_seen_again() -> None:
+    cache = make(interval=1000)
+    serve(cache, PROMPT)
+    second, third = [*PROMPT[:30], 1, 2, 3], [*PROMPT[:30], 4, 5]
+    found = cache.lookup(second)
+    assert (found.cached_len, found.reason, found.position) == (0, "no_checkpoint", 30)
+    assert serve(cache, second) == (0, [30, 32])
+    assert cache.lookup(third)[:3] == (30, "diverged", 30)
+    assert serve(cache, third) == (30, [31])
+
+
+def test_an_answer_is_continued_from_its_end() -> None:
+    cache = make()
+    answer = [1, 2, 3, 4, 5, 6]
+    serve(cache, PROMPT, answer)
+    assert serve(cache, [*PROMPT, *answer, 9, 9]) == (66, [67])
+
+
+def test_a_wanted_checkpoint_is_taken() -> None:
+    cache = make(interval=1000)
+    seq = cache.acquire(PROMPT)
+    seq.want_checkpoint(21)
+    assert compute(cache, seq, PROMPT) == [21, 59]
+
+
+def test_a_sequence_begins_with_a_copy() -> None:
+    cache = make()
+    serve(cache, PROMPT)
+    seq = cache.acquire(PROMPT)
+    assert seq.state_id == -1
+    seq.extend([PROMPT[-1]])
+    ((source, target),) = cache.take_state_copies()
+    assert target == seq.state_id != source
+    assert cache.take_state_copies() == []
+    fork = cache.acquire([7])
+    fork.extend([7])
+    assert cache.take_state_copies() == []  # it begins with zeros
+
+
+def test_a_fork_has_a_state_of_its_own() -> None:
+    cache = make()
+    seq = cache.acquire(PROMPT)
+    compute(cache, seq, PROMPT)
+    fork: Any = seq.fork()
+    assert cache.take_state_copies() == [(seq.state_id, fork.state_id)]
+    assert fork.length == 60
+    compute(cache, fork, [1])
+    cache.check()
+
+
+def test_truncate_goes_back_to_a_checkpoint() -> None:
+    cache = make()
+    seq = cache.acquire(PROMPT)
+    compute(cache, seq, PROMPT)
+    seq.truncate(40)
+    assert seq.length == seq.committed_len == 32
+    assert compute(cache, seq, PROMPT[32:41]) == []
+    cache.check()
+
+
+def test_the_least_recently_used_is_evicted() -> None:
+    cache = make(num_states=4, interval=1000)
+    for first in range(5):
+        serve(cache, [first, *PROMPT])  # two checkpoints each
+    assert [cache.lookup([first, *PROMPT]).cached_len for first in range(5)] == [0, 0, 0, 60, 60]
+    assert cache.stats()["evicted_checkpoints"] == 6
+    assert cache.lookup([0, *PROMPT])[:3] == (0, "no_checkpoint", 60)
+
+
+def test_what_loses_its_pages_loses_its_states() -> None:
+    cache = make()
+    serve(cache, PROMPT)
+    cache.evict(20)
+    assert cache.lookup(PROMPT).cached_len == 32
+    cache.check()
+    cache.evict(1000)
+    stats = cache.stats()
+    assert (stats["states_free"], stats["states_tree"]) == (20, 0)
+
+
+def test_running_sequences_may_use_every_state() -> None:
+    cache = make(num_states=2)
+    first, second, third = (cache.acquire([n, *PROMPT]) for n in range(3))
+    assert compute(cache, first, [0, *PROMPT]) == [16]
+    compute(cache, second, [1, *PROMPT])
+    length, free = third.length, cache.stats()["pages_free"]
+    with pytest.raises(OutOfPages, match="all 2 recurrent states"):
+        third.extend([2])
+    assert (third.length, cache.stats()["pages_free"]) == (length, free)
+    first.release()
+    again = cache.acquire([0, *PROMPT, 5])
+    assert again.cached_len == 61
+    compute(cache, again, [5])  # takes the checkpoint itself
+    assert cache.take_state_copies() == []
+    cache.check()
+
+
+def test_nothing_is_kept_without_reuse_or_after_a_reset() -> None:
+    cache = make(reuse=False)
+    assert serve(cache, PROMPT) == (0, [])
+    cache = make()
+    seq = cache.acquire(PROMPT)
+    seq.extend(PROMPT)
+    seq.take_checkpoints(0)
+    cache.reset()
+    seq.commit(60)
+    seq.release()
+    assert cache.stats()["states_free"] == 20
+    cache.check()
+
+
+def test_a_cache_without_states_has_none() -> None:
+    cache = RadixCache(100)
+    with cache.acquire(PROMPT) as seq:
+        seq.extend(PROMPT)
+        assert (seq.state_id, seq.take_checkpoints(0)) == (-1, ())
+    assert (cache.num_states, cache.take_state_copies()) == (0, [])
+    assert "states_total" not in cache.stats()

@@ -1,0 +1,217 @@
+"""Requests over replicas in this process, which are lost, hang and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from radixserve import EngineConfig, Runtime, SamplingParams
+from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.routing import LeastLoaded
+from radixserve.cluster.runtime import ClusterRuntime
+from radixserve.cluster.worker import ClusterWorker
+from radixserve.engine.messages import Message
+from radixserve.engine.worker import EngineFacts
+from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
+from radixserve.request import Request
+
+SETTINGS: dict[str, Any] = {"num_pages": 4000, "max_running_requests": 16}
+PROMPTS = [f"How do I write number {at} to a file in Python?" for at in range(12)]
+PARAMS = [
+    SamplingParams(max_tokens=40, temperature=(at % 3) * 0.5, seed=at, ignore_eos=True)
+    for at in range(len(PROMPTS))
+]
+
+
+class Link:
+    """To a replica in this process, which can be taken away."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.replica = EngineReplica("demo", SETTINGS)
+        self.is_cut = self.hangs = False
+        self.cut_after: int | None = None  # outputs
+        self.num_outputs = 0
+
+    def check(self) -> None:
+        if self.is_cut:
+            raise ConnectionError("the replica is gone")
+
+    async def facts(self) -> EngineFacts:
+        self.check()
+        return await self.replica.facts()
+
+    async def reports(self, front: str, stream: int) -> AsyncGenerator[Report, None]:
+        self.check()
+        async for report in self.replica.reports(front, stream):
+            while self.hangs:
+                await asyncio.sleep(0.05)
+            self.check()
+            yield report
+            self.num_outputs += len(report.outputs)
+            if self.cut_after is not None and self.num_outputs >= self.cut_after:
+                self.cut_after, self.is_cut = None, True
+
+    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool:
+        self.check()
+        return await self.replica.submit(front, stream, requests)
+
+    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
+        self.check()
+        await self.replica.end(front, stream, request_ids)
+
+    async def call(self, message: Message[Any]) -> Any:
+        self.check()
+        return await self.replica.call(message)
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[Runtime]:
+    with Runtime("demo", **SETTINGS) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def all_links() -> Iterator[list[Link]]:
+    links = [Link("a"), Link("b")]
+    yield links
+    for link in links:
+        link.replica.close()
+
+
+@pytest.fixture
+def links(all_links: list[Link]) -> list[Link]:
+    for link in all_links:
+        link.is_cut = link.hangs = False
+        link.cut_after, link.num_outputs = None, 0
+    return all_links
+
+
+@pytest.fixture
+def runtime(links: list[Link]) -> Iterator[ClusterRuntime]:
+    worker = ClusterWorker(LeastLoaded(), silence_s=3.0)
+    worker.set_replicas(links)
+    with ClusterRuntime(worker, EngineConfig(**SETTINGS), lambda: None) as runtime:
+        wait_for(runtime, 2 * SETTINGS["num_pages"])
+        yield runtime
+
+
+def wait_for(runtime: Runtime, num_pages: int) -> None:
+    """Until replicas with so many pages report."""
+    deadline = time.monotonic() + 60
+    while runtime.status().stats.get("pages_total", 0) != num_pages:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_answers_are_those_of_one_engine(runtime: ClusterRuntime, single: Runtime) -> None:
+    ours = runtime.generate(PROMPTS, PARAMS)
+    theirs = single.generate(PROMPTS, PARAMS)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.token_ids, one.text) == (other.token_ids, other.text)
+        assert one.usage.cached_tokens + one.usage.computed_tokens == one.usage.prompt_tokens
+    stats = runtime.cache_stats()
+    assert stats["finished"] >= len(PROMPTS)
+    assert stats["hit_rate"] > 0
+    assert runtime.lookup(PROMPTS[0]).cached_len >= 0
+    text = [chunk.text for chunk in runtime.stream(PROMPTS[0], PARAMS[0])]
+    assert "".join(text) == theirs[0].text
+    assert len(runtime.beam_search(PROMPTS[0], beam_width=2, max_tokens=8)) == 2
+    stop = SamplingParams(max_tokens=40, temperature=0.0, stop=[theirs[0].text[20:26]])
+    assert runtime.generate(PROMPTS[0], stop).text == single.generate(PROMPTS[0], stop).text
+    assert runtime.cache_tree()
+    runtime.flush_cache()
+
+
+@pytest.mark.parametrize("how", ["cut", "hangs"])
+def test_requests_outlive_their_replica(
+    runtime: ClusterRuntime, links: list[Link], single: Runtime, how: str
+) -> None:
+    expected = single.generate(PROMPTS, PARAMS)
+    first = links[0]
+    first.cut_after = 60
+    if how == "hangs":
+        first.cut_after, first.hangs = None, True
+    found = runtime.generate(PROMPTS, PARAMS)
+    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert [one.text for one in found] == [one.text for one in expected]
+    for one in found:
+        assert one.usage.completion_tokens == 40
+        assert one.usage.cached_tokens + one.usage.computed_tokens == one.usage.prompt_tokens
+    if how == "cut":
+        assert first.is_cut
+        first.is_cut = False
+    first.hangs = False
+    wait_for(runtime, 2 * SETTINGS["num_pages"])
+    assert runtime.generate(PROMPTS, PARAMS)[0].token_ids == expected[0].token_ids
+
+
+def test_streams_are_whole_when_all_replicas_go_and_one_returns(
+    runtime: ClusterRuntime, links: list[Link], single: Runtime
+) -> None:
+    expected = single.generate(PROMPTS, PARAMS)
+    for link in links:
+        link.cut_after = 40
+
+    async def read(at: int) -> tuple[str, list[int]]:
+        text, ids = "", []
+        async for chunk in runtime.astream(PROMPTS[at], PARAMS[at]):
+            text += chunk.text
+            ids += chunk.token_ids
+        return text, ids
+
+    async def read_all() -> list[tuple[str, list[int]]]:
+        tasks = [asyncio.create_task(read(at)) for at in range(len(PROMPTS))]
+        while not all(link.is_cut for link in links):
+            await asyncio.sleep(0.01)
+        links[1].is_cut = False
+        return await asyncio.gather(*tasks)
+
+    found = asyncio.run(read_all())
+    assert found == [(one.text, one.token_ids) for one in expected]
+
+
+def test_a_request_that_ends_replicas_ends(runtime: ClusterRuntime, links: list[Link]) -> None:
+    def cut(_: Any, logits: Any) -> Any:
+        for link in links:
+            link.cut_after = 1
+        return logits
+
+    async def revive() -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            for link in links:
+                link.is_cut = False
+
+    async def ask() -> None:
+        reviving = asyncio.create_task(revive())
+        params = SamplingParams(max_tokens=400, logits_processors=[cut], ignore_eos=True)
+        with pytest.raises(RequestFailed, match="3 replicas were lost"):
+            await runtime.agenerate(PROMPTS[0], params)
+        reviving.cancel()
+
+    asyncio.run(ask())
+
+
+def test_ids_aborts_and_the_end(runtime: ClusterRuntime) -> None:
+    params = SamplingParams(max_tokens=2000, ignore_eos=True)
+    with runtime.submit([PROMPTS[0]], params, streams=True) as handle:
+        next(handle)
+        assert runtime.abort() == 1
+        last = [chunk.completion for chunk in handle][-1]
+        assert last is not None
+        assert last.finish_reason == "abort"
+        assert last.token_ids
+    stream = runtime.stream(PROMPTS[0], params, request_id="one")
+    next(iter(stream))
+    with pytest.raises(InvalidRequest, match="'one' is in use"):
+        runtime.generate(PROMPTS[1], params, request_id="one")
+    runtime.close()
+    with pytest.raises(EngineDead):
+        list(stream)
+    with pytest.raises(EngineDead):
+        runtime.generate(PROMPTS[0])

@@ -1,0 +1,268 @@
+"""/v1/completions and /v1/chat/completions answer as Runtime does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+
+from radixserve import Runtime, SamplingParams
+from tests.server.local_server import LocalServer
+
+PROMPTS = ["The json module", "How do I sort a list?", "def main():", "Once upon a time", "x"]
+
+
+def random_sampling(rng: random.Random) -> dict[str, Any]:
+    """Fields that both sides call the same."""
+    fields: dict[str, Any] = {"max_tokens": rng.randint(1, 12), "seed": rng.randint(0, 99)}
+    optional = {
+        "temperature": rng.choice([0, 0.7, 1.5]),
+        "top_k": rng.choice([-1, 5]),
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "stop": rng.choice(["e", [" the", "list"]]),
+        "stop_token_ids": [300, 301],
+        "ignore_eos": True,
+        "n": 3,
+        "priority": 1,
+    }
+    return fields | {name: value for name, value in optional.items() if rng.random() < 0.35}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_completions_equal_those_of_runtime(
+    served: LocalServer, runtime: Runtime, seed: int
+) -> None:
+    """To the token, the log-probability and the count of cached tokens, streamed or not."""
+    rng = random.Random(seed)
+    for number in range(4):
+        fields = random_sampling(rng)
+        texts = rng.sample(PROMPTS, rng.randint(1, 3))
+        prompts = [runtime.tokenize(t).tolist() for t in texts] if rng.random() < 0.5 else texts
+        logprobs = rng.choice([None, 0, 3])
+        salt = f"{seed}.{number}"
+        expected = runtime.generate(
+            prompts, SamplingParams(**fields, logprobs=logprobs, namespace="/" + salt)
+        )
+        groups = [one if isinstance(one, list) else [one] for one in expected]
+        runtime.flush_cache("/" + salt)
+        body = {"prompt": prompts, "cache_salt": salt, "logprobs": logprobs,
+                "return_token_ids": True, "return_tokens_as_token_ids": True, **fields}  # fmt: skip
+        cold = served.post("/v1/completions", body)
+        check_choices(cold["choices"], groups)
+        usage = cold["usage"]
+        assert usage["prompt_tokens"] == sum(group[0].usage.prompt_tokens for group in groups)
+        cached = sum(group[0].usage.cached_tokens for group in groups)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+        generated = sum(one.usage.completion_tokens for group in groups for one in group)
+        assert usage["completion_tokens"] == generated
+
+        warm = runtime.generate(prompts, SamplingParams(max_tokens=1, namespace="/" + salt))
+        events = served.stream("/v1/completions", body)
+        check_choices(joined(events, "text"), groups)
+        cached = sum(one.usage.cached_tokens for one in warm)
+        assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+def check_choices(choices: list[dict[str, Any]], groups: list[list[Any]]) -> None:
+    completions = [one for group in groups for one in group]
+    assert [choice["index"] for choice in choices] == list(range(len(completions)))
+    for choice, one in zip(choices, completions, strict=True):
+        assert choice["text"] == one.text
+        assert choice["token_ids"] == one.token_ids
+        assert choice["finish_reason"] == one.finish_reason
+        if choice["logprobs"] is not None:
+            assert choice["logprobs"]["token_logprobs"] == one.logprobs
+            names = [f"token_id:{token_id}" for token_id in one.token_ids]
+            assert choice["logprobs"]["tokens"] == names
+            tops = one.top_logprobs or [{}] * len(names)
+            for found, top, name in zip(
+                choice["logprobs"]["top_logprobs"], tops, names, strict=True
+            ):
+                assert set(found) == {f"token_id:{token_id}" for token_id in top} | {name}
+
+
+def joined(events: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The choices of a stream, put together."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for piece in event["choices"]:
+            text = piece[key] if key == "text" else piece["delta"].get("content", "")
+            choice = found.setdefault(
+                piece["index"], {"text": "", "token_ids": [], "logprobs": None, "index": 0}
+            )
+            assert choice.get("finish_reason") is None, "a choice goes on after its end"
+            choice["text"] += text
+            choice["token_ids"] += piece.get("token_ids", [])
+            choice |= {"index": piece["index"], "finish_reason": piece["finish_reason"]}
+            if piece["logprobs"] is not None:
+                before = choice["logprobs"] or {name: [] for name in piece["logprobs"]}
+                both = piece["logprobs"].items()
+                choice["logprobs"] = {n: [*before[n], *(v or [])] for n, v in both}
+    return [found[at] for at in sorted(found)]
+
+
+def test_chats_equal_those_of_runtime(served: LocalServer, runtime: Runtime) -> None:
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Sort a list?"}]
+    params = SamplingParams(max_tokens=9, temperature=0.0, logprobs=2, namespace="/chats")
+    expected = runtime.generate(messages, params)
+    runtime.flush_cache("/chats")
+    body = {"messages": messages, "max_completion_tokens": 9, "temperature": 0, "logprobs": True,
+            "top_logprobs": 2, "cache_salt": "chats", "return_token_ids": True}  # fmt: skip
+    answer = served.post("/v1/chat/completions", body)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == expected.logprobs
+    tops = [
+        [top["logprob"] for top in one["top_logprobs"]] for one in choice["logprobs"]["content"]
+    ]
+    assert tops == [list(top.values()) for top in expected.top_logprobs]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    events = served.stream("/v1/chat/completions", body)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    (streamed,) = joined(events, "content")
+    assert streamed["text"] == expected.text
+    assert streamed["token_ids"] == expected.token_ids
+    assert [one["logprob"] for one in streamed["logprobs"]["content"]] == expected.logprobs
+    details = events[-1]["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": answer["usage"]["prompt_tokens"] - 1}
+
+
+def test_content_may_be_text_parts(served: LocalServer) -> None:
+    parts = [{"type": "text", "text": "Sort"}, {"type": "text", "text": "a list?"}]
+    bodies = [
+        {"messages": [{"role": "user", "content": content}], "max_tokens": 3, "seed": 1}
+        for content in (parts, "Sort\na list?")
+    ]
+    one, other = (served.post("/v1/chat/completions", body) for body in bodies)
+    assert one["choices"] == other["choices"]
+
+
+def test_a_final_message_is_continued(served: LocalServer, runtime: Runtime) -> None:
+    messages = [
+        {"role": "user", "content": "How do I sort a list?"},
+        {"role": "assistant", "content": "Call the `sort"},
+    ]
+    body = {"messages": messages, "continue_final_message": True, "max_tokens": 4, "temperature": 0,
+            "add_generation_prompt": False}  # fmt: skip
+    text = served.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    assert runtime.tokenizer is not None
+    prompt = runtime.tokenizer.encode_more(
+        "<|begin|><|user|>How do I sort a list?<|end|><|assistant|>Call the `sort"
+    )
+    expected = runtime.generate(prompt, SamplingParams(max_tokens=4, temperature=0.0))
+    assert text == expected.text
+    body |= {"continue_final_message": False, "return_token_ids": True}
+    closed = served.post("/v1/chat/completions", body)["prompt_token_ids"]
+    assert closed == runtime.tokenizer.encode_more(
+        "<|begin|><|user|>How do I sort a list?<|end|><|assistant|>Call the `sort<|end|>"
+    )
+
+
+def test_usage_comes_where_it_is_asked_for(served: LocalServer) -> None:
+    body: dict[str, Any] = {"prompt": "The json", "max_tokens": 3, "ignore_eos": True, "seed": 5}
+    unasked = served.stream("/v1/completions", body)
+    assert [("usage" in event) for event in unasked] == [False] * (len(unasked) - 1) + [True]
+    asked = served.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    assert [event["usage"] for event in asked[:-1]] == [None] * (len(asked) - 1)
+    assert asked[-1]["choices"] == []
+    assert asked[-1]["usage"]["completion_tokens"] == 3
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    always = served.stream("/v1/completions", {**body, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in always]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+    assert counts[-1] == 3
+
+
+def test_echo_scores_the_prompt_and_generates_nothing(
+    served: LocalServer, runtime: Runtime
+) -> None:
+    """As harnesses for evaluations ask for it, warm and cold alike."""
+    ids = runtime.tokenize("The json module provides").tolist()
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, prompt_logprobs=1)
+    expected = runtime.generate(ids, params)
+    for max_tokens in (0, 1):
+        body = {"prompt": [ids, ids[:2]], "echo": True, "logprobs": 1, "max_tokens": max_tokens,
+                "temperature": 0, "seed": 1234}  # fmt: skip
+        answer = served.post("/v1/completions", body)
+        found = answer["choices"][0]["logprobs"]
+        assert found["token_logprobs"][: len(ids)] == expected.prompt_logprobs
+        assert len(found["tokens"]) == len(ids) + max_tokens
+        best = [max(top.values()) for top in found["top_logprobs"][1 : len(ids)]]
+        assert best == [max(top.values()) for top in expected.prompt_top_logprobs[1:]]
+        assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+        text = answer["choices"][0]["text"]
+        assert text == "The json module provides" + (expected.text if max_tokens else "")
+
+
+def test_prompt_logprobs_are_vllms(served: LocalServer, runtime: Runtime) -> None:
+    body = {"prompt": "The json", "prompt_logprobs": 2, "max_tokens": 1, "temperature": 0}
+    (choice,) = served.post("/v1/completions", body)["choices"]
+    ids = runtime.tokenize("The json").tolist()
+    first, second = choice["prompt_logprobs"]
+    assert first is None
+    assert second[str(ids[1])]["decoded_token"] == " json"
+    assert sorted(one["rank"] for one in second.values() if one["rank"]) == [1, 2]
+
+
+def test_a_stream_of_echo_begins_with_the_prompt(served: LocalServer) -> None:
+    body = {"prompt": ["The json", "def"], "echo": True, "max_tokens": 2, "n": 2}
+    choices = joined(served.stream("/v1/completions", body), "text")
+    assert [choice["text"][:3] for choice in choices] == ["The", "The", "def", "def"]
+
+
+def test_best_of_returns_the_best(served: LocalServer, runtime: Runtime) -> None:
+    fields = {"max_tokens": 5, "seed": 3, "n": 2, "best_of": 5}
+    expected = runtime.generate("The json", SamplingParams(**fields))
+    choices = served.post("/v1/completions", {"prompt": "The json", **fields})["choices"]
+    assert [choice["text"] for choice in choices] == [one.text for one in expected]
+
+
+def test_the_tokenizer_over_http(served: LocalServer, runtime: Runtime) -> None:
+    ids = runtime.tokenize("hello there").tolist()
+    found = served.post("/tokenize", {"prompt": "hello there", "return_token_strs": True})
+    assert found["tokens"] == ids
+    assert found["count"] == len(ids)
+    assert "".join(found["token_strs"]) == "hello there"
+    assert served.post("/detokenize", {"tokens": ids}) == {"prompt": "hello there"}
+    messages = [{"role": "user", "content": "hi"}]
+    assert (
+        served.post("/tokenize", {"messages": messages})["tokens"]
+        == runtime.tokenize(messages).tolist()
+    )
+    info = served.client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|endoftext|>"
+    assert info["vocab_size"] == 4096
+
+
+def test_models(served: LocalServer) -> None:
+    (card,) = served.client.get("/v1/models").json()["data"]
+    assert card["id"] == "demo"
+    assert card["max_model_len"] == 4096
+    assert served.client.get("/v1/models/demo").json() == card
+    assert served.client.get("/v1/models/other").status_code == 404
+
+
+def test_health(served: LocalServer) -> None:
+    for path in ("/health", "/health/live", "/health/ready", "/health/startup"):
+        answer = served.client.get(path)
+        assert answer.status_code == 200
+        assert answer.json()["status"] == "ok"
+    assert served.client.get("/health").json()["cache"]["pages_total"] == 8192
+
+
+def test_health_before_the_model_is_loaded() -> None:
+    with LocalServer(None) as served:
+        status = {p: served.client.get(f"/health/{p}").status_code for p in ("live", "ready")}
+        assert status == {"live": 200, "ready": 503}
+        assert served.client.get("/health/startup").status_code == 503
+        answer = served.client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "loading"

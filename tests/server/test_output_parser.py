@@ -1,0 +1,211 @@
+"""Answers as content, reasoning and calls: whole, and cut into pieces in every way."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+
+from radixserve.server.answer_parts import AnswerParts, parts_of
+from radixserve.server.output_parser import OutputParser, OutputParserConfig, ParsedAnswer
+from radixserve.server.parser_configs import shown_parser
+from radixserve.server.tool_parsers.hermes import HermesParser
+from radixserve.server.tool_parsers.llama3 import Llama3Parser
+from radixserve.server.tool_parsers.mistral import MistralParser
+
+FORMS = {
+    "hermes": OutputParserConfig(calls=HermesParser),
+    "llama3": OutputParserConfig(
+        calls=partial(Llama3Parser, ["f", "g"]), hidden=("<|python_tag|>",)
+    ),
+    "mistral": OutputParserConfig(
+        calls=MistralParser, hidden=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), max_calls=None
+    ),
+    "one": OutputParserConfig(calls=HermesParser, max_calls=1),
+    "think": OutputParserConfig(calls=HermesParser, reasoning=True),
+    "thinking": OutputParserConfig(calls=HermesParser, reasoning=True, is_thinking=True),
+    "plain": OutputParserConfig(),
+}
+F: tuple[str, Any] = ("f", {"a": 1})
+G: tuple[str, Any] = ("g", {})
+HERMES_F = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+HERMES_G = '<tool_call>{"name":"g"}</tool_call>'
+LLAMA_F = '{"name": "f", "parameters": {"a": 1}}'
+DEEP = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5_000 + "]" * 5_000 + "}}</tool_call>"
+
+# form, text, content, calls, reasoning
+CASES: list[tuple[str, str, str | None, list[tuple[str, Any]], str | None]] = [
+    ("plain", " x <think> [TOOL_CALLS] ", " x <think> [TOOL_CALLS] ", [], None),
+    ("hermes", "", "", [], None),
+    ("hermes", " \n", " \n", [], None),
+    ("hermes", "just text < and <tool", "just text < and <tool", [], None),
+    ("hermes", HERMES_F, None, [F], None),
+    ("hermes", HERMES_F.removesuffix("\n</tool_call>"), None, [F], None),
+    ("hermes", f"Look:\n{HERMES_F}\n{HERMES_G}\n", "Look:", [F, G], None),
+    ("hermes", f"{HERMES_F} and {HERMES_G} so.", "and so.", [F, G], None),
+    ("hermes", f"Write <tool_call> so: {HERMES_G}", "Write <tool_call> so:", [G], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}', None, [F], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', "=", [], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>', "=", [], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "=", [], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "=", [], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "=", [], None),
+    ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>', "=", [], None),
+    ("hermes", '<tool_call>{"name": "f"} and more', "=", [], None),
+    ("hermes", '<tool_call>{"name": "f"} </tool', "=", [], None),
+    ("hermes", "<tool_call>print(1)</tool_call>", "=", [], None),
+    ("hermes", DEEP, "=", [], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "}</tool_call>\\"{"}}</tool_call>',
+     None, [("f", {"s": '}</tool_call>"{'})], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "a\nb\\\\"}}</tool_call>',
+     None, [("f", {"s": "a\nb\\"})], None),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "\\ud800é"}}</tool_call>',
+     None, [("f", {"s": "\ud800é"})], None),
+    ("one", f"{HERMES_F}\n{HERMES_G}", None, [F], None),
+    ("llama3", LLAMA_F, None, [F], None),
+    ("llama3", f" {LLAMA_F}; {LLAMA_F}", None, [F, F], None),
+    ("llama3", f"<|python_tag|>{LLAMA_F}", None, [F], None),
+    ("llama3", '<|python_tag|>{"name": "h", "parameters": {}}', None, [("h", {})], None),
+    ("llama3", f"I call it: <|python_tag|>{LLAMA_F}", "I call it:", [F], None),
+    ("llama3", '{"name": "h", "parameters": {}}', "=", [], None),
+    ("llama3", f"So: {LLAMA_F}", "=", [], None),
+    ("llama3", f"{LLAMA_F} is it", "is it", [F], None),
+    ("llama3", '{"name": "f", "parameters": ', "=", [], None),
+    ("llama3", '{"answer": [1, 2]}', "=", [], None),
+    ("llama3", '<|python_tag|>f.call(a="{")', 'f.call(a="{")', [], None),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]',
+     None, [F, G], None),
+    ("mistral", 'Yes. [TOOL_CALLS] [{"name": "g"}]', "Yes.", [G], None),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', None, [F, G], None),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]abc[ARGS]{"a": 1}', None, [F], None),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}', None, [F], None),
+    ("mistral", "[TOOL_CALLS] I will not call it. {}", " I will not call it. {}", [], None),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1', 'f{"a": 1', [], None),
+    ("mistral", '[TOOL_CALLS][{"name": "f"}, 5]', '[{"name": "f"}, 5]', [], None),
+    ("mistral", "[TOOL_CALLS]", "", [], None),
+    ("mistral", "[1, 2] and [TOOL", "[1, 2] and [TOOL", [], None),
+    ("think", "<think>\nwhy\n</think>\n\nso", "so", [], "why"),
+    ("think", "\n<think>a <think> b</think>c</think>", "c</think>", [], "a <think> b"),
+    ("think", f"<think>{HERMES_G}</think>\n{HERMES_F}", None, [F], HERMES_G),
+    ("think", "<think>no end\n", None, [], "no end"),
+    ("think", "<think>\n\n</think>\n\nso", "so", [], None),
+    ("think", "it is <think> in the middle </think>", "=", [], None),
+    ("think", " <thin", " <thin", [], None),
+    ("thinking", "why</think>so", "so", [], "why"),
+    ("thinking", "<think>why\nnot </think> so ", "so ", [], "why\nnot"),
+    ("thinking", "why", None, [], "why"),
+]  # fmt: skip
+
+
+def parse(form: str, pieces: list[str]) -> tuple[ParsedAnswer, ParsedAnswer]:
+    """What the deltas add up to, and what the parser says that it returned."""
+    parser = OutputParser(FORMS[form])
+    deltas = [parser.feed(piece) for piece in pieces]
+    deltas.append(parser.finish())
+    calls: dict[int, list[str]] = {}
+    for delta in deltas:
+        for call in delta.tool_calls:
+            if call.index not in calls:
+                assert call.id
+                assert call.name
+                calls[call.index] = [call.id, call.name, call.arguments]
+            else:
+                assert (call.id, call.name) == (None, None)
+                calls[call.index][2] += call.arguments
+    found = [tuple(calls[index]) for index in range(len(calls))]
+    content = "".join(delta.content for delta in deltas)
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    whole = parser.answer()
+    streamed = AnswerParts()
+    for delta in deltas:
+        list(streamed.push(delta))
+    shown = [(part.kind, part.index, part.text, part.name) for part in streamed.parts]
+    assert shown == [(part.kind, part.index, part.text, part.name) for part in parts_of(whole)]
+    assert [tuple(call) for call in whole.tool_calls] == found
+    assert (whole.content or "", whole.reasoning or "") == (content, reasoning)
+    return whole, parser.answer()
+
+
+def check(case: Any, pieces: list[str]) -> None:
+    form, text, content, calls, reasoning = case
+    found, _ = parse(form, pieces)
+    assert found.content == (text if content == "=" else content)
+    assert found.reasoning == reasoning
+    assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == calls
+    for call in found.tool_calls:
+        json.dumps(call.arguments).encode()
+        call.arguments.encode()
+
+
+def test_text_stays_where_it_is_among_calls() -> None:
+    found, _ = parse("hermes", [f"One: {HERMES_F} two: {HERMES_G} three."])
+    assert [(part.kind, part.text) for part in parts_of(found)] == [
+        ("text", "One:"),
+        ("tool_call", '{"a": 1}'),
+        ("text", " two:"),
+        ("tool_call", "{}"),
+        ("text", " three."),
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_an_answer(case: Any) -> None:
+    """Whole, letter by letter, and in random pieces."""
+    text = case[1]
+    check(case, [text])
+    check(case, list(text))
+    rng = random.Random(text)
+    for _ in range(20 if len(text) < 500 else 1):
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 6)))
+        check(case, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+
+
+def test_nothing_is_held_that_is_surely_no_call() -> None:
+    parser = OutputParser(FORMS["hermes"])
+    assert parser.feed("a < b").content == "a < b"
+    assert parser.feed(" <tool").content == ""
+    assert parser.feed("box>").content == " <toolbox>"
+    parser = OutputParser(FORMS["llama3"])
+    assert parser.feed("Hello {").content == "Hello {"
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral", "think", "thinking"])
+def test_random_texts_lose_nothing(form: str) -> None:
+    """However a text of tags, brackets and letters is cut, the answer is the same."""
+    rng = random.Random(form)
+    words = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>",
+             "</think>", "{", "}", "[", "]", '"', "\\", " ", "\n", "f", LLAMA_F, HERMES_G, ";",
+             '{"name": "f"}', "<", "["]  # fmt: skip
+    for _ in range(300):
+        text = "".join(rng.choices(words, k=rng.randint(1, 12)))
+        whole, _ = parse(form, [text])
+        pieces = []
+        rest = text
+        while rest:
+            size = rng.randint(1, 9)
+            pieces.append(rest[:size])
+            rest = rest[size:]
+        found, _ = parse(form, pieces)
+        assert found[:2] == whole[:2]
+        assert [call[1:] for call in found.tool_calls] == [call[1:] for call in whole.tool_calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>', "hermes"),
+        ("<tool_call>\n<function=f>\n<parameter=a>", "none"),
+        ("<tool_call>{name}\n<arg_key>", "none"),
+        ('{{ \'<|start_header_id|>\' }} {"name": , "parameters": }', "llama3"),
+        ("<|python_tag|>", "llama3"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("{{ message.content }}", "none"),
+    ],
+)
+def test_the_parser_that_a_template_shows(text: str, name: str) -> None:
+    assert shown_parser(text) == name

@@ -1,0 +1,363 @@
+"""The page in headless Chromium, with real clicks and keys: pip install playwright, and chromium
+from Debian's packages (apt-get install chromium).
+
+With RADIXSERVE_SCREENSHOTS=FOLDER pictures of it are written there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+playwright_api: Any = pytest.importorskip(
+    "playwright.sync_api", reason="pip install playwright && apt-get install chromium"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("apt-get install chromium", allow_module_level=True)
+
+from radixserve import Runtime, SamplingParams  # noqa: E402
+from radixserve.server.tenants import Tenants  # noqa: E402
+from tests.server.local_server import LocalServer  # noqa: E402
+from tests.server.test_tenants import KEYS, as_, write  # noqa: E402
+
+expect = playwright_api.expect
+SCREENSHOTS = os.environ.get("RADIXSERVE_SCREENSHOTS")
+TIMEOUT = 60_000  # ms
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright_api.sync_playwright() as driver:
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        found = driver.chromium.launch(executable_path=CHROMIUM, args=options)
+        expect.set_options(timeout=TIMEOUT)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Runtime]:
+    """A pool that a few prompts fill."""
+    with Runtime("demo", num_pages=640, max_running_requests=16) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def served(small: Runtime) -> Iterator[LocalServer]:
+    small.flush_cache()
+    with LocalServer(small) as served:
+        yield served
+
+
+@pytest.fixture
+def page(browser: Any, served: LocalServer) -> Iterator[Any]:
+    yield from open_page(browser, served)
+
+
+def open_page(browser: Any, served: LocalServer, **options: Any) -> Iterator[Any]:
+    """Fails where the page logs an error, such as one of its content security policy."""
+    options.setdefault("viewport", {"width": 1360, "height": 1000})
+    context = browser.new_context(**options)
+    context.set_default_timeout(TIMEOUT)
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: m.type == "error" and errors.append(m.text))
+    page.goto(served.url)
+    yield page
+    context.close()
+    assert [text for text in errors if "401" not in text] == []
+
+
+def ask(page: Any, text: str, *, n: int = 1, tokens: int = 12) -> None:
+    """Send a prompt by clicks and wait for the answer's end."""
+    page.get_by_label("Prompt", exact=True).fill(text)
+    page.get_by_label("Continuations").fill(str(n))
+    page.get_by_label("Tokens", exact=True).fill(str(tokens))
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#try-state")).to_contain_text("complete")
+
+
+def items(page: Any) -> Any:
+    return page.get_by_role("treeitem")
+
+
+def test_send_branch_find_and_open(page: Any, small: Runtime) -> None:
+    expect(page.locator("#state")).to_have_text("live")
+    expect(page.locator("#tree-empty")).to_be_visible()
+    page.get_by_label("in a session").check()
+    ask(page, "How do I sort a list?")
+    expect(items(page)).to_have_count(1)
+    expect(items(page).first).to_contain_text("How do I sort a list?")
+    expect(items(page).first).to_contain_text("page-")  # the session's name
+    expect(page.locator("#try-state")).to_contain_text("0 cached")
+
+    page.get_by_role("button", name="Branch from here").first.click()
+    expect(page.locator("#context")).to_contain_text("Goes on from answer 1")
+    ask(page, "What is a lambda?", n=3)
+    expect(page.locator("#answers > li")).to_have_count(4)
+    stats = small.cache_stats()
+    assert stats["reused_tokens"] > stats["computed_tokens"]  # the history was not computed again
+    expect(items(page)).not_to_have_count(1)
+    parent = page.locator("#tree [aria-expanded]").first
+    expect(parent).to_have_attribute("aria-expanded", "true")
+    shown = items(page).count()
+    parent.click()
+    expect(parent).to_have_attribute("aria-expanded", "false")
+    expect(items(page)).not_to_have_count(shown)
+    expect(page.locator("#node")).to_contain_text("positions 0 to")
+    parent.click()
+    expect(items(page)).to_have_count(shown)
+
+    page.get_by_label("Text to look for").fill("How do I sort a dictionary?")
+    page.get_by_role("button", name="Find").click()
+    found = page.locator("#found")
+    expect(found).to_contain_text("cached. What is cached goes on with")
+    expect(found.locator("mark")).to_contain_text("How do I sort a")
+    expect(found.locator(".stop")).to_contain_text("dict")
+    expect(page.locator("#tree .path")).not_to_have_count(0)
+    page.get_by_label("Text to look for").fill("<script>alert(1)</script>")
+    page.get_by_role("button", name="Find").click()
+    expect(found).to_contain_text("<script>")
+    page.get_by_role("button", name="Clear").click()
+    expect(found).to_be_hidden()
+    expect(page.locator("#hit-rate")).to_contain_text("%")
+
+
+def test_an_eviction_is_seen(page: Any, small: Runtime) -> None:
+    ask(page, "The first prompt is the first victim", tokens=4)
+    expect(page.locator("#victims li").first).to_contain_text("The first prompt")
+    expect(page.locator("#victims li").first).to_contain_text("least recently used")
+    before = small.cache_stats()["evicted_tokens"]
+    small.generate([list(range(300 + 40 * i, 600 + 40 * i)) for i in range(4)], progress=False)
+    gone = small.cache_stats()["evicted_tokens"] - before
+    assert gone > 0
+    expect(page.locator("#evicted-note")).to_contain_text("went just now")
+    total = f"{small.cache_stats()['evicted_tokens']:,}"
+    expect(page.locator("#evicted")).to_have_text(total)
+    expect(page.locator("#tree")).not_to_contain_text("The first prompt")
+    page.locator("#pages").hover(position={"x": 5, "y": 5})
+    expect(page.locator("#page-info")).to_contain_text("Page 0:")
+    page.get_by_label("Text to look for").fill("The first prompt is the first victim")
+    page.get_by_role("button", name="Find").click()
+    expect(page.locator("#found")).to_contain_text("0 of")
+
+
+@contextlib.contextmanager
+def busy(runtime: Runtime, num_requests: int = 64) -> Iterator[None]:
+    """Requests run, and others wait, until it is left."""
+    things = ("list", "dictionary", "string", "file", "tuple", "set", "queue", "path")
+    verbs = ("open", "copy", "read", "close")
+    prompts = [
+        [{"role": "user", "content": f"How do I {verbs[at % 4]} a {things[at // 4 % 8]}?"}]
+        for at in range(num_requests)
+    ]
+    is_left = threading.Event()
+
+    def wait(_: Any, logits: Any) -> Any:
+        """Steps are slow, so that the page sees them on any machine."""
+        is_left.wait(0.2)
+        return logits
+
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    slow = replace(params, logits_processors=[wait])
+    with runtime.submit(prompts, [slow, *[params] * (num_requests - 1)]):
+        try:
+            yield
+        finally:
+            is_left.set()
+
+
+def test_requests_as_they_run(page: Any, small: Runtime) -> None:
+    with busy(small):
+        rows = page.locator("#requests tr")
+        expect(rows).not_to_have_count(0)
+        expect(rows.first).to_contain_text("generates")
+        expect(page.locator("#requests")).to_contain_text("waits for its turn")
+        expect(page.locator("#owners")).to_contain_text(re.compile("shared by several [1-9]"))
+        expect(page.locator("#tree .chip.use").first).to_contain_text("used by")
+        page.get_by_label("Prompt", exact=True).fill("One that comes last")
+        page.get_by_role("button", name="Send").click()
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator("#try-state")).to_have_text("Stopped.")
+    expect(page.locator("#requests-empty")).to_be_visible()
+
+
+def test_the_three_way_switch(page: Any) -> None:
+    page.get_by_role("button", name="Run the script").click()
+    columns = page.locator(".cache")
+    expect(columns).to_have_count(3, timeout=4 * TIMEOUT)
+    computed = []
+    for name in ("radix", "hash", "off"):
+        text = page.locator(f".cache[data-cache={name}] > p").inner_text()
+        found = re.search(r"([\d,]+) tokens computed", text)
+        assert found is not None
+        computed.append(int(found[1].replace(",", "")))
+    assert computed == sorted(set(computed))
+    expect(page.locator("#compare-state")).to_contain_text("The answers are the same")
+
+
+def test_keys_only(page: Any) -> None:
+    """Tab and arrows, no pointer; what has the focus is seen."""
+    ask(page, "How do I copy a file?", n=2)
+    expect(items(page)).not_to_have_count(0)
+    page.reload()
+    expect(items(page)).not_to_have_count(0)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    for _ in range(8):
+        if page.evaluate("document.activeElement.getAttribute('role')") == "treeitem":
+            break
+        page.keyboard.press("Tab")
+    focused = page.locator("#tree li:focus")
+    expect(focused).to_have_count(1)
+    assert focused.evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowLeft")
+    expect(focused).to_have_attribute("aria-expanded", "false")
+    page.keyboard.press("ArrowRight")
+    expect(focused).to_have_attribute("aria-expanded", "true")
+    page.keyboard.press("ArrowRight")
+    expect(focused).to_have_attribute("aria-level", "2")
+    expect(focused).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("ArrowLeft")  # closes it, or goes to the one above
+    page.keyboard.press("ArrowLeft")
+    expect(focused).to_have_attribute("aria-level", "1")
+    page.locator("#pages").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#page-info")).to_contain_text("Page 1:")
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('button, input, textarea')]"
+        ".filter(e => !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).length"
+    )
+    assert unnamed == 0
+
+
+def test_dark_and_light(browser: Any, served: LocalServer) -> None:
+    for scheme, is_dark in (("dark", True), ("light", False)):
+        for page in open_page(browser, served, color_scheme=scheme, reduced_motion="reduce"):
+            background = "getComputedStyle(document.body).backgroundColor"
+            first = page.evaluate(background)
+            assert (sum(map(int, re.findall(r"\d+", first))) < 300) == is_dark
+            theme = page.locator("#theme")
+            theme.click()
+            theme.click()
+            expect(theme).to_contain_text("Dark")
+            assert sum(map(int, re.findall(r"\d+", page.evaluate(background)))) < 300
+            page.reload()
+            expect(page.locator("#theme")).to_contain_text("Dark")
+
+
+def test_nothing_is_asked_while_it_is_hidden_or_paused(page: Any) -> None:
+    expect(page.locator("#state")).to_have_text("live")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#state")).to_have_text("paused")
+    page.wait_for_timeout(300)
+    asked.clear()
+    page.wait_for_timeout(1500)
+    assert asked == []
+    page.get_by_role("button", name="Go on").click()
+    page.wait_for_timeout(1500)
+    assert asked
+    page.evaluate(
+        "Object.defineProperty(document, 'hidden', {value: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    page.wait_for_timeout(600)
+    asked.clear()
+    page.wait_for_timeout(1500)
+    assert asked == []
+
+
+def test_a_tenant_types_its_key_and_sees_its_own_part(
+    browser: Any, small: Runtime, tmp_path: Path
+) -> None:
+    lines = [f"{name} {key}{' admin' if name == 'root' else ''}" for name, key in KEYS.items()]
+    tenants = Tenants.load(write(tmp_path / "keys", "\n".join(lines)))
+    small.flush_cache()
+    with LocalServer(small, tenants) as served:
+        body = {"prompt": "A secret of bob about walruses", "max_tokens": 2}
+        served.post("/v1/completions", body, headers=as_("bob"))
+        for page in open_page(browser, served):
+            asked: list[str] = []
+            page.on("request", lambda request, asked=asked: asked.append(request.url))
+            expect(page.locator("#state")).to_contain_text("key is needed")
+            page.wait_for_timeout(1000)
+            assert sum("snapshot" in url for url in asked) <= 1
+            page.get_by_label("API key").fill("a wrong one, long enough")
+            page.get_by_role("button", name="Use it").click()
+            expect(page.locator("#state")).to_contain_text("not known")
+            page.get_by_label("API key").fill(KEYS["ann"])
+            page.keyboard.press("Enter")
+            expect(page.locator("#state")).to_have_text("live")
+            ask(page, "How do I read a file?")
+            expect(page.locator("#tree")).to_contain_text("How do I read a file?")
+            assert "walrus" not in page.content()
+            expect(page.locator("#victims-empty")).to_contain_text("admin")
+            expect(page.locator("#owners")).to_contain_text("free, or not yours")
+            page.get_by_role("button", name="Forget the key").click()
+            expect(page.locator("#state")).to_contain_text("key is needed")
+            page.get_by_label("API key").fill(KEYS["root"])
+            page.keyboard.press("Enter")
+            expect(page.locator("#tree")).to_contain_text("walruses")
+            expect(page.locator("#tree")).to_contain_text("namespace ann")
+
+
+def test_a_large_tree_stays_bounded(browser: Any) -> None:
+    with Runtime("demo", num_pages=40_000, max_running_requests=16) as runtime:
+        prompts = [[300 + number % 40, 400 + number, 7] for number in range(1500)]
+        runtime.generate(prompts, SamplingParams(max_tokens=1), progress=False)
+        with LocalServer(runtime) as served:
+            for page in open_page(browser, served):
+                expect(items(page).first).to_be_visible()
+                assert items(page).count() <= 400
+                items(page).first.click()  # at most 24 children are there until it is opened
+                expect(items(page).nth(40 + 30)).to_be_attached()
+                assert items(page).count() <= 400
+
+
+@pytest.mark.skipif(SCREENSHOTS is None, reason="RADIXSERVE_SCREENSHOTS=FOLDER writes pictures")
+def test_screenshots(browser: Any, served: LocalServer, small: Runtime) -> None:
+    folder, image = Path(str(SCREENSHOTS)), pytest.importorskip("PIL.Image")
+    for scheme in ("light", "dark"):
+        options = {"color_scheme": scheme, "viewport": {"width": 1360, "height": 1240},
+                   "reduced_motion": "reduce"}  # fmt: skip
+        for page in open_page(browser, served, **options):
+            small.flush_cache()
+            page.get_by_label("in a session").check()
+            ask(page, "How do I sort a list?", n=2, tokens=24)
+            page.get_by_label("in a session").uncheck()
+            page.get_by_role("button", name="Branch from here").first.click()
+            ask(page, "What is a lambda?", n=3, tokens=24)
+            page.get_by_role("button", name="Start anew").click()
+            ask(page, "How do I copy a file?", tokens=24)
+            ask(page, "What is a generator?", n=2, tokens=24)
+            page.get_by_role("button", name="Run the script").click()
+            expect(page.locator(".cache")).to_have_count(3, timeout=4 * TIMEOUT)
+            page.get_by_label("Prompt", exact=True).fill("How do I split a string?")
+            page.get_by_label("Text to look for").fill("How do I sort a dictionary?")
+            page.get_by_role("button", name="Find").click()
+            expect(page.locator("#found")).to_be_visible()
+            page.locator("#tree li").nth(1).click()
+            with busy(small, 12):
+                expect(page.locator("#requests tr")).to_have_count(12)
+                picture = page.screenshot(full_page=True)
+            path = folder / f"page-{scheme}.png"
+            image.open(io.BytesIO(picture)).convert("RGB").quantize(128).save(path, optimize=True)
+            assert path.stat().st_size < 250_000

@@ -1,0 +1,185 @@
+"""`radixserve serve` as a process: start, signals, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+pytest.importorskip("httpx")
+
+import httpx
+
+from tests.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).parent.parent.parent
+LONG = {"prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+# A process imports and loads everything: seconds, and minutes where the machine is busy.
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Small, but an answer of 100 tokens takes a while."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 8}
+    return str(make_checkpoint(folder, "llama", max_position_embeddings=4096, **sizes))
+
+
+class Served:
+    """The command in a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "radixserve", "serve", *arguments, "--port",
+                   str(self.port)]  # fmt: skip
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            try:
+                if self.client.get("/health/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                assert self.process.poll() is None, self.errors()
+            time.sleep(0.05)
+        raise AssertionError("the server was not ready in time")
+
+    def errors(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def stop(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "kernels"), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "radixserve", "serve", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def process(checkpoint: str) -> Iterator[Served]:
+    served = Served(checkpoint, "--num-pages", "4096", "--shutdown-timeout", "100")
+    try:
+        served.wait_until_ready()
+        yield served
+    finally:
+        served.stop()
+
+
+def test_sigterm_lets_requests_finish_and_refuses_new_ones(process: Served) -> None:
+    with process.client.stream("POST", "/v1/completions", json=LONG) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        with httpx.Client(base_url=process.client.base_url) as other:
+            refused = other.post("/v1/completions", json={"prompt": [1]})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutdown"
+            assert other.get("/health/ready").status_code == 503
+            assert other.get("/health/live").status_code == 200
+        rest = list(lines)
+    assert rest[-2] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-4]
+    assert process.process.wait(120) == 0
+
+
+@pytest.mark.long
+def test_what_takes_too_long_ends_with_an_error(checkpoint: str) -> None:
+    served = Served(checkpoint, "--num-pages", "4096", "--shutdown-timeout", "0.2")
+    try:
+        served.wait_until_ready()
+        body = {**LONG, "max_tokens": 4000}
+        with served.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            whole: list[int] = []
+            other = threading.Thread(
+                target=lambda: whole.append(
+                    httpx.post(
+                        f"{served.client.base_url}/v1/completions",
+                        json={**body, "stream": False}, timeout=60,
+                    ).status_code
+                )
+            )  # fmt: skip
+            other.start()
+            time.sleep(0.3)
+            served.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        other.join()
+        assert whole == [503]
+        assert '"code": "shutdown"' in rest[-4] or '"code":"shutdown"' in rest[-4]
+        assert served.process.wait(20) == 0
+    finally:
+        served.stop()
+
+
+@pytest.mark.long
+def test_a_second_signal_ends_at_once(process: Served) -> None:
+    body = {**LONG, "max_tokens": 4000}
+    with process.client.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        process.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert process.process.poll() is None
+        start = time.monotonic()
+        process.process.send_signal(signal.SIGTERM)
+        process.process.wait(5)
+        assert time.monotonic() - start < 1
+
+
+def test_what_cannot_be_served_is_one_line_and_code_2(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann 0123456789abcdef")
+    keys.chmod(0o644)
+    settings = tmp_path / "settings.toml"
+    settings.write_text("prot = 8000")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments, message in (
+            (["demo", "--port", port], "cannot listen at 127.0.0.1:"),
+            (["./no-such-model", "--port", "0"], "no-such-model"),
+            (["demo", "--api-key-file", str(keys)], "may be read by others"),
+            (["demo", "--api-key-file", str(tmp_path / "none")], "No such file"),
+            (["demo", "--host", "0.0.0.0"], "reachable from other machines"),
+            (["demo", "--settings", str(settings)], "unknown setting prot"),
+            (["demo", "--num-pages", "0"], "num_pages must be"),
+        ):
+            code, errors = run(*arguments)
+            assert code == 2, errors
+            assert message in errors
+            assert errors.startswith("radixserve: error: ")
+            assert len(errors.splitlines()) == 1, errors

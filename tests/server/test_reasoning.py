@@ -1,0 +1,117 @@
+"""Thoughts as reasoning_content: out, and back in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
+pytest.importorskip("llguidance", reason="answers are forced by the extra [grammar]")
+
+from radixserve import Runtime
+from tests.server.local_server import LocalServer
+from tests.server.tool_models import make_model
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "Now?"}
+NOW = {"type": "function", "function": {"name": "now"}}
+THOUGHT = "<think>\nLet me  see.\n</think>\n\n"
+CALL = '<tool_call>\n{"name":"now","arguments":{}}</tool_call>'
+SOON = "It is late."
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: Any) -> Iterator[Runtime]:
+    """Its template tells thoughts again after the last question only."""
+    folder = make_model(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    with Runtime(str(folder), num_pages=2048) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def thinking(thinker: Runtime) -> Iterator[LocalServer]:
+    with LocalServer(thinker) as served:
+        yield served
+
+
+def ask(served: LocalServer, messages: list[Any], text: str | None = None, **fields: Any) -> Any:
+    """`text`: what the model has to say."""
+    body = {"messages": messages, "tools": [NOW], "max_tokens": 200, "return_token_ids": True,
+            "cache_salt": "think", **fields}  # fmt: skip
+    if text is not None:
+        body["structured_outputs"] = {"grammar": f"start: {json.dumps(text)}"}
+    return served.post(CHAT, body)
+
+
+def said(answer: Any) -> dict[str, Any]:
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message
+
+
+def test_a_thought_and_a_call(thinking: LocalServer, thinker: Runtime) -> None:
+    answer = ask(thinking, [USER], THOUGHT + CALL)
+    message = said(answer)
+    assert message["reasoning_content"] == "Let me  see."
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+    ids = answer["choices"][0]["token_ids"]
+    known = [*answer["prompt_token_ids"], *ids[: -1 if ids[-1] in (2, 6) else None]]
+    # With the thought the history is what was generated.
+    follow = ask(thinking, [USER, message, result], THOUGHT + SOON)
+    assert follow["prompt_token_ids"][: len(known)] == known
+    cached = follow["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == len(answer["prompt_token_ids"]) + len(ids) - 1
+    assert said(follow) == {"role": "assistant", "content": SOON, "refusal": None,
+                            "reasoning_content": "Let me  see."}  # fmt: skip
+    # Without it, and after another question, the template tells it without the thought.
+    without = {name: value for name, value in message.items() if name != "reasoning_content"}
+    for messages in (
+        [USER, without, result],
+        [USER, message, result, said(follow), {"role": "user", "content": "And?"}],
+    ):
+        found = ask(thinking, messages, max_tokens=1)
+        assert found["prompt_token_ids"] == as_it_is(thinker, messages)
+
+
+def as_it_is(runtime: Runtime, messages: list[Any]) -> list[int]:
+    """The ids of the template's own text."""
+    assert runtime.tokenizer is not None
+    plain = json.loads(json.dumps(messages))
+    for message in plain:
+        message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return runtime.tokenizer.encode_more(runtime.tokenizer.render_chat(plain, tools=[NOW]))
+
+
+def test_a_streamed_thought(thinking: LocalServer) -> None:
+    grammar = {"grammar": f"start: {json.dumps(THOUGHT + SOON)}"}
+    events = thinking.stream(CHAT, {"messages": [USER], "structured_outputs": grammar})
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Let me  see."
+    assert "".join(delta.get("content") or "" for delta in deltas) == SOON
+    assert len([delta for delta in deltas if delta.get("reasoning_content")]) > 1
+
+
+def test_the_parser_can_be_turned_off(thinker: Runtime) -> None:
+    with LocalServer(thinker, reasoning_parser="none", tool_call_parser="llama3") as served:
+        message = said(ask(served, [USER], THOUGHT + CALL))
+        assert message == {"role": "assistant", "content": THOUGHT + CALL, "refusal": None}
+
+
+def test_a_thought_that_the_prompt_opens(tmp_path_factory: Any) -> None:
+    folder = make_model(tmp_path_factory.mktemp("thinking"), "thinking")
+    with Runtime(str(folder), num_pages=512) as runtime, LocalServer(runtime) as served:
+        answer = ask(served, [USER], max_tokens=6, temperature=0, ignore_eos=True)
+        assert said(answer)["content"] is None
+        assert said(answer)["reasoning_content"]
+        # An answer of a given form begins at once.
+        assert said(ask(served, [USER], SOON))["content"] == SOON
+        # A forced call comes after the thought.
+        forced = ask(served, [USER], max_tokens=6, tool_choice="required", temperature=0,
+                     ignore_eos=True)  # fmt: skip
+        assert said(forced) == said(answer)

@@ -1,0 +1,99 @@
+"""Tokenizers from GGUF files: how text is split, and SentencePiece's merges."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from radixserve.gguf_file import GgufFile
+from radixserve.text.gguf_tokenizer import gguf_tokenizer
+from tests.checkpoints import make_checkpoint
+
+gguf = pytest.importorskip("gguf", reason='pip install "radixserve[gguf]"')
+from tests.models.gguf_files import write_gguf  # noqa: E402
+
+SPACE = "\u2581"
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+WORDS = ("the", "then", "hen", "her", "here", "re", "er", "st", "te", "test", "est", "ing", "in")
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "a 12 b", ["a", "Ġ12", "Ġb"]),
+        ("smollm", "a 12 b", ["a", "Ġ", "1", "2", "Ġb"]),
+        ("llama-bpe", "a 12345 DON'T", ["a", "Ġ", "123", "45", "ĠDON", "'T"]),
+        ("qwen2", "a 12\n\nb", ["a", "Ġ", "1", "2", "ĊĊ", "b"]),
+        ("qwen35", "e\u0301a 1", ["eÌģa", "Ġ", "1"]),
+        ("deepseek-llm", "a b, 12\nc", ["a", "Ġb", ",", "Ġ", "12", "Ċ", "c"]),
+        ("deepseek-coder", "a b, 12\nc", ["a", "Ġb", ",", "Ġ", "1", "2", "Ċ", "c"]),
+        ("deepseek-v3", "a.b 12345!\n", ["a", ".b", "Ġ", "123", "45", "!Ċ"]),
+        ("falcon", "a+b 12345", ["a", "+", "b", "Ġ", "123", "45"]),
+        ("tekken", "helloWorld ABc 12", ["hello", "World", "ĠABc", "Ġ", "1", "2"]),
+        ("gpt-4o", "I'll doIt 1234", ["I'll", "Ġdo", "It", "Ġ", "123", "4"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(
+    tmp_path: Path, pre: str, text: str, pieces: list[str]
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", with_tokenizer=True)
+    file = GgufFile(write_gguf(tmp_path / "model.gguf", folder, pre=pre))
+    splitter = gguf_tokenizer(file).backend_tokenizer.pre_tokenizer
+    assert [piece for piece, _ in splitter.pre_tokenize_str(text)] == pieces
+
+
+def write_sentencepiece(path: Path) -> dict[str, float]:
+    """A file with a vocabulary alone; its pieces and their scores."""
+    letters = [SPACE, *"ehinrstg"]
+    pieces = [*letters, *WORDS, *(SPACE + word for word in WORDS), *(SPACE + c for c in "tih")]
+    scores = {piece: -float(at) for at, piece in enumerate(sorted(pieces, key=len, reverse=True))}
+    special = ["<unk>", "<s>", "</s>"]
+    bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*special, *bytes_, *pieces])
+    writer.add_token_scores([0.0] * 259 + [scores[piece] for piece in pieces])
+    writer.add_token_types([UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(pieces)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return scores
+
+
+def merged(text: str, scores: dict[str, float]) -> list[str]:
+    """The pair whose token has the highest score becomes that token, again and again."""
+    found = list(SPACE + text.replace(" ", SPACE))
+    while True:
+        pairs = [(scores.get(a + b), -at) for at, (a, b) in enumerate(pairwise(found))]
+        best = max((pair for pair in pairs if pair[0] is not None), default=None)
+        if best is None:
+            break
+        at = -best[1]
+        found[at : at + 2] = [found[at] + found[at + 1]]
+    return [token for piece in found for token in ([piece] if piece in scores else _bytes(piece))]
+
+
+def _bytes(piece: str) -> list[str]:
+    return [f"<0x{value:02X}>" for value in piece.encode()]
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    """Merges in the order of scores, bytes for what has no token, a space before the text."""
+    scores = write_sentencepiece(tmp_path / "model.gguf")
+    tokenizer = gguf_tokenizer(GgufFile(tmp_path / "model.gguf"))
+
+    def names_of(ids: list[int]) -> list[str | None]:
+        return [tokenizer.backend_tokenizer.id_to_token(token_id) for token_id in ids]
+
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choice([*"ehinrstg", *WORDS, " ", "é", "日", "z"]) for _ in range(12))
+        ids = tokenizer(text)["input_ids"]
+        assert names_of(ids) == ["<s>", *merged(text, scores)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert names_of(tokenizer("test</s>test")["input_ids"]) == [
+        *("<s>", SPACE + "test", "</s>", SPACE + "test")
+    ]
