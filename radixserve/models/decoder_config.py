@@ -70,6 +70,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {  # defaults of what a config.json may l
         **_QWEN_EXPERTS,
     },
 }
+READ_HERE = frozenset(_FAMILIES)  # model types
 _THETAS = {"gpt_oss": 150_000.0, "mixtral": 1_000_000.0}  # rope_theta of the families' defaults
 _UNUSUAL = (
     *("per_layer_config", "partial_rotary_factor", "text_config", "quantization_config"),

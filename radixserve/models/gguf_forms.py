@@ -1,7 +1,7 @@
 """Quantised tensors of GGUF files as 8- and 4-bit weights.
 
-Q8_0, Q5_0, Q4_0, Q4_1 and Q4_K keep every number exactly. The others are rounded to 8 bits a number
-with a scale for 32.
+Q8_0, Q5_0, Q4_0, Q4_1, Q4_K and MXFP4 keep every number exactly. The others are rounded to 8 bits
+a number with a scale for 32.
 """
 
 from __future__ import annotations
@@ -67,12 +67,23 @@ def _q4_k(rows: Bytes) -> QuantizedTensor:
     )
 
 
+def _mxfp4(rows: Bytes) -> QuantizedTensor:
+    """Twice the number is whole; scales are powers of two, of which float16 holds -24 to 15."""
+    blocks = rows.reshape(len(rows), -1, 17)
+    numbers = _MXFP4_DOUBLED[_nibbles(blocks[..., 1:])]
+    with np.errstate(over="ignore", under="ignore"):
+        scales = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128).astype(np.float16)
+    return _made(numbers, scales)
+
+
+_MXFP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _READERS: dict[str, Callable[[Bytes], QuantizedTensor]] = {
     "Q8_0": _q8_0,
     "Q5_0": _q5_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q4_K": _q4_k,
+    "MXFP4": _mxfp4,
 }
 EXACT = tuple(_READERS)
 

@@ -64,21 +64,24 @@ def read_experts(
 ) -> ExpertTensors:
     """A layer's experts, from a tensor for each or from one for all. `prefix`: of the layer."""
     routing, fused = parts.routing, f"{prefix}mlp.experts."
-    is_fused = parts.is_interleaved or f"{fused}gate_up_proj" in reader
+    has_biases, is_single = parts.is_interleaved, f"{fused}0.gate_proj.weight" in reader
+    is_fused = has_biases or f"{fused}gate_up_proj" in reader
     module = f"{prefix}{'mlp' if is_fused else parts.module}."
     name = f"{module}{parts.router}"
     router = reader.take(f"{name}.weight", (routing.num_experts, hidden))
     bias = None
-    if parts.is_interleaved:
+    if has_biases:
         bias = reader.take(f"{name}.bias", (routing.num_experts,))
+    if has_biases and not is_single:
         experts = _read_interleaved(reader, fused, parts, hidden)
-    elif is_fused:
+    elif is_fused and not is_single:
         experts = _read_fused(reader, fused, parts, hidden)
     else:
         experts = [
             _read_mlp(
                 *(reader, f"{module}experts.{number}.", parts.names),
                 (parts.intermediate_size, hidden),
+                has_biases=has_biases,
             )
             for number in range(routing.num_experts)
         ]
@@ -91,15 +94,21 @@ def read_experts(
 
 
 def _read_mlp(
-    reader: MatrixReader, prefix: str, names: tuple[str, str, str], size: tuple[int, int]
+    reader: MatrixReader,
+    prefix: str,
+    names: tuple[str, str, str],
+    size: tuple[int, int],
+    *,
+    has_biases: bool = False,
 ) -> MlpTensors:
     """`size`: [M, H]; names of gate, up and down."""
+
+    def both(name: str, shape: tuple[int, int]) -> WeightAndBias:
+        weight = reader.matrix(f"{prefix}{name}.weight", shape)
+        return weight, reader.take(f"{prefix}{name}.bias", shape[:1]) if has_biases else None
+
     shapes = (size, size, size[::-1])
-    gate, up, down = (
-        (reader.matrix(f"{prefix}{name}.weight", shape), None)
-        for name, shape in zip(names, shapes, strict=True)
-    )
-    return MlpTensors(gate, up, down)
+    return MlpTensors(*map(both, names, shapes))
 
 
 def _read_fused(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from radixserve.gguf_file import GgufFile, find_gguf
-from radixserve.models.gguf_source import GgufWeights, gguf_config, gguf_eos_ids, rope_factors
+from radixserve.models.gguf_config import gguf_config, gguf_eos_ids
+from radixserve.models.gguf_source import GgufWeights, rope_factors
 from radixserve.models.names import PACKAGED, RANDOM, packaged_folder
 from radixserve.models.random_weights import RandomWeights
 from radixserve.models.sizes import size_config

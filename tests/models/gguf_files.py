@@ -25,7 +25,7 @@ def write_gguf(
     num_layers: int | None = None,
     kinds: Mapping[str, str] | None = None,
 ) -> Path:
-    """Convert a tiny checkpoint of llama, mixtral, qwen2, qwen3 or qwen3_moe into `path`.
+    """Convert a tiny checkpoint of one of the format's families into `path`.
 
     kind: a name of gguf.GGMLQuantizationType, of all matrices; those that the gguf package cannot
     make are of random bytes. kinds: of matrices whose name in the file contains a key.
@@ -34,19 +34,29 @@ def write_gguf(
     config = json.loads((folder / "config.json").read_text())
     name, num_heads = config["model_type"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    arch = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(name, name)
+    arch = _ARCHITECTURES.get(name, name)
+    ropes = config["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(num_layers or config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(num_heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    for factors in ("short", "long"):
+        if numbers := rope.get(f"{factors}_factor"):
+            writer.add_tensor(f"rope_factors_{factors}.weight", np.array(numbers, np.float32))
+    for field, own in _FIELDS.items():
+        if (value := config.get(field)) is not None:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(f"{arch}.{own}", value)
+    if name in ("exaone4", "olmo3"):
+        is_sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_sliding_window_pattern(is_sliding)
     if (folder / "tokenizer.json").is_file():
         _add_tokenizer(writer, folder, pre, config["vocab_size"])
     if rope_factors is not None:
@@ -54,19 +64,17 @@ def write_gguf(
     names = gguf.get_tensor_name_map(
         {n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[arch], config["num_hidden_layers"]
     )
-    if (num_experts := config.get("num_local_experts", config.get("num_experts"))) is not None:
-        writer.add_expert_count(num_experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    if "moe_intermediate_size" in config:
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    for theirs, numbers in _experts_together(load_file(folder / "model.safetensors")).items():
+    for theirs, numbers in _as_in_files(load_file(folder / "model.safetensors")).items():
         own = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         numbers = numbers.astype(np.float32)
-        if arch == "llama" and ("q_proj" in theirs or "k_proj" in theirs):
+        if name in _PAIRED and ("q_proj" in theirs or "k_proj" in theirs):
             count = num_heads if "q_proj" in theirs else config["num_key_value_heads"]
             numbers = _to_pairs(numbers, count)
+        if name.startswith("gemma") and own.endswith("norm.weight"):
+            numbers = numbers + 1
         found = [some for part, some in (kinds or {}).items() if part in own]
-        chosen = (found or [kind])[0] if numbers.ndim > 1 else "F32"
+        is_matrix = numbers.ndim > 1 and own.endswith("weight") and "norm" not in own
+        chosen = (found or [kind])[0] if is_matrix else "F32"
         raw = stored(numbers, chosen)
         writer.add_tensor(own, raw, raw_dtype=gguf.GGMLQuantizationType[chosen])
     writer.write_header_to_file()
@@ -76,16 +84,59 @@ def write_gguf(
     return path
 
 
-def _experts_together(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Experts' matrices in one tensor [E, N, K], without the number in its name."""
+_ARCHITECTURES = {
+    "cohere": "command-r",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+_PAIRED = ("granite", "llama", "mixtral", "smollm3")
+_FIELDS = {  # of config.json -> of the file
+    "max_position_embeddings": "context_length",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "logit_scale": "logit_scale",
+    "logits_scaling": "logit_scale",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+
+
+def _as_in_files(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Experts' matrices in one tensor [E, N, K], without the number in its name; gate and up apart;
+    no axis of one row."""
     found: dict[str, NDArray[Any]] = {}
     for name, numbers in tensors.items():
-        if ".experts." not in name:
-            found[name] = numbers
-        elif ".experts.0." in name:
+        if ".experts.0." in name:
             count = sum(1 for one in tensors if one.startswith(name.split("experts.")[0] + "exp"))
             each = [tensors[name.replace("experts.0.", f"experts.{i}.")] for i in range(count // 3)]
             found[name.replace("experts.0.", "experts.")] = np.stack(each)
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            found[f"{name}.weight"] = numbers.swapaxes(1, 2)
+        elif ".experts." not in name or name.endswith("_bias"):
+            name = f"{name}.weight" if name.endswith("sinks") else name.replace("_bias", ".bias")
+            found[name] = numbers[0] if "shared_expert_gate" in name else numbers
+    for name in [name for name in found if ".experts.gate_up_proj." in name]:
+        both = found.pop(name)
+        found[name.replace("gate_up", "gate")] = np.ascontiguousarray(both[:, ::2])
+        found[name.replace("gate_up", "up")] = np.ascontiguousarray(both[:, 1::2])
     return found
 
 

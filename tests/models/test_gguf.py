@@ -12,7 +12,7 @@ import torch
 
 from radixserve import InvalidRequest, ModelNotSupported, Runtime, SamplingParams
 from radixserve.gguf_file import GgufFile
-from radixserve.models.gguf_source import gguf_config
+from radixserve.models.gguf_config import gguf_config
 from radixserve.text.tokenizer import Tokenizer
 from tests.checkpoints import greedy, load_reference, make_checkpoint
 
@@ -21,12 +21,37 @@ from tests.models.gguf_files import write_gguf  # noqa: E402
 
 PROMPT = list(range(3, 40))
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": None}
+LONGROPE = {
+    "original_max_position_embeddings": 128,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + i / 8 for i in range(8)],
+        "long_factor": [2.0] * 8,
+    },
+}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "mixtral": {},
     "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True},
+    "qwen2_moe": {},
+    "cohere": {"tie_word_embeddings": True},
+    "cohere2": {**FOUR_LAYERS, "tie_word_embeddings": True},
+    "exaone4": {},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+    "gemma3": {**FOUR_LAYERS, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    "glm4": {},
+    "gpt_oss": {},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {},
+    "phi3": {},
+    "phi3_window": LONGROPE,
+    "smollm3": {**FOUR_LAYERS, "no_rope_layer_interval": 4},
 }
 
 

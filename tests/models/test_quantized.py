@@ -40,10 +40,12 @@ TIGHT = 350  # pages: requests are preempted
 FORMS = [*EXACT, *ROUNDED, "mixed", "int8"]
 
 
-def make_model(folder: Path, form: str, **overrides: Any) -> tuple[str, dict[str, Any]]:
+def make_model(
+    folder: Path, form: str, family: str = "llama", **overrides: Any
+) -> tuple[str, dict[str, Any]]:
     """A tiny model in the form, and the settings that it is loaded with."""
     sizes = WIDE if form in (*K_TYPES, "mixed") else {}
-    made = make_checkpoint(folder, "llama", **{**sizes, **overrides})
+    made = make_checkpoint(folder, family, **{**sizes, **overrides})
     if form == "int8":
         return str(made), {"weight_dtype": "int8"}
     kind, kinds = ("Q4_K", MIXED) if form == "mixed" else (form, None)
@@ -103,6 +105,46 @@ def test_the_same_bits_however_the_work_is_cut_up(tmp_path: Path, form: str, dty
     assert answers(chunked_prefill_size=7, page_size=4) == expected
     assert answers(chunked_prefill_size=1) == expected
     assert answers(num_pages=TIGHT) == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *((family, "int8") for family in ("cohere2", "gemma3", "granite", "olmo2", "qwen2_moe")),
+        *(("gemma2", "Q4_0"), ("glm4", "Q5_1"), ("gpt_oss", "MXFP4"), ("phi3", "Q8_0")),
+    ],
+)
+def test_other_families(tmp_path: Path, family: str, form: str) -> None:
+    """The same bits alone, together, warm and in chunks; close to the widened model."""
+    tied = {"tie_word_embeddings": True} if family == "gemma2" else {}
+    path, settings = make_model(tmp_path, form, family, **tied)
+    rng = random.Random(0)
+    head = [rng.randrange(256) for _ in range(60)]
+    prompts = [[*head[:at], *head[:7]] for at in (60, 33, 20)]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
+
+    def answers(**more: Any) -> list[Any]:
+        with Runtime(path, num_pages=500, dtype="float32", **{**settings, **more}) as rt:
+            outs = [rt.generate(prompt, params) for prompt in prompts]
+            found = [(out.token_ids, out.logprobs, out.prompt_logprobs) for out in outs]
+            if not more:
+                rt.flush_cache()
+                together = rt.generate(prompts, params)
+                assert logprobs(together) == logprobs(outs)
+                assert logprobs(rt.generate(prompts, params)) == logprobs(outs)
+                assert rt.model.is_quantized
+            rt.check()
+        return found
+
+    expected = answers()
+    assert answers(cache="off", chunked_prefill_size=7) == expected
+    widened = {} if form != "int8" else {"weight_dtype": "auto"}
+    exact = answers(attention_backend="torch", **widened)
+    errors = np.abs(np.array(exact[0][2][1:]) - np.array(expected[0][2][1:]))
+    assert 0 < errors.mean() < 0.1
 
 
 @needs_kernels
