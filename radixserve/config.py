@@ -12,6 +12,7 @@ from radixserve.checks import (
     check_choice,
     check_float,
     check_str,
+    check_text,
     shown,
 )
 from radixserve.errors import InvalidRequest
@@ -52,6 +53,9 @@ class EngineSettings(TypedDict, total=False):
     max_hint_share: float
     trace: str | None
     trace_hash_block: int | None
+    kv_events: str | None
+    kv_events_topic: str
+    kv_events_block_size: int
     seed: int
 
 
@@ -101,6 +105,10 @@ class EngineConfig(StrictFields):
     max_hint_share      share of the pool that all of them together may hold
     trace               file to which every finished request is appended, for `radixserve replay`
     trace_hash_block    record no token ids but keyed hashes of blocks of so many tokens
+    kv_events           publish what the cache stores and drops, in vLLM's format: "PUB[,REPLAY]",
+                        addresses of ZeroMQ such as tcp://*:5557,tcp://*:5558
+    kv_events_topic     of these messages; llm-d reads kv@POD@MODEL
+    kv_events_block_size  tokens a block in them, whatever the page_size
     seed                of the random streams of requests that bring none, and of random weights
     """
 
@@ -132,6 +140,9 @@ class EngineConfig(StrictFields):
     max_hint_share: float = 0.5
     trace: str | None = None
     trace_hash_block: int | None = None
+    kv_events: str | None = None
+    kv_events_topic: str = ""
+    kv_events_block_size: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -149,6 +160,7 @@ class EngineConfig(StrictFields):
             checkpoint_interval=(1, None),
             max_overtake=(0, None),
             trace_hash_block=(1, 4096),
+            kv_events_block_size=(1, 4096),
             seed=(0, 2**63 - 1),
         )
         name = "gpu_memory_utilization"
@@ -200,6 +212,14 @@ class EngineConfig(StrictFields):
             raise InvalidRequest("trace must be None or the path of a file, got ''")
         if self.trace_hash_block is not None and self.trace is None:
             raise InvalidRequest("trace_hash_block needs a trace to record")
+        check_text("kv_events_topic", self.kv_events_topic)
+        if self.kv_events is not None:
+            addresses = check_str("kv_events", self.kv_events).split(",")
+            if len(addresses) > 2 or not all("://" in one for one in addresses):
+                raise InvalidRequest(
+                    "kv_events must be one or two addresses, such as "
+                    f'"tcp://*:5557,tcp://*:5558", got {self.kv_events!r}'
+                )
 
 
 def _check_device(device: object) -> None:

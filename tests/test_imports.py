@@ -23,6 +23,7 @@ FLOORS = [
     ["radixserve.attention"],
     ["radixserve.scheduler", "radixserve.models", "radixserve.grammar"],
     ["radixserve.runner", "radixserve.text"],
+    ["radixserve.kv_events"],
     ["radixserve.engine"],
     ["radixserve.routing"],
     ["radixserve.replay"],

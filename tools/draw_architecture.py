@@ -29,6 +29,7 @@ ORDER = (  # from left to right within a layer
         "replay",
         "api",
         "routing",
+        "kv_events",
         "engine",
         "scheduler",
         "cache",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
@@ -39,6 +39,9 @@ from radixserve.request import SamplingParams
 from radixserve.structured_output import StructuredOutput
 from radixserve.text.prompts import Prompt, PromptReader
 from radixserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from radixserve.kv_events.publisher import KVEventPublisher
 
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
@@ -89,9 +92,11 @@ class Runtime(Generation, Hinting):
         trace, block = self.config.trace, self.config.trace_hash_block
         recorder = None if trace is None else TraceRecorder(trace, block)
         wakers = LoopWakers()
-        worker = EngineThread(Engine(runner, self.config), recorder, wakers)
+        engine = Engine(runner, self.config)
+        publisher = None if self.config.kv_events is None else _publish_events(engine, self.config)
+        worker = EngineThread(engine, recorder, wakers)
         self._use(facts, worker, wakers)
-        self._finalizer: Any = weakref.finalize(self, _close, worker, runner)
+        self._finalizer: Any = weakref.finalize(self, _close, worker, publisher, runner)
 
     def _use(self, facts: EngineFacts, worker: Worker, wakers: LoopWakers) -> None:
         """Have `worker` do what callers ask for."""
@@ -322,9 +327,29 @@ class Runtime(Generation, Hinting):
         return {**sizes, "tokenizer": self._client.tokenizer.fingerprint()}
 
 
-def _close(worker: EngineThread, runner: Any) -> None:
-    if not worker.is_forked:  # else both are the parent process's
+def _publish_events(engine: Engine, config: EngineConfig) -> KVEventPublisher:
+    try:
+        from radixserve.kv_events.publisher import KVEventPublisher
+    except ImportError as error:
+        raise InvalidRequest(
+            f'kv_events needs more packages ({error}): pip install "radixserve[kv-events]"'
+        ) from None
+    assert config.kv_events is not None
+    publisher = KVEventPublisher(
+        engine.open_events(),
+        *config.kv_events.split(","),
+        topic=config.kv_events_topic,
+        block_size=config.kv_events_block_size,
+    )
+    engine.call_after_change(publisher.publish)
+    return publisher
+
+
+def _close(worker: EngineThread, publisher: KVEventPublisher | None, runner: Any) -> None:
+    if not worker.is_forked:  # else all are the parent process's
         worker.close()
+        if publisher is not None:
+            publisher.close()
         runner.close()
 
 

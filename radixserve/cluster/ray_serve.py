@@ -102,6 +102,11 @@ def start_replicas(
     config = EngineConfig(**settings)
     if config.trace is not None:
         raise InvalidRequest("trace cannot be given with replicas: each would write the file")
+    if config.kv_events is not None:
+        raise InvalidRequest(
+            "kv_events cannot be given with replicas: each would take the address; routers of "
+            "others need a server for each replica"
+        )
     check_model_name(model)
     model = os.path.abspath(model) if os.path.exists(model) else model  # replicas run elsewhere
     is_new = address is None

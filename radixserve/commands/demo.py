@@ -22,6 +22,7 @@ from radixserve.commands.demo_run import (
     totals,
 )
 from radixserve.commands.flags import (
+    EXPORTS,
     add_command,
     add_engine_flags,
     add_flags,
@@ -65,7 +66,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_flags(parser, {"--max-nodes N": most}, default=40)
     add_flags(parser, {"--json": "print one JSON document instead"})
     add_sampling_flags(parser, only=list(_DEFAULTS), defaults=_DEFAULTS)
-    add_engine_flags(parser, without=("cache", "seed", "trace", "trace_hash_block"))
+    add_engine_flags(parser, without=("cache", "seed", *EXPORTS))
     return parser
 
 

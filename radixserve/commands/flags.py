@@ -20,6 +20,8 @@ from radixserve.request import SamplingParams
 from radixserve.structured_output import StructuredOutput
 
 DEFAULT_MODEL = "demo"
+# Fields of EngineConfig about what an engine tells others.
+EXPORTS = ("trace", "trace_hash_block", "kv_events", "kv_events_topic", "kv_events_block_size")
 _SAMPLING, _ENGINE = "sampling.", "engine."  # before a field's name in the parsed arguments
 _NOT_FLAGS = ("n", "best_of", "logits_processors", "keep_special_ids")
 _FIELD = re.compile(r"(\w+) {2,}(\S.*)")

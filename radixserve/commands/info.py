@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from radixserve._version import __version__
 from radixserve.commands.flags import (
+    EXPORTS,
     add_command,
     add_engine_flags,
     add_flags,
@@ -60,7 +61,7 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     add_model_flags(parser)
     flags = {"--no-model": "load no model", "--json": "print one JSON document instead"}
     add_flags(parser, flags)
-    add_engine_flags(parser, without=("trace", "trace_hash_block"))
+    add_engine_flags(parser, without=EXPORTS)
     return parser
 
 

@@ -18,7 +18,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
-from radixserve.cache import HashBlockCache, Lookup, PrefixCache, RadixCache, SnapshotView
+from radixserve.cache import (
+    EventLog,
+    HashBlockCache,
+    Lookup,
+    PrefixCache,
+    RadixCache,
+    SnapshotView,
+)
 from radixserve.config import EngineConfig
 from radixserve.engine.beam_group import BeamGroup, StopCheck
 from radixserve.engine.prefetches import Prefetches
@@ -88,6 +95,7 @@ class Engine:
         self._prefetches = Prefetches(self._scheduler, self._cache)
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
+        self._after_change: Callable[[], None] | None = None
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._busy_since = 0.0  # nothing before it was counted in the two below
         self._prefill_s = self._decode_s = 0.0
@@ -133,6 +141,14 @@ class Engine:
         not by every runner."""
         self._runner.before_wait = function
 
+    def open_events(self) -> EventLog:
+        """See `PrefixCache.open_events`."""
+        return self._cache.open_events()
+
+    def call_after_change(self, function: Callable[[], None]) -> None:
+        """Have it called after each step and each reset of the cache."""
+        self._after_change = function
+
     def has_work(self) -> bool:
         """Requests or prefetches are left, or a step is in flight."""
         return self._scheduler.has_work or bool(self._in_flight) or len(self._prefetches) > 0
@@ -151,6 +167,8 @@ class Engine:
             outputs += self._collect()
             if self._overlap_depth and not self._in_flight:
                 outputs += self._launch()
+        if self._after_change is not None:
+            self._after_change()
         return outputs
 
     def open_session(self, name: str, lease_s: float | None = None) -> None:
@@ -186,6 +204,8 @@ class Engine:
         self._cache.reset(namespace)
         self._scheduler.forget_hints(namespace)
         self._prefetches.forget(namespace)
+        if self._after_change is not None:
+            self._after_change()
 
     def queue_stats(self) -> dict[str, int]:
         """The scheduler's part of `stats`: cheap enough for every step."""

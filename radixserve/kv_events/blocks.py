@@ -1,0 +1,168 @@
+"""`BlockView`: a cache's whole blocks, kept up to date by its events.
+
+The events speak of nodes of any length, others' routers of blocks of equal size, counted from the
+start of a prefix. A block belongs to the node that holds its last token:
+
+    node            a b c d e f          parent of
+    node                        g h i j k
+    blocks of 4     [a b c d]   [e f g h]   (i j k: not whole)
+
+Trees drop tokens from their ends, so a block is gone when its last token is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from radixserve.cache import EventBatch, EventSnapshot
+from radixserve.cache.events import ROOT, Cut, Event, Grown, Reset, Split, Stored
+from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+
+
+class _Node:
+    __slots__ = ("above", "first_block", "hashes", "namespace", "tokens")
+
+    def __init__(self, namespace: str, first_block: int, above: int, tokens: bytes) -> None:
+        self.namespace = namespace
+        self.first_block = first_block  # whole blocks of the nodes above
+        self.above = above  # hash of the last one of them; without any: of the namespace
+        self.tokens = bytearray(tokens)  # int32, from the end of that block on
+        self.hashes: list[int] = []  # of the whole blocks in `tokens`
+
+
+class BlockView:
+    """Turns events into those of blocks. Holds 4 bytes a cached token and some 100 a block."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._width = block_size * TOKEN_BYTES
+        self._nodes: dict[int, _Node] = {}
+        self._namespaces: dict[str, set[int]] = {}  # their nodes
+        # By hash: nodes with that block. Leaves of one page may begin with the same tokens.
+        self._copies: Counter[int] = Counter()
+
+    def restart(self, snapshot: EventSnapshot) -> list[KVCacheEvent]:
+        """Replace all that is known."""
+        self._nodes.clear()
+        self._namespaces.clear()
+        self._copies.clear()
+        return [AllBlocksCleared(), *self._apply_all(snapshot.nodes)]
+
+    def apply(self, batch: EventBatch) -> list[KVCacheEvent]:
+        """The changes that the next batch makes. O(tokens stored + blocks dropped)."""
+        return list(self._apply_all(batch.events))
+
+    def stored(self) -> list[KVCacheEvent]:
+        """Events that tell all that is stored to somebody who knows nothing."""
+        nodes = sorted(self._nodes.values(), key=lambda node: node.first_block)
+        found = [self._stored(node, 0) for node in nodes if node.hashes]  # parents first
+        return [AllBlocksCleared(), *found]
+
+    def _apply_all(self, events: Sequence[Event]) -> Iterable[KVCacheEvent]:
+        for event in events:
+            change = self._apply(event)
+            if change is not None:
+                yield change
+
+    def _apply(self, event: Event) -> KVCacheEvent | None:
+        if isinstance(event, Reset):
+            return self._reset(event.namespace)
+        if isinstance(event, Stored):
+            node = self._nodes[event.node] = self._child(event)
+            self._namespaces.setdefault(event.namespace, set()).add(event.node)
+            return self._hash_new(node)
+        node = self._nodes[event.node]
+        if isinstance(event, Grown):
+            node.tokens += event.tokens
+            return self._hash_new(node)
+        if isinstance(event, Split):
+            self._split(node, event)
+            return None
+        if isinstance(event, Cut):
+            del node.tokens[-event.num_tokens * TOKEN_BYTES :]
+        else:
+            del self._nodes[event.node]
+            self._namespaces[node.namespace].remove(event.node)
+            if not self._namespaces[node.namespace]:
+                del self._namespaces[node.namespace]
+            node.tokens.clear()
+        kept = len(node.tokens) // self._width
+        gone, node.hashes = node.hashes[kept:], node.hashes[:kept]
+        return self._remove(gone)
+
+    def _child(self, event: Stored) -> _Node:
+        if event.parent == ROOT:
+            namespace_hash = _digest(event.namespace.encode())
+            return _Node(event.namespace, 0, namespace_hash, event.tokens)
+        parent = self._nodes[event.parent]
+        whole = len(parent.hashes)
+        above = parent.hashes[-1] if whole else parent.above
+        head = bytes(parent.tokens[whole * self._width :])
+        return _Node(event.namespace, parent.first_block + whole, above, head + event.tokens)
+
+    def _hash_new(self, node: _Node) -> BlockStored | None:
+        first, width = len(node.hashes), self._width
+        key = node.hashes[-1] if first else node.above
+        for at in range(first * width, len(node.tokens) - width + 1, width):
+            key = _digest(key.to_bytes(8), node.tokens[at : at + width])
+            node.hashes.append(key)
+        self._copies.update(node.hashes[first:])
+        return self._stored(node, first) if len(node.hashes) > first else None
+
+    def _stored(self, node: _Node, first: int) -> BlockStored:
+        """Its blocks from number `first` on."""
+        hashes, width = node.hashes[first:], self._width
+        data = node.tokens[first * width : len(node.hashes) * width]
+        is_root = node.first_block + first == 0
+        parent = node.hashes[first - 1] if first else node.above
+        keys: list[tuple[str, ...] | None] | None = None
+        if is_root and node.namespace:
+            keys = [(node.namespace,), *[None] * (len(hashes) - 1)]
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if is_root else parent,
+            token_ids=np.frombuffer(bytes(data), np.int32).tolist(),
+            block_size=self._block_size,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+            extra_keys=keys,
+            cache_salt=node.namespace or None,
+        )
+
+    def _split(self, lower: _Node, event: Split) -> None:
+        size = len(lower.tokens) - event.num_tokens * TOKEN_BYTES
+        whole = size // self._width
+        upper = _Node(lower.namespace, lower.first_block, lower.above, bytes(lower.tokens[:size]))
+        upper.hashes = lower.hashes[:whole]
+        self._nodes[event.upper] = upper
+        self._namespaces[lower.namespace].add(event.upper)
+        if whole:
+            lower.above = upper.hashes[-1]
+        lower.first_block += whole
+        del lower.hashes[:whole], lower.tokens[: whole * self._width]
+
+    def _remove(self, hashes: list[int]) -> BlockRemoved | None:
+        gone = []
+        for key in reversed(hashes):  # the deepest first
+            self._copies[key] -= 1
+            if not self._copies[key]:
+                del self._copies[key]
+                gone.append(key)
+        return BlockRemoved(gone, "GPU") if gone else None
+
+    def _reset(self, namespace: str) -> KVCacheEvent | None:
+        nodes = [self._nodes.pop(one) for one in self._namespaces.pop(namespace, ())]
+        nodes.sort(key=lambda node: node.first_block)
+        removed = self._remove([key for node in nodes for key in node.hashes])
+        return AllBlocksCleared() if removed and not self._copies else removed
+
+
+def _digest(*parts: bytes | bytearray) -> int:
+    """64 bits of a hash of all parts."""
+    return int.from_bytes(blake2b(b"".join(parts), digest_size=8).digest())

@@ -1,0 +1,177 @@
+"""`KVEventPublisher`: sends a cache's events as vLLM does.
+
+    PUB      topic | sequence number, 8 bytes big-endian | KVEventBatch in msgpack
+    ROUTER   a request is the first number wanted: answered with what PUB sent from there on, a
+             message each, and at last one with number -1 and nothing in it
+
+A consumer that asks for what is not kept any more gets one batch with all that is stored instead,
+under the last number. Numbers go on from the log's epoch: those of a restarted process are greater,
+so that consumers notice, ask, and drop what they knew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import zmq
+
+from radixserve.cache import EventBatch, EventLog, EventSnapshot
+from radixserve.errors import InvalidRequest
+from radixserve.kv_events.blocks import BlockView
+from radixserve.kv_events.schema import KVCacheEvent, KVEventBatch
+
+_END = (-1).to_bytes(8, signed=True)
+_MAX_KEPT = 10_000  # batches to replay, and
+_MAX_KEPT_BYTES = 1 << 26
+_MAX_UNREAD = 1_000  # batches that wait for the thread; then the log collects them
+_MAX_UNSENT = 100_000  # messages for a consumer that is slow; it misses further ones
+_log = logging.getLogger("radixserve")
+
+
+class KVEventPublisher:
+    """Owns a log. `publish` hands over what happened since the last call, in the cache's thread;
+    hashing, encoding and sending are done by a thread of the publisher's own.
+
+    An error there is logged and ends the publishing, nothing else.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        *,
+        topic: str = "",
+        block_size: int = 16,
+    ) -> None:
+        """Addresses of ZeroMQ. As in vLLM `endpoint` is bound where it has a * or :: or is of
+        ipc: or inproc:, else connected to; `replay_endpoint` is bound. `block_size` in tokens.
+        Raises InvalidRequest where that fails."""
+        self._log = log
+        self._topic = topic.encode()
+        self._view = BlockView(block_size)
+        self._number = log.epoch - 1  # of the last batch sent
+        self._kept: deque[tuple[bytes, bytes]] = deque()  # (number, payload)
+        self._num_kept_bytes = 0
+        self._inbox: queue.SimpleQueue[EventBatch | EventSnapshot | None] = queue.SimpleQueue()
+        self._has_failed = False
+        self._next = log.take().end  # of the log's events
+        self._inbox.put(log.snapshot())
+        self._context = zmq.Context()
+        try:
+            self._open(endpoint, replay_endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise InvalidRequest(
+                f"kv_events {endpoint!r}, replay {replay_endpoint!r} cannot be opened: {error}"
+            ) from None
+        self._thread = threading.Thread(target=self._run, name="radixserve-kv-events", daemon=True)
+        self._thread.start()
+        self._signal.send(b"")
+
+    def _open(self, endpoint: str, replay_endpoint: str | None) -> None:
+        self._signal, self._wake_up = self._socket(zmq.PAIR), self._socket(zmq.PAIR)
+        self._wake_up.bind("inproc://wake-up")
+        self._signal.connect("inproc://wake-up")
+        self._pub, self._router = self._socket(zmq.PUB), self._socket(zmq.ROUTER)
+        self._pub.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
+        self._router.setsockopt(zmq.SNDHWM, 2 * _MAX_KEPT)
+        is_ours = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+        (self._pub.bind if is_ours else self._pub.connect)(endpoint)
+        if replay_endpoint is not None:
+            self._router.bind(replay_endpoint)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
+
+    def publish(self) -> None:
+        """Hand over what happened. O(1); never waits, never raises."""
+        if self._has_failed:
+            self._log.close()
+        elif self._inbox.qsize() < _MAX_UNREAD:
+            batch = self._log.take()
+            if batch.first != self._next:  # the log could not hold all
+                self._put(self._log.snapshot())
+            elif batch.events:
+                self._put(batch)
+            self._next = batch.end
+
+    def close(self) -> None:
+        """Send what was handed over and stop. Only when `publish` is not called any more."""
+        if not self._context.closed:
+            self._put(None)
+            self._thread.join()
+            self._context.destroy(0)
+
+    def _put(self, item: EventBatch | EventSnapshot | None) -> None:
+        self._inbox.put(item)
+        with contextlib.suppress(zmq.Again):  # as many signals are on their way
+            self._signal.send(b"", zmq.NOBLOCK)
+
+    # -- in its own thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._wake_up, zmq.POLLIN)
+            poller.register(self._router, zmq.POLLIN)
+            while True:
+                ready = dict(poller.poll())
+                if self._router in ready:
+                    self._answer(self._router.recv_multipart())
+                if self._wake_up in ready:
+                    self._wake_up.recv()
+                    if not self._read_inbox():
+                        return
+        except Exception:
+            _log.exception("the KV events are not published any more")
+            self._has_failed = True
+
+    def _read_inbox(self) -> bool:
+        """Send what waits as one batch; False when it is time to stop."""
+        changes: list[KVCacheEvent] = []
+        item: Any = ()
+        with contextlib.suppress(queue.Empty):
+            while (item := self._inbox.get_nowait()) is not None:
+                if isinstance(item, EventSnapshot):
+                    changes += self._view.restart(item)
+                else:
+                    changes += self._view.apply(item)
+        if changes:
+            self._send(changes)
+        return item is not None
+
+    def _send(self, changes: list[KVCacheEvent]) -> None:
+        self._number += 1
+        number, payload = self._number.to_bytes(8), _encode(changes)
+        self._pub.send_multipart((self._topic, number, payload))
+        self._kept.append((number, payload))
+        self._num_kept_bytes += len(payload)
+        while len(self._kept) > _MAX_KEPT or self._num_kept_bytes > _MAX_KEPT_BYTES:
+            self._num_kept_bytes -= len(self._kept.popleft()[1])
+
+    def _answer(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[2]) != 8:
+            return  # no request
+        client, _, first = frames
+        number = self._number.to_bytes(8)
+        found = [one for one in self._kept if one[0] >= first]
+        if first <= number and len(found) == len(self._kept) and (not found or found[0][0] > first):
+            found = [(number, _encode(self._view.stored()))]
+        for one in found:
+            self._router.send_multipart((client, b"", self._topic, *one))
+        self._router.send_multipart((client, b"", b"", _END, b""))
+
+
+def _encode(changes: list[Any]) -> bytes:
+    return msgspec.msgpack.encode(KVEventBatch(time.time(), changes, 0))
