@@ -33,7 +33,7 @@ class Replica:
     """A cache whose events are published."""
 
     def __init__(self, sockets: tuple[str, str]) -> None:
-        self.cache = RadixCache(64)
+        self.cache = RadixCache(10_000)
         self.publisher = KVEventPublisher(
             self.cache.open_events(), *sockets, topic="kv@a@demo", block_size=SIZE
         )
