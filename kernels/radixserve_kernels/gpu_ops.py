@@ -187,26 +187,23 @@ def copy_page_prefixes(kv: Tensor, copies: Tensor) -> None:
     _run(kv, "pages", "copy_page_prefixes", kv, copies)
 
 
-def flat_indices(
-    page_table: Tensor, row_of: Tensor, num_pages: Tensor, indptr: Tensor, out: Tensor
-) -> Tensor:
-    """out[indptr[r] + j] = page_table[row_of[r], j] for j < num_pages[r]; the rest of out stays.
+def flat_indices(page_table: Tensor, row_of: Tensor, indptr: Tensor, out: Tensor) -> Tensor:
+    """out[indptr[r] + j] = page_table[row_of[r], j] for each j up to indptr[r + 1] - indptr[r].
 
-    page_table [rows, max_pages], row_of [R] (-1: nothing of it), num_pages [R], indptr [R + 1],
-    out [N]: int32 all.
+    page_table [rows, max_pages], row_of [R] (-1: its part of out stays), indptr [R + 1], out [N]:
+    int32 all.
     """
-    _run(out, "pages", "flat_indices", page_table, row_of, num_pages, indptr, out)
+    _run(out, "pages", "flat_indices", page_table, row_of, indptr, out)
     return out
 
 
-def copy_ranges(
-    values: Tensor, first: Tensor, count: Tensor, indptr: Tensor, out: Tensor, most: int
-) -> Tensor:
-    """out[indptr[r] + j] = values[first[r] + j] for j < count[r], which is at most `most`.
+def copy_ranges(values: Tensor, first: Tensor, indptr: Tensor, out: Tensor, most: int) -> Tensor:
+    """out[indptr[r] + j] = values[first[r] + j] for each j up to indptr[r + 1] - indptr[r], at most
+    `most`.
 
-    values [M], first, count [R], indptr [R + 1], out [N]: int32 all.
+    values [M], first [R], indptr [R + 1], out [N]: int32 all.
     """
-    _run(out, "pages", "copy_ranges", values, first, count, indptr, out, most)
+    _run(out, "pages", "copy_ranges", values, first, indptr, out, most)
     return out
 
 

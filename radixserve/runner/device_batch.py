@@ -118,7 +118,6 @@ class BatchUploader:
             "slot_mapping": batch.slot_mapping,
             "logits_indices": batch.logits_indices,
             "kv_indptr": _int32(batch.host.kv_indptr),
-            "num_pages": _int32(np.diff(batch.host.kv_indptr)),
             "table_rows": _int32(update.table_rows),
             "last_slots": update.last_slots,
             "last_pages": _int32(update.last_pages),
@@ -152,9 +151,7 @@ class BatchUploader:
     def _forward_batch(self, batch: InputBatch, tensors: dict[str, Tensor]) -> ForwardBatch:
         table = self._table.pages
         kv_indices = torch.empty(batch.num_pages, dtype=torch.int32, device=table.device)
-        gpu_ops.flat_indices(
-            table, tensors["table_rows"], tensors["num_pages"], tensors["kv_indptr"], kv_indices
-        )
+        gpu_ops.flat_indices(table, tensors["table_rows"], tensors["kv_indptr"], kv_indices)
         return ForwardBatch(
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],

@@ -6,6 +6,7 @@ CUDA graph keeps. Replaying it runs no Python of the backend.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -173,6 +174,48 @@ def test_graphs_of_all_sizes_in_turn(make_paged: MakePaged, recording: Recording
             torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=2e-5)
         eager = run(backend, case, 0)
         torch.testing.assert_close(eager.double(), expected, atol=3e-6, rtol=2e-5)
+
+
+def grown(case: Case, start: int, first_row: int) -> Case:
+    """The case's rows from `first_row` on, of page size 1, as a running batch has them once they
+    have `start` tokens: each in a slot of its own, with one new page."""
+    step = copy.copy(case)
+    step.rows = tuple(
+        row._replace(
+            start=start, page_ids=row.page_ids[: start + 1], first_new_page=start, req_pool_idx=at
+        )
+        for at, row in enumerate(case.rows[first_row:], first_row)
+    )
+    step.lengths = [(start, 1)] * len(step.rows)
+    step.q, step.k, step.v = (x[first_row:] for x in (case.q, case.k, case.v))
+    step.batch = build_forward_batch(step.rows, 1, CPU)
+    return step
+
+
+@pytest.mark.usefixtures("always_share")
+def test_shared_pages_are_planned_again_only_when_they_change(
+    make_flashinfer: MakePaged, fake: Fake, recording: Recording
+) -> None:
+    """Or when another graph was planned in the same memory."""
+    groups = [(range(3), 10), ((1, 2), 18)]
+    case = SharedCase([(40, 1)] * 3, 1, groups, heads=4, kv_heads=2, dim=16)
+    backend = make_flashinfer(case.kv.clone(), 4)
+    graph, other = (backend.make_graph_backend(n, n * 40, 1) for n in (4, 3))
+    steps = [grown(case, start, first_row=int(start >= 27)) for start in range(20, 30)]
+    held: Recorded | None = None
+    num_plans = []
+    for number, step in enumerate(steps):
+        backend.kv.copy_(step.kv)
+        store(step, backend.kv, 1)
+        if number == 4:
+            other.plan(step.batch)
+        before = fake.calls.count("prefill.plan")
+        graph.plan(step.batch)
+        num_plans.append(fake.calls.count("prefill.plan") - before)
+        held = held or Recorded(graph, recording, 1, step)
+        expected, _ = step.expected(1)
+        torch.testing.assert_close(held.replay(step).double(), expected, atol=3e-6, rtol=2e-5)
+    assert num_plans == [1, 0, 0, 0, 1, 0, 0, 1, 0, 0]  # step 7: one row is gone
 
 
 def test_what_a_graph_launches(make_paged: MakePaged, recording: Recording) -> None:

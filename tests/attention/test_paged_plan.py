@@ -20,13 +20,12 @@ from radixserve.attention.cuda.cascade import (
     limit_levels,
     saved_pages,
 )
+from radixserve.attention.cuda.graph_plan import GraphShape, plan_graph, plan_level
 from radixserve.attention.cuda.plan import (
     MAX_KERNEL_PAGE_SIZE,
-    GraphShape,
     PagedPlan,
     PageRanges,
     choose_kernel_page_size,
-    plan_graph,
     plan_rows,
     tree_order,
 )
@@ -45,6 +44,17 @@ def find_nodes(
     host: HostIndex, page_size: int, cost: CascadeCost, max_levels: int = MAX_LEVELS
 ) -> list[SharedNode]:
     return NodeFinder(page_size, cost).find(host, max_levels)
+
+
+def graph_plan(
+    host: HostIndex,
+    page_size: int,
+    nodes: list[SharedNode],
+    kernel_page_size: int,
+    shape: GraphShape,
+) -> PagedPlan:
+    level = plan_level(host, page_size, nodes, kernel_page_size, shape)
+    return plan_graph(host, page_size, level, kernel_page_size, shape)
 
 
 def host_of(rows: list[ScheduledRequest], page_size: int) -> HostIndex:
@@ -139,7 +149,7 @@ def test_whole_rows_need_no_page_ids_from_the_host() -> None:
     host = host_of(short, 2)
     assert find_nodes(host, 2, FREE) == []
     plan_rows(host, 2, [], 2)
-    plan_graph(host, 2, [], 2, GraphShape(len(short), 100, 3))
+    graph_plan(host, 2, [], 2, GraphShape(len(short), 100, 3))
     assert not host.is_flattened
 
 
@@ -158,7 +168,7 @@ def test_shared_pages_need_no_page_ids_from_the_host_either() -> None:
         nodes = finder.find(host, 1)
         assert [(len(node.rows), node.end) for node in nodes] == [(64, 500)]
         for plan in (
-            plan_graph(host, 1, nodes, 1, GraphShape(64, 64 * 600, 3)),
+            graph_plan(host, 1, nodes, 1, GraphShape(64, 64 * 600, 3)),
             plan_rows(host, 1, nodes, 1),
         ):
             assert isinstance(plan.unique[0].kv_indices, PageRanges)
@@ -314,7 +324,7 @@ def check_graph(
     host = host_of(rows, page_size)
     shape = GraphShape(len(rows) + 3, host.kv_indptr[-1] * page_size + 3, num_groups)
     nodes = find_nodes(host, page_size, FREE, 1)
-    plan = plan_graph(host, page_size, nodes, kernel_page_size, shape)
+    plan = graph_plan(host, page_size, nodes, kernel_page_size, shape)
     found = cells_of_paged(plan, host, kernel_page_size)
     expected = [sorted(cells) for cells in expected_cells(rows, page_size)]
     assert [sorted(cells) for cells in found[: len(rows)]] == expected
@@ -340,17 +350,17 @@ def test_graphs_are_padded(page_size: int, kernel_page_size: int, num_groups: in
 
 def test_a_full_graph_keeps_the_ranges_of_the_batch() -> None:
     host = host_of(same_prefix(4, 10), 1)
-    plan = plan_graph(host, 1, [], 1, GraphShape(4, 44, 0))
+    plan = graph_plan(host, 1, [], 1, GraphShape(4, 44, 0))
     assert plan.unique[0].kv_indices == slice(0, 44)
     with pytest.raises(ValueError, match="44 pages do not fit a graph of 43 pages"):
-        plan_graph(host, 1, [], 1, GraphShape(4, 43, 0))
+        graph_plan(host, 1, [], 1, GraphShape(4, 43, 0))
     with pytest.raises(ValueError, match="4 rows of 4 tokens do not fit a graph of 3 rows"):
-        plan_graph(host, 1, [], 1, GraphShape(3, 99, 0))
+        graph_plan(host, 1, [], 1, GraphShape(3, 99, 0))
     long = host_of(
         [ScheduledRequest("", np.ones(2, np.int32), 0, np.arange(2, dtype=np.int32), None)], 1
     )
     with pytest.raises(ValueError, match="1 rows of 2 tokens"):
-        plan_graph(long, 1, [], 1, GraphShape(3, 99, 0))
+        graph_plan(long, 1, [], 1, GraphShape(3, 99, 0))
 
 
 def test_what_saves_most_is_shared_where_not_all_fits() -> None:
@@ -362,7 +372,7 @@ def test_what_saves_most_is_shared_where_not_all_fits() -> None:
     nodes = find_nodes(host, 1, FREE, 1)
     assert len(nodes) == 3
     for num_groups, expected in ((7, [20, 50, 40]), (5, [50, 40]), (3, [50]), (2, [])):
-        plan = plan_graph(host, 1, nodes, 1, GraphShape(12, 400, num_groups))
+        plan = graph_plan(host, 1, nodes, 1, GraphShape(12, 400, num_groups))
         (level,) = plan.shared
         assert [n for n in level.kv_lens.tolist() if n] == expected
         assert sum(level.kv_lens > 0) == len(expected)
@@ -374,7 +384,7 @@ def test_groups_of_a_graph_hold_a_prefix_of_all() -> None:
         assert 3 <= shape.num_groups <= num_rows + 1
         host = host_of(same_prefix(num_rows, 30), 1)
         nodes = find_nodes(host, 1, FREE, 1)
-        (level,) = plan_graph(host, 1, nodes, 1, shape).shared
+        (level,) = graph_plan(host, 1, nodes, 1, shape).shared
         assert level.num_pages == 30
 
 

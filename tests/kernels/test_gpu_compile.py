@@ -165,7 +165,7 @@ def test_programs_of_one_kernel_start_while_those_before_it_end(
     assert before.count("ld.global") < after.count("ld.global")
     assert "griddepcontrol" not in ptx_of(compiler, add_norm, 80)
     index = torch.empty(4, dtype=torch.int32, device="meta")
-    (flat,) = pages.flat_indices(index[None], index, index, index, index)
+    (flat,) = pages.flat_indices(index[None], index, index, index)
     assert "griddepcontrol" not in ptx_of(compiler, flat, 90)
     monkeypatch.setenv("RADIXSERVE_PDL", "0")
     assert "griddepcontrol" not in ptx_of(compiler, add_norm, 90)

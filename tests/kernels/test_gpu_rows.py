@@ -186,11 +186,11 @@ def test_flat_indices(width: int) -> None:
     for row, (source, count) in enumerate(zip(row_of, counts, strict=True)):
         if source >= 0:
             expected[starts[row] : starts[row] + count] = table[source, :count]
-    arrays = [torch.tensor(one, dtype=torch.int32) for one in (row_of, counts)]
-    assert gpu_ops.flat_indices(table, *arrays, starts, out) is out
+    rows = torch.tensor(row_of, dtype=torch.int32)
+    assert gpu_ops.flat_indices(table, rows, starts, out) is out
     assert torch.equal(out, expected)
     nothing = torch.empty(0, dtype=torch.int32)
-    gpu_ops.flat_indices(table, nothing, nothing, starts[:1], out)
+    gpu_ops.flat_indices(table, nothing, starts[:1], out)
     assert torch.equal(out, expected)
 
 
@@ -198,10 +198,9 @@ def test_flat_indices(width: int) -> None:
 @both
 def test_copied_ranges(most: int) -> None:
     values = torch.randint(0, 99, (most + 20,), dtype=torch.int32)
-    first, count = [20, 0, 7, 7], [most, 0, 3, 1]
+    first = torch.tensor([20, 0, 7, 7], dtype=torch.int32)
     starts = torch.tensor([0, most, most, most + 3, most + 4], dtype=torch.int32)
     out = torch.full((most + 6,), -7, dtype=torch.int32)
     expected = torch.cat([values[20:], values[7:10], values[7:8], out[-2:]])
-    arrays = [torch.tensor(one, dtype=torch.int32) for one in (first, count)]
-    assert gpu_ops.copy_ranges(values, *arrays, starts, out, most) is out
+    assert gpu_ops.copy_ranges(values, first, starts, out, most) is out
     assert torch.equal(out, expected)

@@ -32,16 +32,10 @@ def copy_page_prefixes_kernel(
     tl.store(half + destination * stride_page + cell, cells, mask=is_copied)
 
 
-@kernel(
-    varying=(
-        *("table_ptr", "row_of_ptr", "num_pages_ptr", "indptr_ptr", "out_ptr"),
-        "stride_table",
-    )
-)
+@kernel(varying=("table_ptr", "row_of_ptr", "indptr_ptr", "out_ptr", "stride_table"))
 def flat_indices_kernel(
     table_ptr,  # [rows, max_pages] int32, all of them
     row_of_ptr,  # [R]
-    num_pages_ptr,  # [R]
     indptr_ptr,  # [R + 1]
     out_ptr,  # [N]
     stride_table,
@@ -51,8 +45,8 @@ def flat_indices_kernel(
     row = tl.program_id(0)
     source = tl.load(row_of_ptr + row)
     if source >= 0:
-        num_pages = tl.load(num_pages_ptr + row)
         first = tl.load(indptr_ptr + row)
+        num_pages = tl.load(indptr_ptr + row + 1) - first
         pages = table_ptr + source.to(tl.int64) * stride_table
         step = tl.num_programs(1) * block
         for start in range(tl.program_id(1) * block, num_pages, step):
@@ -80,20 +74,18 @@ def copy_page_prefixes(kv: Tensor, copies: Tensor) -> list[Launch]:
     return [Launch(copy_page_prefixes_kernel, grid, arguments)]
 
 
-def flat_indices(
-    page_table: Tensor, row_of: Tensor, num_pages: Tensor, indptr: Tensor, out: Tensor
-) -> list[Launch]:
+def flat_indices(page_table: Tensor, row_of: Tensor, indptr: Tensor, out: Tensor) -> list[Launch]:
     """See `gpu_ops.flat_indices`; `out` is written."""
     assert page_table.stride(1) == 1, "page ids of a row must lie dense"
     pages = page_table, page_table.stride(0), page_table.shape[1]
-    return [_copy_rows(*pages, row_of, num_pages, indptr, out)]
+    return [_copy_rows(*pages, row_of, indptr, out)]
 
 
 def copy_ranges(
-    values: Tensor, first: Tensor, count: Tensor, indptr: Tensor, out: Tensor, most: int
+    values: Tensor, first: Tensor, indptr: Tensor, out: Tensor, most: int
 ) -> list[Launch]:
     """See `gpu_ops.copy_ranges`; `out` is written. A table whose rows begin at every value."""
-    return [_copy_rows(values, 1, most, first, count, indptr, out)]
+    return [_copy_rows(values, 1, most, first, indptr, out)]
 
 
 def _copy_rows(
@@ -101,14 +93,12 @@ def _copy_rows(
     stride: int,
     most: int,
     row_of: Tensor,
-    num_pages: Tensor,
     indptr: Tensor,
     out: Tensor,
 ) -> Launch:
     arguments = {
         "table_ptr": values,
         "row_of_ptr": row_of,
-        "num_pages_ptr": num_pages,
         "indptr_ptr": indptr,
         "out_ptr": out,
         "stride_table": stride,

@@ -95,22 +95,20 @@ def copy_page_prefixes(kv: Tensor, copies: Tensor) -> None:
         kv[:, :, destination, :count] = tokens
 
 
-def flat_indices(
-    page_table: Tensor, row_of: Tensor, num_pages: Tensor, indptr: Tensor, out: Tensor
-) -> None:
-    starts = indptr.tolist()
-    for row, (source, count) in enumerate(zip(row_of.tolist(), num_pages.tolist(), strict=True)):
+def flat_indices(page_table: Tensor, row_of: Tensor, indptr: Tensor, out: Tensor) -> None:
+    for source, (start, end) in zip(
+        row_of.tolist(), itertools.pairwise(indptr.tolist()), strict=True
+    ):
         if source >= 0:
-            out[starts[row] : starts[row] + count] = page_table[source, :count]
+            out[start:end] = page_table[source, : end - start]
 
 
-def copy_ranges(
-    values: Tensor, first: Tensor, count: Tensor, indptr: Tensor, out: Tensor, most: int
-) -> None:
-    ranges = zip(first.tolist(), count.tolist(), indptr.tolist(), strict=False)
-    for source, length, target in ranges:
-        assert length <= most
-        out[target : target + length] = values[source : source + length]
+def copy_ranges(values: Tensor, first: Tensor, indptr: Tensor, out: Tensor, most: int) -> None:
+    for source, (start, end) in zip(
+        first.tolist(), itertools.pairwise(indptr.tolist()), strict=True
+    ):
+        assert end - start <= most
+        out[start:end] = values[source : source + end - start]
 
 
 def row_slots(row: int, keys: PagedKeys) -> Tensor:

@@ -144,7 +144,7 @@ def _row_variants(every: bool) -> Iterator[Variant]:
         for launch in norm.act_and_mul(gate_up, "silu", gate_up[:, :14_336]):
             yield Variant(f"{_short(dtype)} M=14336", launch)
     table, some = _index(256, 1_024), _index(64)
-    for launch in pages.flat_indices(table, some, some, some, some):
+    for launch in pages.flat_indices(table, some, some, some):
         yield Variant("", launch)
 
 

@@ -26,14 +26,14 @@ from radixserve.attention.base import (
     missing_features,
 )
 from radixserve.attention.cuda.cascade import CascadeCost, NodeFinder
-from radixserve.attention.cuda.metadata import LaunchMetadata, PlanUploader, layout
-from radixserve.attention.cuda.plan import (
+from radixserve.attention.cuda.graph_plan import (
+    GraphLevel,
     GraphShape,
-    PagedPlan,
-    choose_kernel_page_size,
     plan_graph,
-    plan_rows,
+    plan_level,
 )
+from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata, PlanUploader
+from radixserve.attention.cuda.plan import PagedPlan, choose_kernel_page_size, plan_rows
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.gpu_ops import add_sinks
 
@@ -62,15 +62,6 @@ class Launch(Protocol):
 class LaunchSlice(NamedTuple):
     launch: Launch
     tokens: slice  # of the plan's order
-
-
-class GraphBuffers(NamedTuple):
-    """Device memory of a graph's launch, int32. Filled before the launch is planned."""
-
-    qo_indptr: Tensor  # [n + 1]
-    kv_indptr: Tensor  # [n + 1]
-    last_page_len: Tensor  # [n]
-    kv_indices: Tensor  # [max_pages]
 
 
 class PlannedBackend(AttentionBackend):
@@ -140,6 +131,7 @@ class PagedBackend(PlannedBackend):
         cost = CascadeCost.of_token(token_bytes) if shares else None
         self.nodes, self.uploader = NodeFinder(self.page_size, cost), PlanUploader(kv.device)
         self._page_buffers: dict[int, Tensor] = {}
+        self.planned_level: GraphLevel | None = None  # what all graphs' common memory holds
 
     @abstractmethod
     def make_launch(self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None) -> Launch:
@@ -152,7 +144,10 @@ class PagedBackend(PlannedBackend):
         nodes = self.nodes.find(batch.host)
         plan = plan_rows(batch.host, self.page_size, nodes, self.kernel_page_size)
         self.uploader.begin()
-        launches = self.uploader.launches(plan, batch)
+        launches = [
+            self.uploader.launch(one, key, batch, is_merged=bool(plan.shared))
+            for one, key in zip(plan.launches, plan.wrapper_keys, strict=True)
+        ]
         self._order = None
         if plan.order is not None:
             self._order = self.uploader.upload([plan.order.astype(np.int32)])[1][0].long()
@@ -187,29 +182,22 @@ class GraphBackend(PlannedBackend):
     `plan` belongs outside of the graph and before each replay; `attend` with q [max_rows, Hq, D]
     inside: what it launches is the same for every plan, and reads the same memory. Rows beyond the
     batch's get any result. Rows are not put in another order: those that share pages must lie next
-    to each other to be read together.
+    to each other to be read together. The launch over shared pages is planned again only when they
+    change, or another graph was planned in the same buffers.
     """
 
     def __init__(self, eager: PagedBackend, shape: GraphShape) -> None:
         super().__init__(eager.kv, eager.num_heads)
         self.features = eager.features
         self.name, self.shape, self._eager = eager.name, shape, eager
-        device = eager.kv.device
         sizes = [shape.num_rows, shape.num_groups] if shape.num_groups else [shape.num_rows]
-        places, total = layout([length for n in sizes for length in (n + 1, n + 1, n, n)])
-        self._memory = torch.zeros(total, dtype=torch.int32, device=device)
-        arrays = [self._memory[place] for place in places]
         self.buffers = [
-            GraphBuffers(
-                qo_indptr=arrays[4 * at],
-                kv_indptr=arrays[4 * at + 1],
-                last_page_len=arrays[4 * at + 2],
-                kv_indices=eager.page_buffer(at, shape.max_pages),
-            )
-            for at in range(len(sizes))
+            GraphBuffers.empty(n, eager.page_buffer(at, shape.max_pages))
+            for at, n in enumerate(sizes)
         ]  # of each launch
+        self._level: GraphLevel | None = None  # of the last plan
         self._launches: list[Launch] = []
-        self.plan(_one_row(self.page_size, device))
+        self.plan(_one_row(self.page_size, eager.kv.device))
 
     @property
     def num_levels(self) -> int:
@@ -228,26 +216,37 @@ class GraphBackend(PlannedBackend):
         self._eager.merge(out, lse, other, other_lse)
 
     def plan(self, batch: ForwardBatch) -> None:
-        eager, host = self._eager, batch.host
+        eager, host, kernel_page_size = self._eager, batch.host, self._eager.kernel_page_size
         nodes = eager.nodes.find(host, self.num_levels)
-        plan = plan_graph(host, self.page_size, nodes, eager.kernel_page_size, self.shape)
+        level, planned = self._level, eager.planned_level
+        if level is None or level.nodes is not nodes:
+            level = plan_level(host, self.page_size, nodes, kernel_page_size, self.shape)
+        plan = plan_graph(host, self.page_size, level, kernel_page_size, self.shape)
+        if self.num_levels:
+            eager.planned_level = None
+            if level is planned:  # all of it lies on the device
+                plan = replace(plan, shared=())
         eager.uploader.begin()
-        launches = [
-            replace(one, kv_indices=buffers.kv_indices[: one.plan.num_pages].copy_(one.kv_indices))
-            for one, buffers in zip(
-                eager.uploader.launches(plan, batch, self._memory), self.buffers, strict=True
+        made = [
+            eager.uploader.launch(one, key, batch, is_merged=self.num_levels > 0, buffers=buffers)
+            for one, key, buffers in zip(
+                plan.launches, plan.wrapper_keys, self.buffers, strict=False
             )
         ]
         if self._launches:
-            for launch, one in zip(self._launches, launches, strict=True):
+            for launch, one in zip(self._launches, made, strict=False):
                 launch.plan(one)
+            self._slot_mapping = batch.slot_mapping
         else:
             self._launches = [
                 eager.make_launch(one, buffers)
-                for one, buffers in zip(launches, self.buffers, strict=True)
+                for one, buffers in zip(made, self.buffers, strict=True)
             ]
+            self._install(plan, self._launches, batch)
         eager.uploader.end()
-        self._install(plan, self._launches, batch)
+        self._level = level
+        if self.num_levels:
+            eager.planned_level = level
 
 
 def _one_row(page_size: int, device: torch.device) -> ForwardBatch:

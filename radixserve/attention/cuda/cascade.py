@@ -79,6 +79,7 @@ class NodeFinder:
         """`cost` None: nothing is shared."""
         self._page_size, self._cost = page_size, cost
         self._last: tuple[HostIndex, int, list[SharedNode]] | None = None
+        self._judged: tuple[list[SharedNode], bool] = [], False  # by `pays_in_place`
         self._ends: dict[int, int] = {}  # of the last steps, see `find_shared`
 
     def find(self, host: HostIndex, max_levels: int = MAX_LEVELS) -> list[SharedNode]:
@@ -104,8 +105,11 @@ class NodeFinder:
 
     def pays_in_place(self, host: HostIndex) -> bool:
         """Whether one level pays for rows that are not put in another order."""
-        saved = saved_pages(self.find(host, 1), np.arange(len(host.start)))
-        return self._cost is not None and saved * self._page_size >= self._cost.least_tokens
+        nodes = self.find(host, 1)
+        if nodes is not self._judged[0]:
+            saved = saved_pages(nodes, np.arange(len(host.start))) * self._page_size
+            self._judged = nodes, self._cost is not None and saved >= self._cost.least_tokens
+        return self._judged[1]
 
 
 def has_only_grown(before: HostIndex, host: HostIndex) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.cuda.backend import GraphBuffers, PagedBackend
+from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.flashinfer_calls import (
     DecodeCalls,
     HeadShape,
@@ -28,7 +28,7 @@ from radixserve.attention.cuda.flashinfer_calls import (
     load_library,
     unsupported_reason,
 )
-from radixserve.attention.cuda.metadata import LaunchMetadata
+from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata
 from radixserve.attention.cuda.plan import LaunchPlan
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.gpu.kernel_choice import KernelChoice, choice_of

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import AttentionFeatures
-from radixserve.attention.cuda.backend import GraphBuffers
-from radixserve.attention.cuda.metadata import LaunchMetadata
+from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.attention.base import ForwardBatch
-from radixserve.attention.cuda.plan import LaunchPlan, PagedPlan, PageRanges
+from radixserve.attention.cuda.plan import LaunchPlan, PageRanges
 from radixserve_kernels import gpu_ops
 
 ALIGNED = 4  # int32 values: kernels are specialised on whether an address is a multiple of 16 bytes
@@ -29,6 +29,23 @@ class LaunchArrays(NamedTuple):
     kv_indptr: Tensor  # [n + 1]
     last_page_len: Tensor  # [n]
     kv_lens: Tensor  # [n]
+
+
+class GraphBuffers(NamedTuple):
+    """Device memory of a graph's launch of n requests, int32. Filled before it is planned."""
+
+    qo_indptr: Tensor  # [n + 1]
+    kv_indptr: Tensor  # [n + 1]
+    last_page_len: Tensor  # [n]
+    kv_indices: Tensor  # [max_pages]
+    arrays: Tensor  # all but the page ids: LaunchArrays, then [n] for what ranges of pages need
+
+    @classmethod
+    def empty(cls, n: int, kv_indices: Tensor) -> GraphBuffers:
+        places, total = layout([n + 1, n + 1, n, n, n])
+        arrays = kv_indices.new_zeros(total)
+        qo_indptr, kv_indptr, last_page_len = (arrays[place] for place in places[:3])
+        return cls(qo_indptr, kv_indptr, last_page_len, kv_indices, arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,43 +85,35 @@ class PlanUploader:
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
 
-    def launches(
-        self, plan: PagedPlan, batch: ForwardBatch, into: Tensor | None = None
-    ) -> list[LaunchMetadata]:
-        """The plan's launches, unique ones first; page ids of whole rows are the batch's own.
-
-        `into`: see `upload`; for all arrays but the page ids.
-        """
-        small = [
-            array
-            for one in plan.launches
-            for array in (one.qo_indptr, one.kv_indptr, one.last_page_len, one.kv_lens)
-        ]
-        host, device = self.upload(small, into)
-        pages: list[IntArray] = []
-        for one in plan.launches:
-            if isinstance(one.kv_indices, PageRanges):  # small numbers in place of all page ids
-                pages += [array.astype(np.int32) for array in one.kv_indices]
-            elif not isinstance(one.kv_indices, slice):
-                pages.append(one.kv_indices)
-        uploaded = iter(self.upload(pages)[1] if pages else [])
-        made = []
-        for at, (one, key) in enumerate(zip(plan.launches, plan.wrapper_keys, strict=True)):
-            if isinstance(one.kv_indices, slice):
-                kv_indices = batch.kv_indices[one.kv_indices]
-            else:
-                kv_indices = next(uploaded)
-            if isinstance(one.kv_indices, PageRanges):
-                kv_indices = gpu_ops.copy_ranges(
-                    batch.kv_indices,
-                    *(kv_indices, next(uploaded), device[4 * at + 1]),
-                    torch.empty(one.num_pages, dtype=torch.int32, device=self._device),
-                    int(one.kv_indices.lengths.max()),
-                )
-            on_host, on_device = (LaunchArrays(*side[4 * at :][:4]) for side in (host, device))
-            is_merged = bool(plan.shared)
-            made.append(LaunchMetadata(one, on_host, on_device, kv_indices, key, is_merged))
-        return made
+    def launch(
+        self,
+        plan: LaunchPlan,
+        wrapper_key: str,
+        batch: ForwardBatch,
+        *,
+        is_merged: bool,
+        buffers: GraphBuffers | None = None,
+    ) -> LaunchMetadata:
+        """A launch of the batch's plan, for a graph in its buffers; page ids of whole rows are the
+        batch's own."""
+        places, num_pages = plan.kv_indices, plan.num_pages
+        small = [plan.qo_indptr, plan.kv_indptr, plan.last_page_len, plan.kv_lens]
+        if isinstance(places, PageRanges):  # small numbers in place of all page ids
+            small.append(places.first.astype(np.int32))
+        host, device = self.upload(small, None if buffers is None else buffers.arrays)
+        pages = None if buffers is None else buffers.kv_indices[:num_pages]
+        if isinstance(places, PageRanges):
+            if pages is None:
+                pages = torch.empty(num_pages, dtype=torch.int32, device=self._device)
+            most = int(places.lengths.max())
+            gpu_ops.copy_ranges(batch.kv_indices, device[4], device[1], pages, most)
+        elif isinstance(places, slice):
+            own = batch.kv_indices[places]
+            pages = own if pages is None else pages.copy_(own)
+        else:
+            pages = self.upload([places], pages)[1][0]
+        sides = LaunchArrays(*host[:4]), LaunchArrays(*device[:4])
+        return LaunchMetadata(plan, *sides, pages, wrapper_key, is_merged)
 
     def upload(
         self, arrays: Sequence[IntArray], into: Tensor | None = None
@@ -138,8 +147,8 @@ class PlanUploader:
 
 def layout(lengths: Sequence[int]) -> tuple[list[slice], int]:
     """Where arrays of these lengths lie in one buffer, aligned, and the length of all."""
-    padded = np.array([-(-length // ALIGNED) * ALIGNED for length in lengths], np.int64)
-    ends = np.cumsum(padded)
-    starts = (ends - padded).tolist()
-    places = [slice(a, a + length) for a, length in zip(starts, lengths, strict=True)]
-    return places, int(ends[-1]) if len(ends) else 0
+    places, start = [], 0
+    for length in lengths:
+        places.append(slice(start, start + length))
+        start += -(-length // ALIGNED) * ALIGNED
+    return places, places[-1].stop if places else 0

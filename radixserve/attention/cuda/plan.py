@@ -23,9 +23,7 @@ from radixserve.arrays import IntArray
 from radixserve.attention.base import HostIndex, IndexArray
 from radixserve.attention.cuda.cascade import (
     SharedNode,
-    count_runs,
     covered_pages,
-    saved_pages,
 )
 
 MAX_KERNEL_PAGE_SIZE = 64  # tokens of the largest page that kernels are asked to read
@@ -93,24 +91,6 @@ class PagedPlan:
         return kinds + [f"level {at}" for at in range(len(self.shared))]
 
 
-@dataclass(frozen=True, slots=True)
-class GraphShape:
-    """The sizes of a plan for a CUDA graph, the same at every replay."""
-
-    num_rows: int  # of one token each
-    max_pages: int  # of all rows together, as the kernels see them
-    num_groups: int  # requests of the shared launch; 0: there is none
-
-    @classmethod
-    def of_rows(cls, num_rows: int, max_pages: int, num_levels: int) -> GraphShape:
-        """Requests of the shared launch: room for about num_rows / 8 nodes and the rows between.
-
-        Few requests let the kernel assume long ones: its tiles hold more of a node's queries then.
-        """
-        num_groups = min(num_rows, num_rows // 4 + 2) + 1
-        return cls(num_rows, max_pages, num_groups if num_levels else 0)
-
-
 def plan_rows(
     host: HostIndex, page_size: int, nodes: Sequence[SharedNode], kernel_page_size: int
 ) -> PagedPlan:
@@ -122,52 +102,17 @@ def plan_rows(
     change = np.flatnonzero(np.diff(is_long[rows])) + 1
     launches, first = [], 0
     for members in np.split(rows, change.tolist()):
-        launches.append(_unique_launch(host, members, page_size, covered, first))
+        launches.append(unique_launch(host, members, page_size, covered, first))
         first = launches[-1].end
     levels = [
-        _level_launch(host, list(level), page_size, rows)
+        level_launch(host, list(level), page_size, rows)
         for _, level in groupby(nodes, key=lambda node: node.level)
     ]
     return PagedPlan(
-        unique=tuple(_on_kernel_pages(one, host, page_size, kernel_page_size) for one in launches),
-        shared=tuple(_on_kernel_pages(one, host, page_size, kernel_page_size) for one in levels),
+        unique=tuple(on_kernel_pages(one, host, page_size, kernel_page_size) for one in launches),
+        shared=tuple(on_kernel_pages(one, host, page_size, kernel_page_size) for one in levels),
         order=_token_order(host, rows, num_new) if is_moved else None,
     )
-
-
-def plan_graph(
-    host: HostIndex,
-    page_size: int,
-    nodes: Sequence[SharedNode],
-    kernel_page_size: int,
-    shape: GraphShape,
-) -> PagedPlan:
-    """The plan of at most shape.num_rows rows of one token, padded to `shape`; in place.
-
-    Nodes are of one level. Raises ValueError if the rows do not fit the shape.
-    """
-    num_rows = len(host.start)
-    if int(host.qo_indptr[-1]) != num_rows or num_rows > shape.num_rows:
-        raise ValueError(
-            f"{num_rows} rows of {host.qo_indptr[-1]} tokens do not fit a graph of "
-            f"{shape.num_rows} rows of one token"
-        )
-    rows = np.arange(num_rows)
-    nodes = _fitting(nodes, rows, shape.num_groups)
-    unique = _unique_launch(host, rows, page_size, covered_pages(nodes, num_rows), 0)
-    unique = _on_kernel_pages(unique, host, page_size, kernel_page_size)
-    if num_rows < shape.num_rows:
-        unique = replace(unique, kv_indices=page_ids(unique, host))
-        unique = _pad(unique, shape.num_rows, shape.num_rows)
-    if unique.num_pages > shape.max_pages:
-        raise ValueError(
-            f"{unique.num_pages} pages do not fit a graph of {shape.max_pages} pages in all"
-        )
-    if not shape.num_groups:
-        return PagedPlan((unique,), (), None)
-    level = _level_launch(host, nodes, page_size, rows) if nodes else _no_requests()
-    level = _on_kernel_pages(_from_first_token(level), host, page_size, kernel_page_size)
-    return PagedPlan((unique,), (_pad(level, shape.num_groups, shape.num_rows),), None)
 
 
 def tree_order(nodes: Sequence[SharedNode], is_long: np.ndarray) -> IndexArray:
@@ -226,24 +171,10 @@ def _token_order(host: HostIndex, rows: IndexArray, num_new: IndexArray) -> Inde
     return np.repeat(host.qo_indptr[rows] - (ends - count), count) + np.arange(ends[-1])
 
 
-def _fitting(
-    nodes: Sequence[SharedNode], rows: IndexArray, num_groups: int
-) -> Sequence[SharedNode]:
-    """Those that save most, as many as surely fit `num_groups` requests with the rows between."""
-    most = sorted(nodes, key=lambda node: saved_pages([node], rows), reverse=True)
-    kept, num_runs = [], 0
-    for node in most:
-        num_runs += count_runs(node.rows)
-        if 2 * num_runs + 1 > num_groups:
-            break
-        kept.append(node)
-    return kept
-
-
 # -- launches -------------------------------------------------------------------------------------
 
 
-def _unique_launch(
+def unique_launch(
     host: HostIndex, rows: IndexArray, page_size: int, covered: IndexArray, first: int
 ) -> LaunchPlan:
     """The `rows`' new tokens against the pages after each row's first `covered` [R] ones.
@@ -254,7 +185,7 @@ def _unique_launch(
     start = host.kv_indptr[rows] + covered[rows]
     count = host.kv_indptr[rows + 1] - start
     kv_lens = host.seq_lens[rows] - covered[rows] * page_size
-    qo_indptr = _indptr(num_new)
+    qo_indptr = indptr(num_new)
     kv_indices: slice | PageRanges = slice(int(start[0]), int(start[-1] + count[-1]))
     if not bool((start[1:] == start[:-1] + count[:-1]).all()):
         kv_indices = PageRanges(start, count)
@@ -262,7 +193,7 @@ def _unique_launch(
         first=first,
         end=first + int(qo_indptr[-1]),
         qo_indptr=qo_indptr,
-        kv_indptr=_indptr(count),
+        kv_indptr=indptr(count),
         kv_indices=kv_indices,
         last_page_len=((kv_lens - 1) % page_size + 1).astype(np.int32),
         kv_lens=kv_lens.astype(np.int32),
@@ -271,7 +202,7 @@ def _unique_launch(
     )
 
 
-def _level_launch(
+def level_launch(
     host: HostIndex, nodes: Sequence[SharedNode], page_size: int, order: IndexArray
 ) -> LaunchPlan:
     """The nodes, all of one level: one request a run of a node's rows in `order` [R].
@@ -287,7 +218,7 @@ def _level_launch(
     first_row, end_row = int(inside[0]), int(inside[-1]) + 1
     node_of = node_of[first_row:end_row]
     bounds = np.flatnonzero(np.diff(node_of, prepend=-2, append=-2))  # of the runs
-    tokens = _indptr(np.diff(host.qo_indptr)[order])
+    tokens = indptr(np.diff(host.qo_indptr)[order])
     num_new = np.diff(tokens[first_row + bounds])
     which = node_of[bounds[:-1]]
     has_pages = which >= 0
@@ -296,8 +227,8 @@ def _level_launch(
     return LaunchPlan(
         first=int(tokens[first_row]),
         end=int(tokens[end_row]),
-        qo_indptr=_indptr(num_new),
-        kv_indptr=_indptr(count),
+        qo_indptr=indptr(num_new),
+        kv_indptr=indptr(count),
         kv_indices=np.concatenate([pages[at] for at in which[has_pages].tolist()], dtype=np.int32),
         last_page_len=np.where(has_pages, page_size, 0).astype(np.int32),
         kv_lens=(count * page_size).astype(np.int32),
@@ -306,59 +237,7 @@ def _level_launch(
     )
 
 
-def _from_first_token(launch: LaunchPlan) -> LaunchPlan:
-    """The same from the plan's first token on: with one request without pages more, if needed."""
-    shift = launch.first
-    if not shift:
-        return launch
-    return replace(
-        launch,
-        first=0,
-        qo_indptr=np.concatenate(([0], launch.qo_indptr + shift), dtype=np.int32),
-        kv_indptr=np.concatenate(([0], launch.kv_indptr), dtype=np.int32),
-        last_page_len=np.concatenate(([0], launch.last_page_len), dtype=np.int32),
-        kv_lens=np.concatenate(([0], launch.kv_lens), dtype=np.int32),
-        max_q=max(launch.max_q, shift),
-    )
-
-
-def _no_requests() -> LaunchPlan:
-    none, zero = np.zeros(0, np.int32), np.zeros(1, np.int32)
-    return LaunchPlan(0, 0, zero, zero, none, none, none, 0, is_causal=False)
-
-
-def _pad(launch: LaunchPlan, num_requests: int, num_tokens: int) -> LaunchPlan:
-    """The same with exactly `num_requests` requests over `num_tokens` tokens.
-
-    Requests that are added to a decode read one token of page 0. Those added to other launches are
-    without pages: the first has all tokens that are left over, the others none.
-    """
-    missing, left_over = num_requests - launch.num_requests, num_tokens - launch.num_tokens
-    is_decode = launch.is_decode
-    assert left_over == missing if is_decode else left_over >= 0
-    assert missing > 0 or missing == left_over == 0
-    if not missing:
-        return launch
-    kv_indices = launch.kv_indices
-    if is_decode:
-        assert isinstance(kv_indices, np.ndarray)
-        kv_indices = np.concatenate((kv_indices, np.zeros(missing, np.int32)))
-    num_new = np.zeros(missing, np.int64)
-    num_new[:1] = left_over
-    ones = np.full(missing, int(is_decode))
-    return replace(
-        launch,
-        end=launch.first + num_tokens,
-        qo_indptr=_extended(launch.qo_indptr, ones if is_decode else num_new),
-        kv_indptr=_extended(launch.kv_indptr, ones),
-        kv_indices=kv_indices,
-        last_page_len=np.concatenate((launch.last_page_len, ones), dtype=np.int32),
-        kv_lens=np.concatenate((launch.kv_lens, ones), dtype=np.int32),
-        max_q=1 if is_decode else max(launch.max_q, left_over),
-    )
-
-
-def _on_kernel_pages(
+def on_kernel_pages(
     launch: LaunchPlan, host: HostIndex, page_size: int, kernel_page_size: int
 ) -> LaunchPlan:
     """The same on pages of `kernel_page_size` tokens, a divisor of `page_size`."""
@@ -372,21 +251,17 @@ def _on_kernel_pages(
     last = (launch.kv_lens - 1) % kernel_page_size + 1
     return replace(
         launch,
-        kv_indptr=_indptr(count),
+        kv_indptr=indptr(count),
         kv_indices=_take_ranges(smaller, first, count),
         last_page_len=np.where(launch.kv_lens > 0, last, 0).astype(np.int32),
     )
 
 
-def _indptr(lengths: NDArray[np.signedinteger]) -> IntArray:
+def indptr(lengths: NDArray[np.signedinteger]) -> IntArray:
     """[n + 1] int32: 0 and the running sums."""
     bounds = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=bounds[1:])
     return bounds
-
-
-def _extended(indptr: IntArray, lengths: NDArray[np.signedinteger]) -> IntArray:
-    return np.concatenate((indptr, indptr[-1] + np.cumsum(lengths)), dtype=np.int32)
 
 
 def _take_ranges(values: IntArray, first: IndexArray, count: IndexArray) -> IntArray:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import AttentionFeatures, check_dtype
-from radixserve.attention.cuda.backend import GraphBuffers, PagedBackend
-from radixserve.attention.cuda.metadata import LaunchArrays, LaunchMetadata
+from radixserve.attention.cuda.backend import PagedBackend
+from radixserve.attention.cuda.metadata import GraphBuffers, LaunchArrays, LaunchMetadata
 from radixserve.attention.cuda.plan import LaunchPlan
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels import gpu_ops
