@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -251,3 +254,22 @@ def test_a_cache_without_reuse_has_no_events() -> None:
     log = cache.open_events()
     put(cache, [1, 2])
     assert log.take().events == []
+
+
+def test_without_a_log_nothing_of_the_events_runs() -> None:
+    called = set()
+
+    def note(frame: FrameType, kind: str, _: object) -> None:
+        if kind == "call":
+            called.add(Path(frame.f_code.co_filename).stem)
+
+    for make in (World, HashWorld):
+        world, rng = make(20, 4), random.Random(0)
+        sys.setprofile(note)
+        try:
+            for _ in range(200):
+                random_step(world, rng, 20)
+        finally:
+            sys.setprofile(None)
+    assert {"radix_tree", "block_pool"} <= called
+    assert not called & {"events", "publishing_tree"}

@@ -1,0 +1,84 @@
+"""What a cache's events cost: no log, a log that is taken, and vLLM's events over ZeroMQ.
+
+    python benchmarks/bench_events.py [--prompts N] [--tokens N] [--repeats N] [--json]
+
+A step computes a prompt that shares its first half with others and evicts as much; then the events
+are handed on. Processor microseconds a step: of the thread that owns the cache, and of all threads
+together. Repeats are interleaved; medians. Needs radixserve[kv-events]. No model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+from harness.machine import describe_machine
+from harness.report import Table, format_settings
+
+from radixserve.arrays import IntArray
+from radixserve.cache import RadixCache
+from radixserve.kv_events.publisher import KVEventPublisher
+
+COLUMNS = ("us a step", "owner's thread", "all threads")
+
+
+def make_prompts(count: int, num_tokens: int) -> list[IntArray]:
+    rng = np.random.default_rng(0)
+    half = num_tokens // 2
+    heads = rng.integers(0, 50_000, (16, half), dtype=np.int32)
+    own = rng.integers(0, 50_000, (count, num_tokens - half), dtype=np.int32)
+    return [np.concatenate([heads[at % 16], one]) for at, one in enumerate(own)]
+
+
+def run(prompts: list[IntArray], kind: str) -> tuple[float, float]:
+    """Processor microseconds a step: of this thread, of all."""
+    cache = RadixCache(40 * len(prompts[0]))
+    hand_on: Callable[[], object] | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        publisher = None
+        if kind == "log":
+            hand_on = cache.open_events().take
+        elif kind == "published":
+            publisher = KVEventPublisher(cache.open_events(), f"ipc://{folder}/pub")
+            hand_on = publisher.publish
+        mine, all_threads = time.thread_time(), time.process_time()
+        for tokens in prompts:
+            with cache.acquire(tokens) as sequence:
+                sequence.extend(tokens[sequence.cached_len :])
+                sequence.commit(len(tokens))
+            if hand_on is not None:
+                hand_on()
+        mine = time.thread_time() - mine
+        if publisher is not None:
+            publisher.close()  # when all is sent
+        all_threads = time.process_time() - all_threads
+    return 1e6 * mine / len(prompts), 1e6 * all_threads / len(prompts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--prompts", type=int, default=1_000)
+    parser.add_argument("--tokens", type=int, default=2_000)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    prompts = make_prompts(args.prompts, args.tokens)
+    names = {"none": "no log", "log": "a log, taken", "published": "published in blocks of 16"}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in names}
+    for _ in range(args.repeats):
+        for kind, runs in found.items():
+            runs.append(run(prompts, kind))
+    rows = [[names[kind], *np.median(runs, axis=0).tolist()] for kind, runs in found.items()]
+    settings = {**describe_machine(("msgspec",)), **vars(args)}
+    if args.json:
+        print(json.dumps({"settings": settings, "rows": rows}))
+    else:
+        print(format_settings(settings), Table(COLUMNS, rows).text(""), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
