@@ -99,18 +99,20 @@ def process(checkpoint: str) -> Iterator[Served]:
 
 def test_sigterm_lets_requests_finish_and_refuses_new_ones(process: Served) -> None:
     body = {**LONG, "max_tokens": 3000}
-    with httpx.Client(base_url=process.client.base_url, timeout=60) as other:
-        with process.client.stream("POST", "/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.process.send_signal(signal.SIGTERM)
-            while other.get("/health/ready").status_code != 503:
-                time.sleep(0.01)
-            refused = other.post("/v1/completions", json={"prompt": [1]})
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "shutdown"
-            assert other.get("/health/live").status_code == 200
-            rest = list(lines)
+    with (
+        httpx.Client(base_url=process.client.base_url, timeout=60) as other,
+        process.client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        process.process.send_signal(signal.SIGTERM)
+        while other.get("/health/ready").status_code != 503:
+            time.sleep(0.01)
+        refused = other.post("/v1/completions", json={"prompt": [1]})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutdown"
+        assert other.get("/health/live").status_code == 200
+        rest = list(lines)
     assert rest[-2] == "data: [DONE]"
     assert '"finish_reason":"length"' in rest[-4]
     assert process.process.wait(120) == 0
