@@ -1,5 +1,6 @@
 """`Generation`: the calls of a `Runtime` that generate: whole, streamed, by beam search."""
 
+# mypy: disable-error-code="overload-overlap"
 from __future__ import annotations
 
 import asyncio
@@ -11,7 +12,14 @@ from radixserve.api.client import EngineClient
 from radixserve.api.progress import BatchProgress
 from radixserve.api.request_handle import RequestHandle
 from radixserve.api.samples import gather
-from radixserve.api.settings import BeamSettings, ChatSettings, Params, chat_options
+from radixserve.api.settings import (
+    BeamSearchSettings,
+    BeamSettings,
+    ChatSettings,
+    GenerateSettings,
+    Params,
+    chat_options,
+)
 from radixserve.checks import check_str, shown
 from radixserve.engine.messages import GetStats
 from radixserve.errors import InvalidRequest
@@ -30,25 +38,16 @@ class Generation:
     _client: EngineClient
 
     @overload
-    def generate(  # type: ignore[overload-overlap]
+    def generate(
         self,
         prompts: Prompt,
         params: SamplingParams | None = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
+        **options: Unpack[GenerateSettings],
     ) -> Completion: ...
 
     @overload
     def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: Params = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
+        self, prompts: Iterable[Prompt], params: Params = None, **options: Unpack[GenerateSettings]
     ) -> list[Completion]: ...
 
     def generate(
@@ -76,25 +75,16 @@ class Generation:
             return handle.get(bar.add)
 
     @overload
-    async def agenerate(  # type: ignore[overload-overlap]
+    async def agenerate(
         self,
         prompts: Prompt,
         params: SamplingParams | None = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
+        **options: Unpack[GenerateSettings],
     ) -> Completion: ...
 
     @overload
     async def agenerate(
-        self,
-        prompts: Iterable[Prompt],
-        params: Params = None,
-        *,
-        progress: bool | None = None,
-        request_id: str | None = None,
-        **chat: Unpack[ChatSettings],
+        self, prompts: Iterable[Prompt], params: Params = None, **options: Unpack[GenerateSettings]
     ) -> list[Completion]: ...
 
     async def agenerate(
@@ -139,16 +129,12 @@ class Generation:
         return self._astream(self._single(prompt, params, request_id, chat))
 
     @overload
-    def beam_search(  # type: ignore[overload-overlap]
+    def beam_search(
         self,
         prompts: Prompt,
         beam_width: int | None = None,
         max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Unpack[BeamSettings],
+        **fields: Unpack[BeamSearchSettings],
     ) -> list[Completion]: ...
 
     @overload
@@ -157,11 +143,7 @@ class Generation:
         prompts: Iterable[Prompt],
         beam_width: int | None = None,
         max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Unpack[BeamSettings],
+        **fields: Unpack[BeamSearchSettings],
     ) -> list[list[Completion]]: ...
 
     def beam_search(
@@ -195,16 +177,12 @@ class Generation:
         return self._beam_search(prompts, params, beams, request_id, given).get()
 
     @overload
-    async def abeam_search(  # type: ignore[overload-overlap]
+    async def abeam_search(
         self,
         prompts: Prompt,
         beam_width: int | None = None,
         max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Unpack[BeamSettings],
+        **fields: Unpack[BeamSearchSettings],
     ) -> list[Completion]: ...
 
     @overload
@@ -213,11 +191,7 @@ class Generation:
         prompts: Iterable[Prompt],
         beam_width: int | None = None,
         max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Unpack[BeamSettings],
+        **fields: Unpack[BeamSearchSettings],
     ) -> list[list[Completion]]: ...
 
     async def abeam_search(

@@ -66,7 +66,7 @@ class Runtime(Generation, Hinting):
         config: EngineConfig | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        self.config = _read_config(config, settings)
+        self.config: EngineConfig = _read_config(config, settings)
         runner = self._make_runner(_model_path(model))
         try:
             self._start(runner)
@@ -101,7 +101,8 @@ class Runtime(Generation, Hinting):
     def _use(self, facts: EngineFacts, worker: Worker, wakers: LoopWakers) -> None:
         """Have `worker` do what callers ask for."""
         self.facts = facts
-        self.tokenizer = Tokenizer.load(facts.model_path)
+        self.tokenizer: Tokenizer | None = Tokenizer.load(facts.model_path)
+        self.max_seq_len: int
         self.max_seq_len, limit = sequence_limit(self.config, facts.model, facts.capacity)
         reader = PromptReader(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit)
         self._builder = RequestBuilder(reader, frozenset(facts.model.eos_ids), self.config.seed)

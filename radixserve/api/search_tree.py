@@ -51,9 +51,10 @@ class Node:
 
     def __init__(self, number: int, parent: Node | None, branch: Branch) -> None:
         """`branch` is the node's own; it stands where the thought begins."""
-        self.number, self.parent = number, parent
+        self.number: int = number
+        self.parent: Node | None = parent
         self.tokens: IntArray = branch.tokens
-        self.text = ""
+        self.text: str = ""
         self.completion: Completion | None = None
         self.logprob: float | None = None
         self.score: float | None = None

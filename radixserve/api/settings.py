@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
-from radixserve.request import SamplingParams
+from radixserve.request import BeamParams, SamplingParams
 from radixserve.structured_output import StructuredOutput
 from radixserve.text.chat_options import ChatOptions
 
@@ -25,6 +25,13 @@ class ChatSettings(TypedDict, total=False):
 
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
+
+
+class GenerateSettings(ChatSettings, total=False):
+    """Keywords of `generate`, for its overloads."""
+
+    progress: bool | None
+    request_id: str | None
 
 
 class BeamSettings(TypedDict, total=False):
@@ -50,6 +57,14 @@ class BeamSettings(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     priority: int
     namespace: str
+
+
+class BeamSearchSettings(BeamSettings, total=False):
+    """Keywords of `beam_search`, for its overloads."""
+
+    params: SamplingParams | None
+    beams: BeamParams | None
+    request_id: str | None
 
 
 def chat_options(settings: Mapping[str, Any]) -> ChatOptions:

@@ -8,9 +8,9 @@ the K/V memory performs a sequence's `cow_copies` before the sequence is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
@@ -44,15 +44,30 @@ class CacheSession(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+class Inspection(NamedTuple):
+    """How a cache tells what it holds: the methods of `PrefixCache`, their arguments checked."""
+
+    check: Callable[[], None]
+    count_shared: Callable[[], int]  # published pages that two or more sequences have locked
+    preview: Callable[[int], list[dict[str, Any]]]
+    snapshot: Callable[[SnapshotView], dict[str, Any]]
+    dump: Callable[[int, str | None], dict[str, Any]]
+
+
 class PrefixCache(ABC):
     """Tokens in, the longest cached prefix out; see `RadixCache` for what each call promises."""
 
     def __init__(
-        self, allocator: PageAllocator, owner: PageOwner, watch_registry: WatchRegistry
+        self,
+        allocator: PageAllocator,
+        owner: PageOwner,
+        watch_registry: WatchRegistry,
+        inspection: Inspection,
     ) -> None:
         self._allocator = allocator
         self._owner = owner
         self._watch_registry = watch_registry
+        self._inspection = inspection
 
     @property
     def num_pages(self) -> int:
@@ -130,7 +145,7 @@ class PrefixCache(ABC):
     ) -> CacheSession:
         """A session to pass to `acquire`. Names need not be unique; they are for `stats`."""
 
-    # -- hints: a cache that evicts in one order only has none of these ---------------------------
+    # -- hints; where sessions have no effect they reach nothing, and nothing is demoted ----------
 
     @property
     def keeps_sessions(self) -> bool:
@@ -160,20 +175,24 @@ class PrefixCache(ABC):
 
         Returns the tokens that go first now.
         """
-        raise NotImplementedError
+        del tokens, namespace
+        return 0
 
     def demote_session(self, session: CacheSession) -> int:
         """Close the session; returns the tokens of what it reached that go first now."""
-        raise NotImplementedError
+        session.close()
+        return 0
 
     def held_tokens(self, sessions: Iterable[CacheSession]) -> int:
         """Tokens, in whole pages, from the root to where sequences of these sessions ended; what
         several reach counts once."""
-        raise NotImplementedError
+        del sessions
+        return 0
 
     def session_prefixes(self, session: CacheSession) -> list[tuple[str, IntArray]]:
         """The namespace and tokens of each place where sequences of the session ended last."""
-        raise NotImplementedError
+        del session
+        return []
 
     def evict(self, num_tokens: int) -> int:
         """Free pages for `num_tokens`, rounded up to a page, that no sequence has locked.
@@ -227,7 +246,7 @@ class PrefixCache(ABC):
         recent["hit_rate"] = hit_rate(recent["matched_tokens"], recent["acquired_tokens"])
         return {
             **self.gauges(),
-            "pages_shared": self._num_shared(),
+            "pages_shared": self._inspection.count_shared(),
             "hit_rate": hit_rate(counts["matched_tokens"], counts["acquired_tokens"]),
             "collisions": 0,
             "last_minute": recent,
@@ -259,26 +278,22 @@ class PrefixCache(ABC):
             "evicted_tokens": owner.num_evicted_tokens,
         }
 
-    @abstractmethod
-    def _num_shared(self) -> int:
-        """Published pages that two or more sequences have locked. O(what sequences lock)."""
-
-    @abstractmethod
     def check(self) -> None:
         """Audit every page's owner and every law of the cache; AssertionError names the first
         broken one. O(everything): for tests and debugging."""
+        self._inspection.check()
 
-    @abstractmethod
     def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
         """The nodes or blocks that eviction would take next, the first to go first, if nothing else
-        happened. Changes nothing. O(count). Exact but among leased ones: the eviction of one ends
-        its lease, after which what was above it goes earlier.
+        happened. Changes nothing. O(count), O(unlocked nodes) with policy "arc". Exact but among
+        leased ones: the eviction of one ends its lease, after which what was above it goes earlier.
 
         {"namespace", "start", "tokens", "num_tokens", "num_pages", "idle_s", "reason"} each; idle_s
         is the time since its last use ended, as in `dump`.
         """
+        self._allocator.note_time()
+        return self._inspection.preview(check_int("count", count, 0))
 
-    @abstractmethod
     def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
         """The cached prefixes as nested dicts, breadth first up to `max_nodes` nodes; those of one
         namespace where it is given.
@@ -297,8 +312,8 @@ class PrefixCache(ABC):
         fragmentation  {"pages" in use, "slots" in them, "unused_slots": slots without a token,
                     "unused_share"} of the whole cache, truncated or not. O(nodes)
         """
+        return self._inspection.dump(check_int("max_nodes", max_nodes, 0), namespace)
 
-    @abstractmethod
     def snapshot(self, view: SnapshotView) -> dict[str, Any]:
         """A bounded view of a cache that is in use. Changes nothing.
 
@@ -315,3 +330,5 @@ class PrefixCache(ABC):
 
         The cost does not grow with the tree, but for O(pages) in numpy.
         """
+        self._allocator.note_time()
+        return self._inspection.snapshot(view)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -10,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.arrays import IntArray
+from radixserve.arrays import IntArray, pack_int32
 from radixserve.errors import InvalidRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -32,13 +31,8 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
     if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
         return cast(IntArray, tokens)
     if (type(tokens) is list or type(tokens) is tuple) and tokens and type(tokens[0]) is int:
-        packed: IntArray = np.empty(len(tokens), np.int32)
-        data = as_view(packed)
-        try:
-            struct.Struct(f"{len(tokens)}i").pack_into(data, 0, *tokens)
-        except (struct.error, TypeError):
-            pass  # not integers, or too large: numpy tells which
-        else:
+        packed = pack_int32(tokens)
+        if packed is not None:  # else numpy tells what is wrong
             check_not_negative(packed.tobytes())
             return packed
     try:

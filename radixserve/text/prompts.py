@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.arrays import IntArray
+from radixserve.arrays import IntArray, pack_int32
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.text.chat_options import ChatOptions
@@ -156,7 +156,13 @@ def _as_array(ids: object) -> NDArray[np.integer[Any]] | None:
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise InvalidRequest(f"token ids must be a flat array of integers, got {ids!r}")
         return ids
-    if not isinstance(ids, list | tuple) or not all(map(is_token_id, ids)):
+    if not isinstance(ids, list | tuple):
+        return None
+    packed = pack_int32(ids)
+    if packed is not None:  # a bool packs as 0 or 1
+        small = np.flatnonzero(packed.view(np.uint32) <= 1)
+        return packed if all(is_token_id(ids[at]) for at in small) else None
+    if not all(map(is_token_id, ids)):
         return None
     try:
         return np.asarray(ids, np.int64)

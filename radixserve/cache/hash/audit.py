@@ -171,7 +171,7 @@ def _last_uses(pool: BlockPool) -> Iterator[tuple[Block, float]]:
 def dump_blocks(
     allocator: PageAllocator, pool: BlockPool, max_nodes: int, only: str | None
 ) -> dict[str, Any]:
-    """See `HashBlockCache.dump`."""
+    """See `PrefixCache.dump`: the findable blocks, each below the one before it."""
     sequences = _sequences(allocator)
     users = Counter(id(b) for sequence in sequences for b in sequence._blocks)
     last_uses = {id(block): last_use for block, last_use in _last_uses(pool)}

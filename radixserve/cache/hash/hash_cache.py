@@ -10,6 +10,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -21,9 +22,8 @@ from radixserve.cache.hash.block_pool import BlockPool, stored
 from radixserve.cache.hash.prefix_watch import HashPrefixWatch
 from radixserve.cache.hash.sequence import HashSequence
 from radixserve.cache.hash.snapshot import snapshot_blocks
-from radixserve.cache.interface import CacheSession, PrefixCache
+from radixserve.cache.interface import CacheSession, Inspection, PrefixCache
 from radixserve.cache.page_pool import PageAllocator, PagePool
-from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids
 from radixserve.checks import check_float, check_int, check_str, shown
 from radixserve.errors import InvalidRequest
@@ -92,12 +92,16 @@ class HashBlockCache(PrefixCache):
         num_pages = check_int("num_pages", num_pages, 1, 2**31 - 1)
         block_size = check_int("block_size", block_size, 1)
         pages = PagePool(num_pages)
-        self._pool = BlockPool(pages, block_size, make_digest(hash_algorithm))
-        super().__init__(
-            PageAllocator(pages, block_size, self._pool, clock),
-            self._pool,
-            self._pool.watch_registry,
+        self._pool = pool = BlockPool(pages, block_size, make_digest(hash_algorithm))
+        allocator = PageAllocator(pages, block_size, pool, clock)
+        inspection = Inspection(
+            partial(check_blocks, allocator, pool),
+            partial(count_shared, allocator),
+            partial(preview_blocks, pool),
+            partial(snapshot_blocks, allocator, pool),
+            partial(dump_blocks, allocator, pool),
         )
+        super().__init__(allocator, pool, pool.watch_registry, inspection)
         self._sessions: set[HashSession] = set()  # open ones
 
     def lookup(
@@ -228,23 +232,3 @@ class HashBlockCache(PrefixCache):
             "nodes": sum(len(namespace.blocks) for namespace in namespaces.values()),
             "sessions": len(self._sessions),
         }
-
-    def _num_shared(self) -> int:
-        return count_shared(self._allocator)
-
-    def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
-        self._allocator.note_time()
-        return preview_blocks(self._pool, check_int("count", count, 0))
-
-    def snapshot(self, view: SnapshotView) -> dict[str, Any]:
-        """See `PrefixCache.snapshot`."""
-        self._allocator.note_time()
-        return snapshot_blocks(self._allocator, self._pool, view)
-
-    def check(self) -> None:
-        check_blocks(self._allocator, self._pool)
-
-    def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
-        """The findable blocks, each below the one before it; see `PrefixCache.dump`."""
-        check_int("max_nodes", max_nodes, 0)
-        return dump_blocks(self._allocator, self._pool, max_nodes, namespace)

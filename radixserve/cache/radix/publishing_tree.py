@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 from radixserve.cache.events import ROOT, Cut, Dropped, EventLog, Grown, Reset, Split, Stored
 from radixserve.cache.radix.child_index import closest_child
@@ -19,18 +19,8 @@ class PublishingTree(RadixTree):
 
     events: EventLog
 
-    def attach(
-        self,
-        parent: Node,
-        start: int,
-        key: bytes,
-        tokens: bytearray,
-        pages: array[int],
-        *,
-        held: Node,
-        is_public: bool,
-    ) -> Node:
-        leaf = super().attach(parent, start, key, tokens, pages, held=held, is_public=is_public)
+    def attach(self, *args: Any, **named: Any) -> Node:
+        leaf = super().attach(*args, **named)
         if not leaf.namespace.is_dead:
             self.events.add(_stored(leaf))
         return leaf

@@ -10,11 +10,12 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
-from radixserve.cache.interface import CacheSession, PrefixCache
+from radixserve.cache.interface import CacheSession, Inspection, PrefixCache
 from radixserve.cache.page_pool import PageAllocator, PagePool
 from radixserve.cache.radix.audit import (
     check_tree,
@@ -38,7 +39,6 @@ from radixserve.cache.radix.session_eviction import SessionAwareEviction
 from radixserve.cache.radix.snapshot import snapshot_tree
 from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.sequence import PageCopy
-from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.state_pool import StateCopy
 from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
@@ -95,11 +95,15 @@ class RadixCache(PrefixCache):
             self._tree = CheckpointTree(pool, page_size, order, self._checkpoints)
         else:
             self._tree = RadixTree(pool, page_size, order)
-        super().__init__(
-            PageAllocator(pool, page_size, self._tree, clock),
-            self._tree,
-            self._tree.watch_registry,
+        tree, allocator = self._tree, PageAllocator(pool, page_size, self._tree, clock)
+        inspection = Inspection(
+            partial(check_tree, allocator, tree),
+            partial(count_shared, allocator),
+            partial(preview_tree, tree),
+            partial(snapshot_tree, allocator, tree),
+            partial(dump_tree, allocator, tree),
         )
+        super().__init__(allocator, tree, tree.watch_registry, inspection)
         self._max_leased = int(num_pages * share)
         self._clock = clock
         self._reuse = reuse
@@ -346,26 +350,6 @@ class RadixCache(PrefixCache):
         found["pages_tree"] -= num_dead
         found["pages_cached"] -= num_dead
         return {**found, "nodes": self._tree.num_nodes}
-
-    def _num_shared(self) -> int:
-        return count_shared(self._allocator)
-
-    def eviction_preview(self, count: int = 10) -> list[dict[str, Any]]:
-        """See `PrefixCache.eviction_preview`. Policy "arc" costs O(unlocked nodes)."""
-        self._allocator.note_time()
-        return preview_tree(self._tree, check_int("count", count, 0))
-
-    def snapshot(self, view: SnapshotView) -> dict[str, Any]:
-        """See `PrefixCache.snapshot`. O(pages) in numpy, and O(what is shown + locked nodes)."""
-        self._allocator.note_time()
-        return snapshot_tree(self._allocator, self._tree, view)
-
-    def check(self) -> None:
-        check_tree(self._allocator, self._tree)
-
-    def dump(self, max_nodes: int = 10_000, namespace: str | None = None) -> dict[str, Any]:
-        check_int("max_nodes", max_nodes, 0)
-        return dump_tree(self._allocator, self._tree, max_nodes, namespace)
 
 
 def path_pages(node: Node, count: int) -> array[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from radixserve.server.tool_parsers.calls import Call, JsonEnd, Piece, held_len
@@ -14,7 +15,7 @@ class Read(NamedTuple):
     calls: tuple[Call, ...] = ()
 
 
-class MarkedParser:
+class MarkedParser(ABC):
     """A subclass says what follows the mark. Text that is no call is returned with its mark, and
     what comes after it is looked at anew: nothing is read twice."""
 
@@ -37,9 +38,9 @@ class MarkedParser:
         text, self._text = self._text, ""
         return [*found, text] if text else found
 
+    @abstractmethod
     def _read(self, inner: str, *, has_mark: bool, is_last: bool) -> Read | None:
         """What `inner`, the text after the mark, begins with; None where more of it is needed."""
-        raise NotImplementedError
 
     def _find_end(self, inner: str, start: int) -> int | None:
         """Where the JSON object or array at `start` ends; None where that has not come."""
