@@ -63,11 +63,14 @@ class PagePool:
         Raises OutOfPages, and takes none, where not as many are free. O(count).
         """
         runs, first = self._runs, page + 1
-        if count == 1 and (end := runs.pop(first, 0)):  # the usual case
-            self._num_kept -= 1
-            if first + 1 < end:
-                runs[first + 1] = end
-            return (first,)
+        if count == 1:  # the usual case
+            if end := runs.pop(first, 0):
+                self._num_kept -= 1
+                if first + 1 < end:
+                    runs[first + 1] = end
+                return (first,)
+            if self._free and not self._may_begin_run():
+                return (self._free.pop(),)
         if count > len(self._free) + self._num_kept:
             return self.allocate(count)
         taken = array("i")
@@ -118,11 +121,16 @@ class PagePool:
         kept = [np.arange(*run, dtype=np.int32) for run in self._runs.items()]
         return np.concatenate((np.array(self._free, np.int32), *kept))
 
+    def _may_begin_run(self) -> bool:
+        """Whether the pages on top may be consecutive."""
+        free = self._free
+        return len(free) >= RUN_PAGES and abs(free[-RUN_PAGES] - free[-1]) == RUN_PAGES - 1
+
     def _begin_run(self) -> tuple[int, int] | None:
         """Put the pages on top aside, if they are consecutive: first and end."""
-        top = self._free[-RUN_PAGES:]
-        if len(top) < RUN_PAGES or abs(top[0] - top[-1]) != RUN_PAGES - 1:
+        if not self._may_begin_run():
             return None
+        top = self._free[-RUN_PAGES:]
         first = min(top[0], top[-1])
         run = range(first, first + RUN_PAGES)
         if top != array("i", run if top[0] == first else reversed(run)):
