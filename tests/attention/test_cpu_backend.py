@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from radixserve.attention import cpu as cpu_backend
+from radixserve.attention.base import PLAIN, AttentionFeatures
 from radixserve.attention.cpu import CpuBackend, plan_step
 from radixserve.errors import ModelNotSupported
 from radixserve.runner.input_batch import build_forward_batch
@@ -19,7 +20,7 @@ from tests.attention.conftest import Make
 from tests.attention.test_backends import BOTH, check
 
 KEYS = [1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385]
-# a block has 192, or 128 where they are not packed
+# a block has 192
 QUERIES = [1, 2, 11, 12, 13, 63, 64, 65, 95, 96, 97, 191, 192, 193, 255, 256, 257]
 # a task has up to 1,024 rows: 256 queries of 4 heads
 
@@ -136,6 +137,33 @@ def test_a_row_does_not_depend_on_others(name: str, dtype: torch.dtype, make_cpu
         case.batch = build_forward_batch((row,), 2, CPU)
         case.q, case.k, case.v = q[first:end], k[first:end], v[first:end]
         assert torch.equal(run(make_cpu(case.kv.clone(), 6), case), together[first:end])
+
+
+@pytest.mark.parametrize("features", [PLAIN, AttentionFeatures(sliding_window=150)])
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(("group", "dim"), [(1, 16), (3, 64), (4, 96), (6, 32), (8, 128)])
+def test_a_chunk_has_the_bits_of_its_parts(
+    group: int,
+    dim: int,
+    dtype: torch.dtype,
+    features: AttentionFeatures,
+    make_cpu: Make,
+    cpu_level: str,
+) -> None:
+    """Keys are packed for many rows and read as they lie for few."""
+    if cpu_level == "amx" and dtype == torch.bfloat16:
+        pytest.skip("tiles sum in an order of their own")
+    shape = {"heads": 2 * group, "kv_heads": 2, "dim": dim, "dtype": dtype}
+    case = Case([(350, 60)], 3, **shape)
+    backend = make_cpu(case.kv.clone(), 2 * group)
+    whole = run(backend, case, features=features)
+    assert whole.isfinite().all()
+    for first, count in ((0, 1), (33, 1), (34, 2), (36, 3), (57, 2), (59, 1)):
+        part = Case([(350 + first, count)], 3, **shape)
+        part.rows[0].page_ids[:] = case.rows[0].page_ids[: len(part.rows[0].page_ids)]
+        part.batch = build_forward_batch(part.rows, 3, CPU)
+        part.q, part.k, part.v = (x[first : first + count] for x in (case.q, case.k, case.v))
+        assert torch.equal(run(backend, part, features=features), whole[first : first + count])
 
 
 @pytest.mark.usefixtures("always_share")

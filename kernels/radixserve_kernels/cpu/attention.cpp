@@ -40,7 +40,7 @@ void Attention<T, A>::attend(const PagedKv<T> &kv, const Task &task, const Task 
     const int64_t first = first_seen ? find_first_seen(task, tokens, first_seen) : 0;
     const TaskState<T> state{task, group, rows, depth, width, seen, end, first, first_seen, causal, begins, all};
     for (int64_t head = 0; head < task.num_heads; head++) load_state(state, head, tokens);
-    read_keys(kv, state, next, !packs_always && is_direct<T>(num_queries * group, dim), scratch);
+    read_keys(kv, state, next, is_direct<T>(num_queries * group, dim, exact), scratch);
     for (int64_t head = 0; head < task.num_heads; head++) store_state(state, head, tokens);
 }
 

@@ -10,8 +10,8 @@ template <class T, class A> class Attention {
   public:
     Attention(const Plan &plan, const Heads &heads) : plan(plan), jobs(plan.jobs), heads(heads) {}
 
-    // The bits of a row then do not depend on the number of rows that are computed with it.
-    bool packs_always = false;
+    // The bits of a row then do not depend on the number of rows that are computed with it, not even with AMX.
+    bool exact = false;
 
     // Nanoseconds of one thread for a layer.
     double work() const { return price(4.0 * plan.key_rows * heads.dim, 0); }

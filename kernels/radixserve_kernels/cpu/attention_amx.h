@@ -46,27 +46,6 @@ inline int make_tiles(const bf16 *from, const int64_t *offsets, int64_t count, i
     return 2;
 }
 
-// Prefetches the keys or values that are read next, in the order in which they lie, so that the processor's
-// own prefetcher follows; as many lines with each tile as a tile has.
-class RowPrefetcher {
-  public:
-    // `count` rows of `size` elements, at from + places[...].
-    RowPrefetcher(const bf16 *from, const int64_t *offsets, int64_t count, int64_t size)
-        : from((const char *)from), offsets(offsets), end(offsets + count), bytes(size * 2) {}
-    void fetch() {
-        for (int lines = TILE_KEYS; lines && offsets < end; lines--) {
-            __builtin_prefetch(from + *offsets * 2 + at, 0, 2);
-            at += 64;
-            if (at == bytes) at = 0, offsets++;
-        }
-    }
-
-  private:
-    const char *from;
-    const int64_t *offsets, *end;
-    int64_t bytes, at = 0;
-};
-
 // Queries [rows][depth] as the lower matrix of a product: [dim / 32][16 pairs of features][rows][2].
 inline void pack_query_pairs(const bf16 *queries, int64_t depth, int64_t rows, int64_t dim, bf16 *pairs) {
     for (int64_t d = 0; d < dim; d += 2, pairs += 2 * rows)
@@ -81,16 +60,16 @@ inline void configure_qk(int rows) {
 // Scores of one or two tiles of keys for the rows of a head: [16 or 32][rows].
 template <bool TWO>
 inline void qk_tiles(const bf16 *pairs, int64_t rows, const KeyTile *keys, int64_t at, int64_t dim,
-                        float *scores, RowPrefetcher &prefetcher) {
+                        float *scores, RowPrefetcher<bf16> &prefetcher) {
     _tile_zero(0);
     if (TWO) _tile_zero(1);
     for (int64_t d = at; d < at + dim; d += 32, pairs += 32 * rows) {
-        prefetcher.fetch();
+        prefetcher.fetch(TILE_KEYS);
         _tile_loadd(2, keys[0].first + d, keys[0].stride * 2);
         _tile_loadd(4, pairs, rows * 4);
         _tile_dpbf16ps(0, 2, 4);
         if (!TWO) continue;
-        prefetcher.fetch();
+        prefetcher.fetch(TILE_KEYS);
         _tile_loadd(3, keys[1].first + d, keys[1].stride * 2);
         _tile_dpbf16ps(1, 3, 4);
     }
@@ -115,7 +94,7 @@ inline void configure_pv(int rows) {
 // first. Weights: [tile][even, odd][rows][16].
 template <bool TWO>
 inline void pv_tiles(const uint32_t *weights, int64_t rows, const KeyTile *values, int64_t at, int64_t dim,
-                      float *acc, int64_t width, RowPrefetcher &prefetcher) {
+                      float *acc, int64_t width, RowPrefetcher<bf16> &prefetcher) {
     const int64_t size = rows * TILE_KEYS;
     _tile_loadd(2, weights, 64);
     _tile_loadd(3, weights + size, 64);
@@ -126,12 +105,12 @@ inline void pv_tiles(const uint32_t *weights, int64_t rows, const KeyTile *value
     for (int64_t d = 0; d < dim; d += 32, acc += 32) {
         _tile_loadd(0, acc, width * 4);
         _tile_loadd(1, acc + 16, width * 4);
-        prefetcher.fetch();
+        prefetcher.fetch(TILE_KEYS);
         _tile_loadd(6, values[0].first + at + d, values[0].stride * 2);
         _tile_dpbf16ps(0, 2, 6);
         _tile_dpbf16ps(1, 3, 6);
         if (TWO) {
-            prefetcher.fetch();
+            prefetcher.fetch(TILE_KEYS);
             _tile_loadd(7, values[1].first + at + d, values[1].stride * 2);
             _tile_dpbf16ps(0, 4, 7);
             _tile_dpbf16ps(1, 5, 7);
@@ -161,7 +140,7 @@ inline void merge_even_odd(float *acc, int64_t dim) {
     reorder(acc, dim, first, _mm512_add_epi32(first, _mm512_set1_epi32(8)));
 }
 
-// Scores of a block for all heads and rows of a task, [heads][rows][DIRECT_KEYS].
+// Scores of a block for all heads and rows of a task, [heads][rows][KEYS].
 inline void qk_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const int64_t *offsets, int64_t count,
                    const bf16 *pairs, float *scores, ThreadScratch &scratch) {
     const int64_t rows = state.rows, num_heads = state.task.num_heads, dim = kv.heads.dim, size = num_heads * dim;
@@ -170,8 +149,8 @@ inline void qk_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const 
     configure_qk(int(rows));
     for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
         const int64_t done = min(j + 2 * TILE_KEYS, count);
-        RowPrefetcher prefetcher(kv.k, offsets + done, count - done, size);
-        if (done == count) prefetcher = RowPrefetcher(kv.v, offsets, count, size);
+        RowPrefetcher<bf16> prefetcher(kv.k, offsets + done, count - done, size);
+        if (done == count) prefetcher = RowPrefetcher<bf16>(kv.v, offsets, count, size);
         KeyTile tiles[2];
         const int number = make_tiles(kv.k, offsets + j, count - j, size, copies, tiles);
         for (int64_t head = 0; head < num_heads; head++) {
@@ -187,8 +166,8 @@ inline void qk_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const 
                 const uint32_t *lines[TILE_KEYS];
                 for (int key = 0; key < TILE_KEYS; key++)
                     lines[key] = (const uint32_t *)(untransposed + ((head * 2 + i) * TILE_KEYS + key) * rows);
-                transpose_16(lines, 0, (uint32_t *)(scores + head * rows * DIRECT_KEYS + j + i * TILE_KEYS),
-                             DIRECT_KEYS, int(round_up(rows, 4)));
+                transpose_16(lines, 0, (uint32_t *)(scores + head * rows * KEYS + j + i * TILE_KEYS),
+                             KEYS, int(round_up(rows, 4)));
             }
     }
 }
@@ -202,12 +181,12 @@ inline void pv_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, const 
     configure_pv(int(rows));
     for (int64_t j = 0; j < count; j += 2 * TILE_KEYS) {
         const int64_t done = min(j + 2 * TILE_KEYS, count);
-        RowPrefetcher prefetcher(kv.v, offsets + done, count - done, size);
-        if (done == count) prefetcher = RowPrefetcher(kv.k, later, num_later, size);
+        RowPrefetcher<bf16> prefetcher(kv.v, offsets + done, count - done, size);
+        if (done == count) prefetcher = RowPrefetcher<bf16>(kv.k, later, num_later, size);
         KeyTile tiles[2];
         const int number = make_tiles(kv.v, offsets + j, count - j, size, copies, tiles);
         for (int64_t head = 0; head < num_heads; head++) {
-            const uint32_t *weights = expanded + (head * DIRECT_KEYS + j) * 2 * rows;
+            const uint32_t *weights = expanded + (head * KEYS + j) * 2 * rows;
             float *acc = state.head(head).acc;
             if (number == 2)
                 pv_tiles<true>(weights, rows, tiles, head * dim, dim, acc, state.width, prefetcher);
@@ -223,9 +202,9 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
     const int64_t num_heads = task.num_heads, rows = state.rows, dim = kv.heads.dim, size = num_heads * dim;
     bf16 *pairs = scratch.pairs.get<bf16>(size * rows);
     // Three spare rows: qk_amx writes rows by fours, each over the surplus of the ones before it.
-    float *scores = scratch.scores.get<float>((num_heads * rows + 3) * DIRECT_KEYS);
-    bf16 *weights = scratch.weights.get<bf16>(DIRECT_KEYS);
-    const int64_t expanded_size = DIRECT_KEYS * 2 * rows;
+    float *scores = scratch.scores.get<float>((num_heads * rows + 3) * KEYS);
+    bf16 *weights = scratch.weights.get<bf16>(KEYS);
+    const int64_t expanded_size = KEYS * 2 * rows;
     uint32_t *expanded = scratch.expanded.get<uint32_t>(num_heads * expanded_size);
     for (int64_t head = 0; head < num_heads; head++) {
         const HeadState<bf16> part = state.head(head);
@@ -236,20 +215,20 @@ inline void attend_amx(const PagedKv<bf16> &kv, const TaskState<bf16> &state, co
             split_even_odd(acc, dim);
         }
     }
-    int64_t offsets_of[2][DIRECT_KEYS];  // of a block and of the next one
-    const int64_t first = state.first_block(DIRECT_KEYS);
-    int64_t *begin = offsets_of[first / DIRECT_KEYS % 2];
+    int64_t offsets_of[2][KEYS];  // of a block and of the next one
+    const int64_t first = state.first_block(KEYS);
+    int64_t *begin = offsets_of[first / KEYS % 2];
     int64_t count = first < state.end ? kv.key_offsets(task, first, state.end, begin) : 0, num_later = 0;
-    for (int64_t from = first; from < state.end; from += DIRECT_KEYS, count = num_later) {
-        const int64_t *offsets = offsets_of[from / DIRECT_KEYS % 2];
-        int64_t *later = offsets_of[(from / DIRECT_KEYS + 1) % 2];
+    for (int64_t from = first; from < state.end; from += KEYS, count = num_later) {
+        const int64_t *offsets = offsets_of[from / KEYS % 2];
+        int64_t *later = offsets_of[(from / KEYS + 1) % 2];
         qk_amx(kv, state, offsets, count, pairs, scores, scratch);
         num_later = kv.next_offsets(state, from, next, later);
         for (int64_t head = 0; head < num_heads; head++) {
             const HeadState<bf16> part = state.head(head);
             for (int64_t row = 0; row < rows; row++) {
                 kv.softmax_row(state, row, from, count, padded_depth<bf16>(count),
-                               scores + (head * rows + row) * DIRECT_KEYS, weights, part.row_max[row],
+                               scores + (head * rows + row) * KEYS, weights, part.row_max[row],
                                part.sums + row * LANES, part.acc + row * state.width, state.width);
                 uint32_t *to = expanded + head * expanded_size + row * TILE_KEYS;
                 for (int64_t j = 0; j < count; j += TILE_KEYS, to += 2 * rows * TILE_KEYS)

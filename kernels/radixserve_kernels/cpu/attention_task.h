@@ -5,8 +5,7 @@
 #include "attention_plan.h"
 #include "gemm.h"
 
-constexpr int KEYS = 192;         // of a block that is packed
-constexpr int DIRECT_KEYS = 128;  // keys of a block that is read without packing
+constexpr int KEYS = 192;  // of a block
 constexpr float LOWEST = -3.0e38f;
 constexpr float HIDDEN = -1.0e30f;  // a score outside of a window: no exponent of it overflows
 constexpr float LOG2_E = 1.44269504f;
@@ -72,11 +71,11 @@ template <class T> struct PagedKv {
         return (slot * heads.num_kv_heads + task.first_head) * heads.dim;
     }
 
-    // key_offset of the keys [first, end), at most DIRECT_KEYS. Returns their number.
+    // key_offset of the keys [first, end), at most KEYS. Returns their number.
     int64_t key_offsets(const Task &task, int64_t first, int64_t end, int64_t *offsets) const {
         const int32_t *pages = plan.jobs.page_ids + plan.jobs.first_page[task.job];
         const int64_t size = plan.jobs.page_size, step = heads.num_kv_heads * heads.dim;
-        const int64_t count = min<int64_t>(end - first, DIRECT_KEYS), head = task.first_head * heads.dim;
+        const int64_t count = min<int64_t>(end - first, KEYS), head = task.first_head * heads.dim;
         int64_t page = first / size, offset = first % size;
         for (int64_t j = 0; j < count; page++, offset = 0)
             for (; offset < size && j < count; offset++, j++)
@@ -87,8 +86,8 @@ template <class T> struct PagedKv {
     // key_offsets of the block that is likely to be read after the one at `from`: of the same task, or the
     // first block of `next`.
     int64_t next_offsets(const TaskState<T> &state, int64_t from, const Task *next, int64_t *offsets) const {
-        if (from + DIRECT_KEYS < state.end)
-            return key_offsets(state.task, from + DIRECT_KEYS, state.end, offsets);
+        if (from + KEYS < state.end)
+            return key_offsets(state.task, from + KEYS, state.end, offsets);
         if (next && next->num_heads == state.task.num_heads)
             return key_offsets(*next, 0, plan.jobs.num_keys[next->job], offsets);
         return 0;

@@ -43,7 +43,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         const int64_t q = shape.num_heads * dim, qkv = q + 2 * shape.num_kv_heads * dim;
         const Heads heads{shape.num_heads, shape.num_kv_heads, dim, shape.attention_scale};
         Attention<T, A> attention(plan, heads);
-        attention.packs_always = this->is_quantized;
+        attention.exact = this->is_quantized;
         attention.prepare(scratches, state_scratch);
         residual_stride = row_size<float>(shape.hidden), hidden_stride = row_size<A>(shape.hidden);
         qkv_stride = row_size<float>(qkv), q_stride = row_size<A>(q), inner_stride = row_size<A>(shape.intermediate);

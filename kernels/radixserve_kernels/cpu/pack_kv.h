@@ -3,42 +3,45 @@
 
 #include "panels.h"
 
+// words[i] holds the word `at + i` of each of LANES keys, in words of 32 bits.
+inline void transpose_words(const uint32_t *const *keys, int64_t at, uvec (&words)[4]) {
+#if defined(__AVX512F__)
+    __m512 rows[4];  // keys i, i + 4, i + 8, i + 12
+    for (int i = 0; i < 4; i++) {
+        rows[i] = _mm512_castps128_ps512(_mm_loadu_ps((const float *)keys[i] + at));
+        rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps((const float *)keys[i + 4] + at), 1);
+        rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps((const float *)keys[i + 8] + at), 2);
+        rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps((const float *)keys[i + 12] + at), 3);
+    }
+    const __m512d low = (__m512d)_mm512_unpacklo_ps(rows[0], rows[1]), low2 = (__m512d)_mm512_unpacklo_ps(rows[2], rows[3]);
+    const __m512d high = (__m512d)_mm512_unpackhi_ps(rows[0], rows[1]), high2 = (__m512d)_mm512_unpackhi_ps(rows[2], rows[3]);
+    words[0] = (uvec)_mm512_unpacklo_pd(low, low2), words[1] = (uvec)_mm512_unpackhi_pd(low, low2);
+    words[2] = (uvec)_mm512_unpacklo_pd(high, high2), words[3] = (uvec)_mm512_unpackhi_pd(high, high2);
+#elif defined(__AVX__)
+    __m256 rows[4];  // keys i, i + 4
+    for (int i = 0; i < 4; i++) {
+        rows[i] = _mm256_castps128_ps256(_mm_loadu_ps((const float *)keys[i] + at));
+        rows[i] = _mm256_insertf128_ps(rows[i], _mm_loadu_ps((const float *)keys[i + 4] + at), 1);
+    }
+    const __m256d low = (__m256d)_mm256_unpacklo_ps(rows[0], rows[1]), low2 = (__m256d)_mm256_unpacklo_ps(rows[2], rows[3]);
+    const __m256d high = (__m256d)_mm256_unpackhi_ps(rows[0], rows[1]), high2 = (__m256d)_mm256_unpackhi_ps(rows[2], rows[3]);
+    words[0] = (uvec)_mm256_unpacklo_pd(low, low2), words[1] = (uvec)_mm256_unpackhi_pd(low, low2);
+    words[2] = (uvec)_mm256_unpacklo_pd(high, high2), words[3] = (uvec)_mm256_unpackhi_pd(high, high2);
+#else
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < LANES; j++) words[i][j] = keys[j][at + i];
+#endif
+}
+
 // to[c * stride + r] = rows[r][column + c] for 16 rows and some columns of 32 bits, a multiple of four.
 inline void transpose_16(const uint32_t *const *rows, int64_t column, uint32_t *to, int64_t stride,
                          int columns = 16) {
-#if defined(__AVX512F__)
-    for (int c = 0; c < columns; c += 4) {
-        __m512 lanes[4];  // row i, i + 4, i + 8, i + 12
-        for (int i = 0; i < 4; i++) {
-            const float *from[4];
-            for (int j = 0; j < 4; j++)
-                from[j] = reinterpret_cast<const float *>(rows[i + 4 * j] + column + c);
-            __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(from[0]));
-            x = _mm512_insertf32x4(x, _mm_loadu_ps(from[1]), 1);
-            x = _mm512_insertf32x4(x, _mm_loadu_ps(from[2]), 2);
-            lanes[i] = _mm512_insertf32x4(x, _mm_loadu_ps(from[3]), 3);
+    for (int c = 0; c < columns; c += 4)
+        for (int r = 0; r < 16; r += LANES) {
+            uvec words[4];
+            transpose_words(rows + r, column + c, words);
+            for (int i = 0; i < 4; i++) memcpy(to + (c + i) * stride + r, &words[i], sizeof words[i]);
         }
-        __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(lanes[0], lanes[1]));
-        __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(lanes[0], lanes[1]));
-        __m512d d = _mm512_castps_pd(_mm512_unpacklo_ps(lanes[2], lanes[3]));
-        __m512d e = _mm512_castps_pd(_mm512_unpackhi_ps(lanes[2], lanes[3]));
-        _mm512_storeu_pd(to + c * stride, _mm512_unpacklo_pd(a, d));
-        _mm512_storeu_pd(to + (c + 1) * stride, _mm512_unpackhi_pd(a, d));
-        _mm512_storeu_pd(to + (c + 2) * stride, _mm512_unpacklo_pd(b, e));
-        _mm512_storeu_pd(to + (c + 3) * stride, _mm512_unpackhi_pd(b, e));
-    }
-#elif defined(__AVX__)
-    for (int r = 0; r < 16; r += 4)
-        for (int c = 0; c < columns; c += 4) {
-            __m128 x[4];
-            for (int i = 0; i < 4; i++) x[i] = _mm_loadu_ps(reinterpret_cast<const float *>(rows[r + i] + column + c));
-            _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
-            for (int i = 0; i < 4; i++) _mm_storeu_ps(reinterpret_cast<float *>(to + (c + i) * stride + r), x[i]);
-        }
-#else
-    for (int r = 0; r < 16; r++)
-        for (int c = 0; c < columns; c++) to[c * stride + r] = rows[r][column + c];
-#endif
 }
 
 // Keys, each [dim], to panels of PANEL keys: depth padded_depth(dim), zeros after dim.
