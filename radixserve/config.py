@@ -76,15 +76,16 @@ class EngineConfig(StrictFields):
                         as many processes
     page_size           tokens a KV page; default: 1, with cache "hash" 16, the size of a block
     num_pages           pages in the pool, or
-    kv_cache_memory     bytes for the pool, "512MB" works; neither: a share of free memory
-                        (on a CPU it becomes resident as it is filled)
+    kv_cache_memory     bytes for the pool, recurrent states included, "512MB" works; neither: a
+                        share of free memory (on a CPU it becomes resident as it is filled)
     gpu_memory_utilization  on CUDA the share of the card's memory that weights, activations and
                         pool take together, where the pool's size is not given
     chunked_prefill_size  prefill tokens a step, over all requests
     max_running_requests  requests that run at the same time
     max_seq_len         longest prompt + output; default: what the model and the pool allow
     num_states          recurrent states of models that have such layers, for running requests and
-                        for checkpoints in the tree; default: a share of free memory
+                        for checkpoints in the tree; default: a share of free memory or of
+                        kv_cache_memory
     checkpoint_interval  tokens from one kept state of a sequence to the next
     cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
                         "off" to reuse nothing

@@ -288,9 +288,11 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
     if not is_loaded:
         return {**lines, "KV": f"{format_bytes(each)} a token"}
     pool = f"{format_bytes(model['pool_bytes'])}: {model['pool_tokens']:,} tokens of "
+    states = model["states_bytes"]
     return {
         **lines,
         "KV pool": pool + format_bytes(each),
+        **({"states": format_bytes(states)} if states else {}),
         "page size": str(model["page_size"]),
         "runs on": _where(model),
     }

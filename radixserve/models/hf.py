@@ -12,6 +12,7 @@ probe missed. recurrent.py runs the layers that keep a state instead of keys and
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -44,11 +45,11 @@ from radixserve.models.weights import (
     warn_of_broken_weights,
 )
 
+logger = logging.getLogger("radixserve")
 ATTENTION_NAME = "radixserve"  # in transformers' registry of attention functions
 NUM_CHECKED = 13  # tokens of the comparison with eager attention
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}  # of the logits' norm
 UNPLACED_ROPE = ("dynamic", "longrope")  # depend on the longest sequence in the batch
-INEXACT = ("nemotron_h",)  # model types whose recurrent layers do not go on exactly
 
 
 class _Slot:
@@ -185,6 +186,8 @@ def _load_checked(
     is_current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), is_current:
         _compare_with_eager(wrapped, model, device)
+    if slot.mixers.is_stepwise:
+        logger.warning("%s: tokens after the first chunk run one by one", architecture)
     return wrapped
 
 
@@ -208,10 +211,6 @@ def _check_fields(name: str, config: Any) -> None:
         "attn_temperature_tuning": "queries scaled by their place in the batch",
     }
     config = config.get_text_config()
-    if config.model_type in INEXACT:
-        raise ModelNotSupported(
-            f"{name}: chunks that go on from a state differ from the whole by more than rounding"
-        )
     for field, reason in reasons.items():
         if getattr(config, field, None):
             raise ModelNotSupported(f"{name} needs {reason}")

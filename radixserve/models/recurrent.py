@@ -8,6 +8,7 @@ tokens between. `RowState` is that object; `Mixer` replaces the mixer's `forward
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from radixserve.models.base import StateShape
 
 CONV, RECURRENT = "conv", "recurrent"
 _CALLS = "update_conv_state(", "update_recurrent_state("  # of a mixer to its cache
+_STATELESS_SCAN = "mamba_selective_scan("  # Mamba-1's, which takes no state to begin with
 _CACHE_NAMES = "cache_params", "past_key_values"  # of its argument
 
 
@@ -78,7 +80,10 @@ class Mixers:
         self.found: dict[int, list[StateShape]] | None = None  # by layer, while the model is probed
         self.places: dict[int, list[tuple[tuple[str, int], int]]] = {}  # by layer: kind and index,
         # and the place among RecurrentRows.states
-        self.layers = sorted(Mixer.wrap(self, module) for module in _mixers(model))
+        found = _mixers(model)
+        # Tokens after a state run one by one: longer pieces would ignore it.
+        self.is_stepwise = any(_STATELESS_SCAN in _source(type(module)) for module in found)
+        self.layers = sorted(Mixer.wrap(self, module) for module in found)
         if len(set(self.layers)) < len(self.layers):
             raise ModelNotSupported("recurrent layers without a number of their own")
 
@@ -110,6 +115,7 @@ class Mixer:
                 f"{type(module).__name__} keeps a state in a way that is not known"
             )
         module.forward = cls(mixers, layer, names[0], module.forward)
+        _limit_time_steps(module)
         return layer
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -157,9 +163,13 @@ class Mixer:
         for row in rows.rows:
             if row.num_tokens == 1:
                 continue
-            state = self._load(rows, [row.state_id], [row.is_new])
+            state, is_new = self._load(rows, [row.state_id], [row.is_new]), row.is_new
             for start, end, kept_in in row.pieces:
-                out[:, start:end] = run(hidden_states[:, start:end], state)
+                size = 1 if self._mixers.is_stepwise and not is_new else end - start
+                for first in range(start, end, size):
+                    some = slice(first, first + size)
+                    out[:, some] = run(hidden_states[:, some], state)
+                is_new = False
                 if kept_in >= 0:
                     self._store(rows, state, [kept_in])
             self._store(rows, state, [row.state_id])
@@ -186,14 +196,36 @@ class Mixer:
             rows.states[place][state_ids] = state.states[key][part].to(rows.states[place].dtype)
 
 
+def _limit_time_steps(mixer: Any) -> None:
+    """Mamba-2: transformers applies `time_step_limit` to sequences but not to single tokens; here
+    the projected steps, which come last, are limited before either."""
+    low, high = getattr(mixer, "time_step_limit", (0.0, math.inf))
+    if (low, high) == (0.0, math.inf):
+        return
+
+    def limit(_module: Any, _args: Any, projected: Tensor) -> Tensor:
+        bias = mixer.dt_bias
+        bounds = _softplus_inverse(low) - bias, _softplus_inverse(high) - bias
+        projected[..., -len(bias) :].clamp_(*(bound.to(projected.dtype) for bound in bounds))
+        return projected
+
+    mixer.in_proj.register_forward_hook(limit)
+
+
+def _softplus_inverse(value: float) -> float:
+    return value + math.log(-math.expm1(-value)) if value > 0 else -math.inf
+
+
 def _mixers(model: Any) -> list[Any]:
-    is_mixer: dict[type, bool] = {}
-    for module in model.modules():
-        kind = type(module)
-        if kind not in is_mixer:
-            try:
-                source = inspect.getsource(kind)
-            except (OSError, TypeError):
-                source = ""
-            is_mixer[kind] = any(call in source for call in _CALLS)
-    return [module for module in model.modules() if is_mixer[type(module)]]
+    modules = list(model.modules())
+    is_mixer = {
+        kind: any(call in _source(kind) for call in _CALLS) for kind in set(map(type, modules))
+    }
+    return [module for module in modules if is_mixer[type(module)]]
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

@@ -37,6 +37,7 @@ class MemoryPlan:
     pool_bytes: int
     pool_tokens: int
     kv_bytes_per_token: int
+    states_bytes: int = 0  # of recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class SingleDeviceRunner(ModelRunner):
             pool_bytes=self.pool.num_bytes,
             pool_tokens=self.num_pages * self.pool.page_size,
             kv_bytes_per_token=self.info.kv_bytes_per_token,
+            states_bytes=self.num_states * self.info.state_bytes,
         )
 
     def _describe(self, graph_sizes: tuple[int, ...] = ()) -> None:

@@ -36,11 +36,11 @@ class CpuModelRunner(SingleDeviceRunner):
         parts = load_on_device(model_path, config, torch.device("cpu"), tp_group)
         super().__init__(parts, config)
         self._draws = tp_group is None or tp_group.rank == 0
-        num_pages = choose_num_pages(config, self.info)
+        self.num_states = choose_num_states(config, self.info)
+        num_pages = choose_num_pages(config, self.info, self.num_states * self.info.state_bytes)
         if tp_group is not None:
             num_pages = tp_group.agree(num_pages)
         self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
-        self.num_states = choose_num_states(config, self.info, num_pages)
         self._states = RecurrentStates(self.info, self.num_states, self._device)
         self.backend = make_backend(
             *(parts.backend_name, self.pool.kv, self.info.num_heads),

@@ -50,8 +50,9 @@ class KVPool:
         copy_slots(self._by_slot, read, write)
 
 
-def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
-    """Pages of the pool: as many as asked for, as fit the bytes asked for, or a default.
+def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> int:
+    """Pages of the pool: as many as asked for, as fit the bytes asked for beside the states of
+    recurrent layers, or a default.
 
     The default is what `max_running_requests` sequences of full length need, at most a share of the
     memory that is free now. Raises InvalidRequest if not one page fits.
@@ -61,15 +62,17 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo) -> int:
     page_bytes = info.kv_bytes_per_token * config.page_size
     if config.kv_cache_memory is not None:
         allowed = parse_bytes(config.kv_cache_memory)
-        if allowed < page_bytes:
+        if allowed < page_bytes + states_bytes:
+            beside = f" beside {states_bytes} bytes of states" if states_bytes else ""
             raise InvalidRequest(
-                f"kv_cache_memory of {allowed} bytes holds no page; a page of {config.page_size} "
-                f"tokens of this model needs {page_bytes} bytes"
+                f"kv_cache_memory of {allowed} bytes holds no page{beside}; a page of "
+                f"{config.page_size} tokens of this model needs {page_bytes} bytes"
             )
-        return min(allowed // page_bytes, 2**31 - 1)
+        return min((allowed - states_bytes) // page_bytes, 2**31 - 1)
     longest = min(config.max_seq_len or info.max_positions, info.max_positions)
     wanted = config.max_running_requests * -(-longest // config.page_size)
-    fitting = free_memory() // FREE_MEMORY_DIVISOR // page_bytes
+    free = free_memory()
+    fitting = min(free // FREE_MEMORY_DIVISOR, free - states_bytes) // page_bytes
     if fitting < 1:
         raise InvalidRequest(
             f"a page of {config.page_size} tokens of this model needs {page_bytes} bytes, more "

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 import torch
 
 from radixserve.attention.base import RecurrentPiece, RecurrentRow, RecurrentRows
-from radixserve.config import EngineConfig
+from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
+from radixserve.runner.kv_pool import choose_num_pages
 from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest
 
 FREE_MEMORY_DIVISOR = 8  # the default takes at most this fraction of the free memory: 1 / 8
+POOL_DIVISOR = 3  # or of kv_cache_memory: 1 / 3, as pages have twice of the free memory
 
 
 class RecurrentStates:
@@ -51,24 +53,32 @@ class RecurrentStates:
         return RecurrentRows(self.tensors, found)
 
 
-def choose_num_states(config: EngineConfig, info: ModelInfo, num_pages: int) -> int:
+def choose_num_states(config: EngineConfig, info: ModelInfo) -> int:
     """States as many as asked for, or one for each request that may run, three kept ones for each,
     and one for every `checkpoint_interval` tokens of the pool, at most a share of the memory that
-    is free now; 0 where the model has none.
+    is free now or of `kv_cache_memory`, in which they are; 0 where the model has none.
 
-    Raises InvalidRequest if the requests that may run would not have one each.
+    Raises InvalidRequest if they do not fit, or the requests that may run would not have one each.
     """
     if not info.states:
         return 0
+    asked = config.kv_cache_memory
+    whole = free_memory() if asked is None else parse_bytes(asked)
+    where = "the free memory" if asked is None else "kv_cache_memory"
     if config.num_states is not None:
+        if (needed := config.num_states * info.state_bytes) > whole:
+            raise InvalidRequest(
+                f"num_states={config.num_states} of {info.state_bytes} bytes need {needed} bytes; "
+                f"{where} of {whole} bytes holds {whole // info.state_bytes}"
+            )
         return config.num_states
-    wanted = 4 * config.max_running_requests
-    wanted += num_pages * config.page_size // config.checkpoint_interval
-    fitting = free_memory() // FREE_MEMORY_DIVISOR // info.state_bytes
-    if fitting < min(wanted, config.max_running_requests):
+    num_tokens = choose_num_pages(config, info) * config.page_size
+    wanted = 4 * config.max_running_requests + num_tokens // config.checkpoint_interval
+    fitting = whole // (FREE_MEMORY_DIVISOR if asked is None else POOL_DIVISOR) // info.state_bytes
+    if fitting < (least := config.max_running_requests):
+        share = "an eighth" if asked is None else "a third"
         raise InvalidRequest(
-            f"{config.max_running_requests} recurrent states of this model need "
-            f"{config.max_running_requests * info.state_bytes} bytes, more than an eighth of the "
-            "free memory; set a smaller max_running_requests, or num_states"
+            f"{least} recurrent states of this model need {least * info.state_bytes} bytes, more "
+            f"than {share} of {where}; set a smaller max_running_requests, or num_states"
         )
     return min(wanted, fitting)

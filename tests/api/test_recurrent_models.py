@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,14 @@ INTERVAL = 32
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def save(family: str, folder: Path) -> Any:
     torch.manual_seed(3)
-    model = make_model(tiny_config(request.param))
-    model.folder = tmp_path_factory.mktemp(request.param)
-    model.save_pretrained(model.folder)
+    model = make_model(tiny_config(family))
+    model.folder = folder
+    model.save_pretrained(folder)
     return model
 
 
@@ -86,6 +91,14 @@ def test_requests_together_and_cache_off(model: Any, rt: Runtime) -> None:
         assert off.cache_stats()["reused_tokens"] == 0
 
 
+@pytest.mark.parametrize("family", ["jamba", "nemotron_h"])
+def test_mixers_that_treat_single_tokens_otherwise(family: str, tmp_path: Path) -> None:
+    model = save(family, tmp_path)
+    with make(model) as rt:
+        test_answers_and_counts(model, rt)
+        test_requests_together_and_cache_off(model, rt)
+
+
 def test_branches_and_samples(model: Any, rt: Runtime) -> None:
     with rt.branch(PROMPT) as root:
         root.generate(GREEDY)
@@ -114,6 +127,7 @@ def test_a_small_pool_preempts_and_evicts(model: Any) -> None:
             usage = one.usage
             assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens == 50
         assert rt.cache_stats()["preemptions"] > 0
+        assert rt.memory.states_bytes == 12 * rt.model.state_bytes > 0
         rt.check()
 
 

@@ -76,6 +76,13 @@ OWN: dict[str, dict[str, Any]] = {  # what a family wants beside them
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "gpt_neox": {"num_key_value_heads": None},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {
+        **dict.fromkeys(("ssm_state_size", "mamba_head_dim"), 16),
+        "mamba_num_heads": 8,
+        "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 96,
+        "time_step_min": 0.9,  # so high that it limits many
+    },
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     **{name: {"num_key_value_heads": 4} for name in LATENT},
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from radixserve.attention.choice import choose_backend
 from radixserve.attention.cpu import CpuBackend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest, ModelNotSupported
+from radixserve.models.base import StateShape
 from radixserve.request import SamplingParams
 from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.recurrent_states import choose_num_states
 from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from radixserve_kernels.cpu_ops import unsupported_reason
@@ -221,6 +225,33 @@ def test_sizes(checkpoints: dict[str, Path]) -> None:
     assert choose_num_pages(EngineConfig(max_running_requests=3, max_seq_len=10), info) == 30
     many = choose_num_pages(EngineConfig(max_running_requests=10**9), info)
     assert many * info.kv_bytes_per_token <= free_memory() // 2
+
+
+def test_states_are_part_of_the_pools_memory(checkpoints: dict[str, Path]) -> None:
+    plain = CpuModelRunner(str(checkpoints["llama"]), EngineConfig(num_pages=9)).info
+    state = StateShape(0, "conv", 0, (1000,), torch.float32)
+    info = dataclasses.replace(plain, states=(state,))
+
+    def sizes(memory: int | None = 1 << 20, **settings: Any) -> tuple[int, int]:
+        config = EngineConfig(kv_cache_memory=memory, **settings)
+        count = choose_num_states(config, info)
+        return count, choose_num_pages(config, info, count * info.state_bytes)
+
+    for settings in ({"max_running_requests": 4}, {"num_states": 100}):
+        count, num_pages = sizes(**settings)
+        spare = (1 << 20) - count * 4000 - num_pages * info.kv_bytes_per_token
+        assert count > 16
+        assert 0 <= spare < info.kv_bytes_per_token
+    assert sizes(max_running_requests=60)[0] == (1 << 20) // 3 // 4000
+    with pytest.raises(InvalidRequest, match="more than a third of kv_cache_memory"):
+        sizes(max_running_requests=90)
+    with pytest.raises(InvalidRequest, match="kv_cache_memory of 9000 bytes holds 2"):
+        sizes(9000, num_states=3)
+    with pytest.raises(InvalidRequest, match="holds no page beside 8000 bytes of states"):
+        sizes(8100, num_states=2)
+    with pytest.raises(InvalidRequest, match="the free memory of"):
+        sizes(None, num_states=2**31 - 1)
+    assert choose_num_states(EngineConfig(num_states=5), plain) == 0
 
 
 def test_too_small_or_too_large(checkpoints: dict[str, Path]) -> None:
