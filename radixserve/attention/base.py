@@ -5,6 +5,7 @@ Knows token slots and pages; nothing of requests, models or sampling.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +112,6 @@ class AttentionBackend(ABC):
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for `batch`; once a step, before the first `attend` or `run`."""
 
-    @abstractmethod
     def attend(
         self,
         q: Tensor,
@@ -125,6 +125,14 @@ class AttentionBackend(ABC):
         None. Once a layer, in any order of layers; layers may differ in their features. Raises
         ModelNotSupported for a feature that is not among the backend's own.
         """
+        if features is not PLAIN and (reason := missing_features(self.features, features.names)):
+            raise ModelNotSupported(f"the {self.name} backend cannot be used: {reason}")
+        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+        return self._attend(q, layer, scale, features)
+
+    @abstractmethod
+    def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
+        """`attend`, with everything given and checked."""
 
     def run(
         self,

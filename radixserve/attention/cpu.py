@@ -7,12 +7,9 @@ those that cascade.py finds, found in compiled code.
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from radixserve.attention.base import (
-    PLAIN,
     AttentionBackend,
     AttentionFeatures,
     ForwardBatch,
@@ -63,14 +60,7 @@ class CpuBackend(AttentionBackend):
         assert self._planned is not None, "used before plan"
         return self._planned
 
-    def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        scale: float | None = None,
-        features: AttentionFeatures = PLAIN,
-    ) -> Tensor:
-        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
+    def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
         return self._attention.run(self.planned, q, *self._slots[layer], scale, features)
 
 

@@ -11,7 +11,6 @@ never repeated.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from radixserve.attention.base import (
-    PLAIN,
     AttentionBackend,
     AttentionFeatures,
     ForwardBatch,
@@ -86,15 +84,8 @@ class ReferenceBackend(AttentionBackend):
         self._calls = [self._pad(batch.host, blocks, part) for part in group_blocks(blocks)]
         self._slot_mapping = batch.slot_mapping
 
-    def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        scale: float | None = None,
-        features: AttentionFeatures = PLAIN,
-    ) -> Tensor:
+    def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
         assert self._calls, "attend before plan"
-        scale = 1 / math.sqrt(self.head_dim) if scale is None else scale
         heads = self.num_kv_heads, self.num_heads // self.num_kv_heads  # Hkv, G
         out = q.new_empty(q.shape)
         for call in self._calls:

@@ -7,7 +7,6 @@ these runs on the CPU as well.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +17,10 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import (
-    PLAIN,
     AttentionBackend,
     AttentionFeatures,
     ForwardBatch,
     HostIndex,
-    missing_features,
 )
 from radixserve.attention.cuda.cascade import CascadeCost, NodeFinder
 from radixserve.attention.cuda.graph_plan import (
@@ -34,7 +31,6 @@ from radixserve.attention.cuda.graph_plan import (
 )
 from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata, PlanUploader
 from radixserve.attention.cuda.plan import PagedPlan, choose_kernel_page_size, plan_rows
-from radixserve.errors import ModelNotSupported
 from radixserve_kernels.gpu_ops import add_sinks
 
 
@@ -75,17 +71,8 @@ class PlannedBackend(AttentionBackend):
     def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         """out, lse become those over both sets of keys. [n, Hq, D], [n, Hq] float32, no gaps."""
 
-    def attend(
-        self,
-        q: Tensor,
-        layer: int,
-        scale: float | None = None,
-        features: AttentionFeatures = PLAIN,
-    ) -> Tensor:
+    def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
         assert self.unique, "attend before plan"
-        if reason := missing_features(self.features, features.names):
-            raise ModelNotSupported(f"the {self.name} backend cannot be used: {reason}")
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         order = self._order
         queries = q if order is None else q.index_select(0, order)
         out = q.new_empty(q.shape)
