@@ -12,7 +12,6 @@ from radixserve.errors import ModelNotSupported
 from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
-from radixserve.models.decoder_config import DecoderConfig
 from radixserve.models.decoder_shape import check_decoder, decoder_shape, unsupported_reason
 from radixserve.models.parallel import TPGroup
 from radixserve.models.source import ModelSource
@@ -75,7 +74,5 @@ def _load_other(
             'model_impl="transformers" runs checkpoint folders, and not over several ranks; '
             '"auto" and "native" can'
         )
-    config = source.config
-    if isinstance(config, DecoderConfig):
-        config = transformers_config(source.path)
+    config = transformers_config(source.path)
     return load_transformers(source.path, config, dtype, device)

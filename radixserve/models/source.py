@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from radixserve.gguf_file import GgufFile, find_gguf
+from radixserve.models.decoder_shape import unsupported_reason
 from radixserve.models.gguf_config import gguf_config, gguf_eos_ids
 from radixserve.models.gguf_source import GgufWeights, rope_factors
+from radixserve.models.multimodal import text_config, text_name
 from radixserve.models.names import PACKAGED, RANDOM, packaged_folder
 from radixserve.models.random_weights import RandomWeights
 from radixserve.models.sizes import size_config
@@ -54,6 +56,7 @@ class ModelSource:
     path: Path | None  # checkpoint folder or GGUF file; None: random weights and no tokenizer
     seed: int = 0  # of random weights
     gguf: GgufFile | None = None  # the open file, where `path` is one
+    is_text_part: bool = False  # of a checkpoint that has parts for images too
 
     def tensors(
         self, dtype: torch.dtype, device: torch.device, *, keeps_forms: bool = False
@@ -65,7 +68,8 @@ class ModelSource:
         if self.gguf is not None:
             return GgufWeights(self.gguf, dtype, device, keeps_forms=keeps_forms)
         if self.path is not None:
-            return WeightReader(self.path, dtype, device, keeps_forms=keeps_forms)
+            rename = text_name if self.is_text_part else str
+            return WeightReader(self.path, dtype, device, keeps_forms=keeps_forms, rename=rename)
         return RandomWeights(self.seed, self.config.initializer_range, dtype, device)
 
     def eos_ids(self) -> tuple[int, ...]:
@@ -96,5 +100,9 @@ def find_model(model_path: str, seed: int = 0) -> ModelSource:
 
 
 def checkpoint(folder: Path) -> ModelSource:
-    """The checkpoint in a folder."""
-    return ModelSource(load_config(folder), folder)
+    """The checkpoint in a folder, or the native text model of one that takes images too."""
+    config = load_config(folder)
+    text = text_config(config)
+    if text is None or unsupported_reason(text):
+        return ModelSource(config, folder)
+    return ModelSource(text, folder, is_text_part=True)

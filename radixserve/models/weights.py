@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -252,14 +252,24 @@ class WeightReader(TensorReader):
         device: torch.device,
         *,
         keeps_forms: bool = False,
+        rename: Callable[[str], str | None] = str,
     ) -> None:
+        """rename: a stored name -> that to take it by; None: the tensor is not read."""
+        num_left = 0
         self._handles: dict[str, Any] = {}  # tensor name -> open file
+        self._stored_names: dict[str, str] = {}  # name -> name in its file
         for path in tensor_files(folder):
             try:
                 handle: Any = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise InvalidRequest(f"{path} is not a safetensors file: {error}") from error
-            self._handles.update(dict.fromkeys(handle.keys(), handle))
+            for stored in handle.keys():  # noqa: SIM118 - it is no dict
+                if (name := rename(stored)) is not None:
+                    self._handles[name], self._stored_names[name] = handle, stored
+                else:
+                    num_left += 1
+        if num_left:
+            logger.info("%s: %d tensors of parts beside the text model: not read", folder, num_left)
         self._packed = {
             name.removesuffix(BLOCKS)
             for name in self._handles
@@ -277,7 +287,7 @@ class WeightReader(TensorReader):
         return widen_mxfp4(blocks, scales) if is_mxfp4(blocks, scales) else blocks
 
     def _stored(self, name: str) -> Tensor:
-        tensor: Tensor = self._handles[name].get_tensor(name)
+        tensor: Tensor = self._handles[name].get_tensor(self._stored_names[name])
         return tensor
 
 
