@@ -6,39 +6,39 @@ from radixserve.cache.tokens import TOKEN_BYTES
 
 
 class Reserved:
-    """Requests under way whose prompts go through a node, by replica."""
+    """Requests under way whose prompts go through a node, by replica. Not changed once made: nodes
+    share those of one request."""
 
     __slots__ = ("counts", "mask")
 
-    def __init__(self, mask: int, counts: dict[int, int]) -> None:
-        self.mask = mask  # bit r: there are some that went to replica r
+    def __init__(self, counts: dict[int, int]) -> None:
+        self.mask = sum(1 << number for number in counts)  # bit r: some went to replica r
         self.counts = counts
 
-    def add(self, replica: int) -> None:
-        self.mask |= 1 << replica
-        self.counts[replica] = self.counts.get(replica, 0) + 1
+    def with_one(self, number: int) -> Reserved:
+        return Reserved({**self.counts, number: self.counts.get(number, 0) + 1})
 
-    def drop(self, replica: int) -> bool:
-        """Whether none is left."""
-        left = self.counts[replica] - 1
-        if left:
-            self.counts[replica] = left
-        else:
-            del self.counts[replica]
-            self.mask &= ~(1 << replica)
-        return not self.counts
+    def without_one(self, number: int) -> Reserved | None:
+        """None where that was the only one."""
+        counts = {**self.counts, number: self.counts[number] - 1}
+        if not counts[number]:
+            del counts[number]
+        return Reserved(counts) if counts else None
 
 
 class IndexNode:
-    """Where an edge ends. 80 bytes, its tokens, and its place among the parent's children."""
+    """Where an edge ends. 88 bytes, its tokens, and its place among the parent's children."""
 
-    __slots__ = ("children", "holders", "parent", "reserved", "tokens")
+    __slots__ = ("children", "holders", "parent", "reserved", "tokens", "used_at")
 
-    def __init__(self, parent: IndexNode | None, tokens: bytes, holders: int) -> None:
+    def __init__(
+        self, parent: IndexNode | None, tokens: bytes, holders: int, used_at: float
+    ) -> None:
         self.parent = parent
         self.tokens = tokens  # int32
         self.holders = holders  # bit r: replica r has all tokens from the root to here
         self.reserved: Reserved | None = None
+        self.used_at = used_at  # when a prompt last went through it, to whatever replica
         self.children = NO_CHILDREN
 
     @property
@@ -52,7 +52,7 @@ class Root(IndexNode):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str) -> None:
-        super().__init__(None, b"", 0)
+        super().__init__(None, b"", 0, 0.0)
         self.namespace = namespace
 
 

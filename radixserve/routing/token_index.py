@@ -31,6 +31,7 @@ from radixserve.cache.events import (
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.routing.index_node import NO_CHILDREN, IndexNode, Reserved, Root
 
+NEVER = float("-inf")
 _SWEPT = 64  # ends of removed replicas' nodes that are cleared with a batch of events
 
 
@@ -41,15 +42,23 @@ class Reservation(NamedTuple):
     node: IndexNode
 
 
+class Matched(NamedTuple):
+    """Where a walk down a prompt ended."""
+
+    node: IndexNode
+    pos: int  # bytes
+
+
 class _Holder:
     """One replica: its stream, and where its nodes end."""
 
-    __slots__ = ("cursor", "ends", "number")
+    __slots__ = ("cursor", "ends", "evicted_at", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.cursor = EventCursor()
         self.ends: dict[int, IndexNode] = {}  # by the replica's node ids
+        self.evicted_at = NEVER  # last use of what it evicted last
 
 
 class TokenIndex:
@@ -62,6 +71,7 @@ class TokenIndex:
     def __init__(self) -> None:
         self.num_edges = 0
         self.num_tokens = 0  # in edges
+        self.now = 0.0  # seconds, kept by the owner: when what is stored or reserved now is used
         self._roots: dict[str, Root] = {}  # by namespace
         self._holders: dict[str, _Holder] = {}
         self._live = 0  # bits of replicas
@@ -96,6 +106,13 @@ class TokenIndex:
         """The number of its next event."""
         return self._holders[replica].cursor.end
 
+    def evicted_at(self, replica: str) -> float:
+        """When what that replica evicted last was last used; NEVER if it has evicted nothing.
+
+        Under LRU all that it still has was used later. O(1).
+        """
+        return self._holders[replica].evicted_at
+
     # -- events -------------------------------------------------------------------------------
 
     def take(self, replica: str, batch: EventBatch) -> None:
@@ -114,6 +131,7 @@ class TokenIndex:
         for node in holder.ends.values():
             self._clear_up(node, 1 << holder.number)
         holder.ends.clear()
+        holder.evicted_at = NEVER
         for stored in snapshot.nodes:
             self._apply(holder, stored)
         return True
@@ -126,11 +144,14 @@ class TokenIndex:
         elif isinstance(event, Grown):
             ends[event.node] = self._grow(ends[event.node], event.tokens, 1 << holder.number)
         elif isinstance(event, Dropped):
-            self._clear(ends.pop(event.node), event.num_tokens, 1 << holder.number)
+            node = ends.pop(event.node)
+            holder.evicted_at = node.used_at
+            self._clear(node, event.num_tokens, 1 << holder.number)
         elif isinstance(event, Split):
             ends[event.upper] = self._above(ends[event.node], event.num_tokens)
         elif isinstance(event, Cut):
             node = self._above(ends[event.node], event.num_tokens)
+            holder.evicted_at = node.used_at
             self._clear(ends[event.node], event.num_tokens, 1 << holder.number)
             ends[event.node] = node
         else:
@@ -168,7 +189,7 @@ class TokenIndex:
         return node
 
     def _attach(self, parent: IndexNode, tokens: bytes, holders: int) -> IndexNode:
-        leaf = IndexNode(parent, tokens, holders)
+        leaf = IndexNode(parent, tokens, holders, self.now)
         if parent.children is NO_CHILDREN:
             parent.children = {}
         parent.children[tokens[:TOKEN_BYTES]] = leaf
@@ -180,9 +201,8 @@ class TokenIndex:
         """Cut an edge after `at` bytes; `node` stays the lower part. Returns the upper one."""
         parent, edge, reserved = node.parent, node.tokens, node.reserved
         assert parent is not None
-        upper = IndexNode(parent, edge[:at], node.holders)
-        if reserved is not None:
-            upper.reserved = Reserved(reserved.mask, dict(reserved.counts))
+        upper = IndexNode(parent, edge[:at], node.holders, node.used_at)
+        upper.reserved = reserved
         parent.children[edge[:TOKEN_BYTES]] = upper
         node.parent, node.tokens = upper, edge[at:]
         upper.children = {edge[at : at + TOKEN_BYTES]: node}
@@ -274,40 +294,52 @@ class TokenIndex:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def match(self, tokens: bytes, namespace: str, lengths: IntArray) -> None:
+    def match(self, tokens: bytes, namespace: str, lengths: IntArray) -> Matched | None:
         """Write how many leading tokens of `tokens` (int32) each replica has, or will have when the
-        prompts under way to it are computed, to `lengths`, by number.
+        prompts under way to it are computed, to `lengths`, by number. Returns how far any has.
 
         O(tokens matched) in memcmp, and about 0.3 us an edge and a replica.
         """
         lengths[:] = 0
         node: IndexNode | None = self._roots.get(namespace)
+        if node is None:
+            return None
         alive, pos, stop = self._live, 0, len(tokens)
-        while node is not None and alive:
+        while alive:
             child = node.children.get(tokens[pos : pos + TOKEN_BYTES]) if pos < stop else None
             if child is None:
                 _write(lengths, alive, pos // TOKEN_BYTES)
-                return
+                break
             reserved = child.reserved
             holding = alive & (child.holders if reserved is None else child.holders | reserved.mask)
             if holding != alive:
                 _write(lengths, alive & ~holding, pos // TOKEN_BYTES)
                 alive = holding
+                if not alive:
+                    break
             edge = child.tokens
             if not tokens.startswith(edge, pos):
                 _write(lengths, alive, (pos + _common_bytes(edge, tokens, pos)) // TOKEN_BYTES)
-                return
+                break
             node = child
             pos += len(edge)
+        return Matched(node, pos)
 
-    def reserve(self, tokens: bytes, namespace: str, number: int) -> Reservation:
-        """All of `tokens` (int32) counts as held by that replica until released. As `match`."""
-        node = end = self._store(self._root(namespace), tokens, 0)
+    def reserve(
+        self, tokens: bytes, namespace: str, number: int, matched: Matched | None = None
+    ) -> Reservation:
+        """All of `tokens` (int32) counts as held by that replica until released, and as used now.
+
+        `matched`: of the same tokens, where the index has not changed since. As `match`.
+        """
+        at, pos = matched or Matched(self._root(namespace), 0)
+        node = end = self._store(at, tokens[pos:], 0)
+        one = Reserved({number: 1})
+        now = self.now
         while node.parent is not None:
-            if node.reserved is None:
-                node.reserved = Reserved(1 << number, {number: 1})
-            else:
-                node.reserved.add(number)
+            node.used_at = now
+            reserved = node.reserved
+            node.reserved = one if reserved is None else reserved.with_one(number)
             node = node.parent
         return Reservation(number, end)
 
@@ -317,8 +349,10 @@ class TokenIndex:
         while node.parent is not None:
             above, reserved = node.parent, node.reserved
             assert reserved is not None
-            if reserved.drop(number):
+            if len(reserved.counts) == 1 and reserved.counts[number] == 1:
                 node.reserved = None
+            else:
+                node.reserved = reserved.without_one(number)
             self._prune(node)
             node = above
 
@@ -366,6 +400,10 @@ class TokenIndex:
 
 def _write(lengths: IntArray, mask: int, length: int) -> None:
     """Set the entries of the bits of `mask`."""
+    if mask.bit_count() > 8:
+        data = np.frombuffer(mask.to_bytes(-(-len(lengths) // 8), "little"), np.uint8)
+        lengths[np.unpackbits(data, count=len(lengths), bitorder="little").view(np.bool_)] = length
+        return
     while mask:
         low = mask & -mask
         lengths[low.bit_length() - 1] = length
