@@ -1,0 +1,149 @@
+"""Two replicas against one engine with the same memory in all: chats with common system prompts.
+
+    python benchmarks/bench_replicas.py [--model demo] [--replicas 2] [--pages N] [--repeats 3] ...
+
+`agents` system prompts of `shared` tokens, `sessions` chats of each, `turns` turns of `own` tokens
+that are answered by `new` ones; `clients` chats are open at a time, in random order. Tokens are
+those of prompts and answers; CPU seconds those of all processes. Needs Ray: pip install
+"radixserve[cluster]". Each contender starts, computes other prompts of that kind to warm up, is
+measured, and ends; medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness.machine import cpu_s, describe_machine
+from harness.report import Table, format_settings
+
+from radixserve import Runtime, SamplingParams
+from radixserve.cluster.ray_serve import start_replicas
+
+COLUMNS = ("", "hit rate", "tokens/s", "first token ms, median", "p90", "seconds", "CPU seconds")
+Script = list[list[int]]  # of a chat: what each turn adds
+
+
+def make_chats(args: argparse.Namespace, vocab: int, seed: int) -> list[Script]:
+    """In the order in which clients take them."""
+    rng = np.random.default_rng(seed)
+
+    def row(length: int) -> list[int]:
+        ids: list[int] = rng.integers(8, vocab, length).tolist()
+        return ids
+
+    chats = []
+    for _ in range(args.agents):
+        head = row(args.shared)
+        for _ in range(args.sessions):
+            first, *others = [row(args.own) for _ in range(args.turns)]
+            chats.append([head + first, *others])
+    return [chats[at] for at in rng.permutation(len(chats))]
+
+
+async def run_chats(
+    runtime: Runtime, chats: list[Script], args: argparse.Namespace, *, named: bool
+) -> list[float]:
+    """The figures of COLUMNS."""
+    params = SamplingParams(max_tokens=args.new, temperature=0.0, ignore_eos=True)
+    waiting, waits, counts = iter(enumerate(chats)), [], np.zeros(2)
+
+    async def turn(history: list[int], session: str) -> list[int]:
+        start, first = time.perf_counter(), 0.0
+        with runtime.submit([history], params, streams=True, session=session) as handle:
+            async for chunk in handle:  # noqa: B007
+                first = first or time.perf_counter() - start
+        waits.append(first)
+        completion = chunk.completion
+        counts.__iadd__((completion.usage.cached_tokens, completion.usage.prompt_tokens))
+        return [*history, *completion.token_ids]
+
+    async def client() -> None:
+        for number, script in waiting:
+            session, history = f"chat {number}" if named else "", []
+            for added in script:
+                history = await turn(history + added, session)
+            if named:
+                runtime.close_session(session)
+
+    start, cpu_start = time.perf_counter(), tree_cpu_s()
+    await asyncio.gather(*[client() for _ in range(args.clients)])
+    seconds, cpu_seconds = time.perf_counter() - start, tree_cpu_s() - cpu_start
+    tokens = counts[1] + len(waits) * args.new
+    quantiles = 1_000 * np.quantile(waits, (0.5, 0.9))
+    return [counts[0] / counts[1], tokens / seconds, *quantiles, seconds, cpu_seconds]
+
+
+def tree_cpu_s() -> float:
+    """Of this process and all that it started."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+    found = {os.getpid()}
+    while new := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= new
+    return sum(map(cpu_s, found))
+
+
+@contextmanager
+def one_engine(args: argparse.Namespace) -> Iterator[Runtime]:
+    with Runtime(args.model, num_pages=args.pages) as runtime:
+        yield runtime
+
+
+@contextmanager
+def replicas(args: argparse.Namespace) -> Iterator[Runtime]:
+    settings = {"num_pages": args.pages // args.replicas}
+    with start_replicas(args.model, settings, args.replicas) as runtime:
+        while runtime.status().stats["pages_total"] != settings["num_pages"] * args.replicas:
+            time.sleep(0.1)  # until the last one is there
+        yield runtime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="demo")
+    sizes = {"replicas": 2, "pages": 12_000, "agents": 8, "sessions": 6, "turns": 4}
+    sizes |= {"shared": 600, "own": 40, "new": 24, "clients": 12, "repeats": 3}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    contenders = {
+        "one engine": partial(one_engine, args),
+        f"{args.replicas} replicas": partial(replicas, args),
+        f"{args.replicas} replicas, sessions named": partial(replicas, args),
+    }
+    found: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    for repeat in range(args.repeats):
+        for name, open_runtime in contenders.items():
+            with open_runtime() as runtime:
+                for seed in (0, 1 + repeat):  # the first one is to warm up
+                    chats = make_chats(args, runtime.model.vocab_size, seed)
+                    runtime.flush_cache()
+                    figures = asyncio.run(
+                        run_chats(runtime, chats, args, named=name.endswith("named"))
+                    )
+            found[name].append(figures)
+    rows: list[list[Any]] = [[name, *np.median(of, axis=0).tolist()] for name, of in found.items()]
+    settings = {**describe_machine(("torch", "ray")), **vars(args)}
+    if args.json:
+        print(json.dumps({"settings": settings, "rows": rows, "all": found}))
+        return
+    print(format_settings(settings))
+    print(Table(COLUMNS, rows).text(""))
+
+
+if __name__ == "__main__":
+    main()
