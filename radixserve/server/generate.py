@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -109,7 +108,6 @@ class _ResponseBuilder:
         self._body = body
         self._id = request_id
         self._is_native = is_native
-        self._started = time.perf_counter()
 
     def one(self, one: Completion, prompt: IntArray) -> dict[str, Any]:
         usage = one.usage

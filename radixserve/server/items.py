@@ -13,6 +13,13 @@ from radixserve.server.errors import ApiError, of_validation
 from radixserve.server.schema import Body
 
 M = TypeVar("M", bound=Body)
+_SAME = ("model", "temperature", "top_p", "top_k", "stream", "seed", "priority", "session_id",
+         "supersede", "cache_salt")  # fmt: skip
+
+
+def same_fields(body: Body) -> dict[str, Any]:
+    """The fields that the agents' protocols and a ChatRequest have in common."""
+    return {name: getattr(body, name) for name in _SAME}
 
 
 def read_as(kind: type[M], value: Any, where: str) -> M:

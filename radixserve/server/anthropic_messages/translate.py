@@ -19,7 +19,7 @@ from radixserve.server.anthropic_messages.schema import (
     ToolUseBlock,
 )
 from radixserve.server.errors import ApiError
-from radixserve.server.items import read_as, read_item, read_list
+from radixserve.server.items import read_as, read_item, read_list, same_fields
 from radixserve.server.schema import Body
 
 _TEXT: dict[str, type[Body]] = {"text": TextBlock}
@@ -34,21 +34,8 @@ _ERROR = "Error: "  # before the result of a tool that failed: OpenAI's format h
 
 def chat_fields(body: MessagesRequest) -> dict[str, Any]:
     """Fields of a ChatRequest. Raises ApiError."""
-    fields = prompt_fields(body)
-    fields |= {
-        "model": body.model,
-        "max_tokens": body.max_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": body.stop_sequences,
-        "stream": body.stream,
-        "seed": body.seed,
-        "priority": body.priority,
-        "session_id": body.session_id,
-        "supersede": body.supersede,
-        "cache_salt": body.cache_salt,
-    }
+    fields = {**prompt_fields(body), **same_fields(body)}
+    fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.output_config is not None and body.output_config.format is not None:
         schema = {"name": "answer", "schema": body.output_config.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -7,7 +7,7 @@ from typing import Any
 
 from radixserve.checks import shown
 from radixserve.server.errors import ApiError
-from radixserve.server.items import read_item, read_list
+from radixserve.server.items import read_item, read_list, same_fields
 from radixserve.server.responses.schema import (
     CallItem,
     FunctionTool,
@@ -47,18 +47,9 @@ def chat_fields(body: ResponseRequest, messages: Sequence[Message]) -> dict[str,
     if body.reasoning is not None and body.reasoning.effort == "none":
         variables.setdefault("enable_thinking", False)
     fields = {
+        **same_fields(body),
         "messages": [*said, *messages],
-        "model": body.model,
         "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stream": body.stream,
-        "seed": body.seed,
-        "priority": body.priority,
-        "session_id": body.session_id,
-        "supersede": body.supersede,
-        "cache_salt": body.cache_salt,
         "tools": _tools(body.tools) or None,
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
