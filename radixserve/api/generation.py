@@ -14,7 +14,6 @@ from radixserve.api.request_handle import RequestHandle
 from radixserve.api.samples import gather
 from radixserve.api.settings import (
     BeamSearchSettings,
-    BeamSettings,
     ChatSettings,
     GenerateSettings,
     Params,
@@ -151,11 +150,7 @@ class Generation:
         prompts: Any,
         beam_width: int | None = None,
         max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Unpack[BeamSettings],
+        **fields: Any,
     ) -> Any:
         """The `width` best answers that a beam search finds, best first, each with its score.
 
@@ -173,8 +168,9 @@ class Generation:
         answer's usage counts the prompt, the others' count it as cached. An aborted search returns
         the best of what there is, at least one.
         """
-        given = {**fields, "beam_width": beam_width, "max_tokens": max_tokens}
-        return self._beam_search(prompts, params, beams, request_id, given).get()
+        return self._beam_search(
+            prompts, beam_width=beam_width, max_tokens=max_tokens, **fields
+        ).get()
 
     @overload
     async def abeam_search(
@@ -199,16 +195,12 @@ class Generation:
         prompts: Any,
         beam_width: int | None = None,
         max_tokens: int | None = None,
-        *,
-        params: SamplingParams | None = None,
-        beams: BeamParams | None = None,
-        request_id: str | None = None,
-        **fields: Unpack[BeamSettings],
+        **fields: Any,
     ) -> Any:
         """`beam_search` for asyncio. Cancelling the task aborts it."""
-        await self._compile_grammars(params)
-        given = {**fields, "beam_width": beam_width, "max_tokens": max_tokens}
-        return await self._beam_search(prompts, params, beams, request_id, given).aget()
+        await self._compile_grammars(fields.get("params"))
+        handle = self._beam_search(prompts, beam_width=beam_width, max_tokens=max_tokens, **fields)
+        return await handle.aget()
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all; their callers get what there is, finish_reason "abort".
@@ -259,10 +251,10 @@ class Generation:
     def _beam_search(
         self,
         prompts: Any,
-        params: SamplingParams | None,
-        beams: BeamParams | None,
-        request_id: str | None,
-        fields: Mapping[str, Any],
+        params: SamplingParams | None = None,
+        beams: BeamParams | None = None,
+        request_id: str | None = None,
+        **fields: Any,
     ) -> RequestHandle[tuple[Completion, ...]]:
         """The searches, not submitted yet."""
         self._client.worker.check_alive()
