@@ -114,12 +114,14 @@ def _expert_fields(file: GgufFile) -> dict[str, Any]:
         return {}
     count = file.field("expert_count")
     first = file.tensors.get("blk.0.ffn_gate_exps.weight")
-    if first is None or first.shape[:1] != (count,):
+    shared = file.tensors.get("blk.0.ffn_gate_shexp.weight")
+    if first is None or len(first.shape) != 3 or first.shape[0] != count:
         raise ModelNotSupported(f"{file.path}: not {count} experts in blk.0.ffn_gate_exps.weight")
     return {
         "num_experts_per_tok": file.field("expert_used_count"),
         "num_local_experts": count,
-        "moe_intermediate_size": file.field("expert_feed_forward_length"),
+        "moe_intermediate_size": first.shape[1],
+        "shared_expert_intermediate_size": None if shared is None else shared.shape[0],
     }
 
 

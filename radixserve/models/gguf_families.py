@@ -82,11 +82,7 @@ _GPT_OSS_NAMES = {
 FAMILIES = {
     "llama": GgufFamily("llama", "LlamaForCausalLM", has_paired_rotation=True),
     "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
-    "qwen2moe": GgufFamily(
-        "qwen2_moe",
-        "Qwen2MoeForCausalLM",
-        fields={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
-    ),
+    "qwen2moe": GgufFamily("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM", constants={"norm_topk_prob": True}),
     "cohere2": GgufFamily(

@@ -114,8 +114,6 @@ _FIELDS = {  # of config.json -> of the file
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 
 
