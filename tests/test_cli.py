@@ -134,6 +134,9 @@ def test_help_and_flags_need_no_torch() -> None:
         (["replay", "x", "--page-size", "0"], "--page-size"),
         (["replay", "x", "--policy", ","], "at least one"),
         (["replay", "x", "--limit", "0"], "--limit"),
+        (["replay", "x", "--replicas", "2"], "--cache-tokens"),
+        (["replay", "x", "--replicas", "x", "--cache-tokens", "1k"], "--replicas"),
+        (["replay", "x", "--replicas", "2", "--cache-tokens", "1k", "--router", "y"], "tree"),
         (["replay", "x", "--lease-s", "-1"], "--lease-s"),
         (["replay", "x", "--order", "lpm", "--step-ms", "-1"], "--step-ms"),
         (
@@ -377,6 +380,19 @@ def test_replay_for_people(trace: str) -> None:
     for label in ("lru", "arc", "lru+sessions", "arc+sessions", "hash", "clairvoyant"):
         assert any(row[:1] == [label] for row in rows), label
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_replay_with_replicas(trace: str) -> None:
+    flags = ["--replicas", "1,2", "--cache-tokens", "300"]
+    code, out, err = run("replay", trace, *flags)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    for router in ("tree", "approximate", "session", "round-robin", "random"):
+        assert [row[1] for row in rows if row[:1] == [router]] == ["1", "2"]
+    code, out, err = run("replay", trace, *flags, "--router", "tree", "--json")
+    (found,) = json.loads(out)["traces"]
+    assert [row["replicas"] for row in found["replicas"]] == [1, 2]
+    assert found["replicas"][0]["hit_rate"] == found["replicas"][0]["one_cache_hit_rate"]
 
 
 def test_replay_json(trace: str, tmp_path: Path) -> None:

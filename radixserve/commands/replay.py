@@ -37,6 +37,7 @@ examples:
   radixserve replay requests.jsonl --cache-tokens 1M,4M,16M --policy lru,arc --sessions
   radixserve replay requests.jsonl --index radix,hash --page-size 1,16 --json
   radixserve replay requests.jsonl --order lpm,fcfs --cache-tokens 500k --plot hits.png
+  radixserve replay requests.jsonl --replicas 4,16 --cache-tokens 500k --router tree,session
 """
 
 
@@ -54,6 +55,10 @@ def add_parser(commands: Any) -> argparse.ArgumentParser:
     )
     trace = parser.add_argument_group("trace")
     caches = parser.add_argument_group("caches, each combination is replayed; lists with commas")
+    cluster = parser.add_argument_group(
+        "replicas, in place of the other replays: --cache-tokens is that of each one"
+    )
+    add_flags(cluster, _CLUSTER)
     scheduler = parser.add_argument_group("scheduler, with a modelled time of a step")
     for group, flags in ((parser, _OUTPUTS), (trace, _TRACE), (caches, _CACHES)):
         add_flags(group, flags)
@@ -83,6 +88,13 @@ _CACHES = {
     "--bytes-per-token SIZE": 'bytes of K/V a token, "128KB" works '
     "(default: 128 KiB, as Llama-3-8B in bfloat16)",
     "--model-config PATH": "take the bytes a token from a checkpoint folder or its config.json",
+}
+_CLUSTER = {
+    "--replicas NUMBERS": "how many, such as 4,16,64; beside each number one cache of all their "
+    "sizes together",
+    "--router NAMES": "tree,approximate,session,round-robin,random (default: all)",
+    "--event-delay-s SECONDS": "from a cache to the tree router, in time of the trace "
+    "(default: 0.1)",
 }
 _LISTS = {  # by usage: help, default
     "--policy NAMES": ("eviction policies", "lru"),
@@ -116,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
         check_float("--lease-s", lease, 0.0, float("inf"))
     if args.plot is not None:
         check_plot_path(args.plot)
+    if args.replicas is not None:
+        return _run_replicas(args)
     studies, documents = [], []
     for path in args.traces:
         trace = read_trace(as_path(path), limit=limit, stitch=args.stitch)
@@ -132,6 +146,41 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
     return 0
+
+
+def _run_replicas(args: argparse.Namespace) -> int:
+    from radixserve.replay import parse_tokens, read_trace
+    from radixserve.replay.caches import CacheSpec
+    from radixserve.replay.replicas import Cluster, cluster_finding, replay_clusters
+    from radixserve.replay.routers import ROUTERS
+
+    if args.cache_tokens is None:
+        raise InvalidRequest("--replicas needs --cache-tokens, the size of each one's cache")
+    if args.plot is not None or args.order is not None or args.sessions:
+        raise InvalidRequest("--replicas goes without --plot, --order and --sessions")
+    sizes = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
+    delay = 0.1 if args.event_delay_s is None else args.event_delay_s
+    check_float("--event-delay-s", delay, 0.0, 1e6)
+    numbers = [_count("--replicas", text) for text in _items("--replicas", args.replicas)]
+    names = list(ROUTERS) if args.router is None else _items("--router", args.router)
+    clusters = [Cluster(number, name, delay) for number in numbers for name in names]
+    specs = [CacheSpec(size) for size in sizes]
+    documents = []
+    for path in args.traces:
+        trace = read_trace(as_path(path), limit=args.limit, stitch=args.stitch)
+        rows = replay_clusters(trace, specs, clusters, watch=_bar)
+        documents.append({"trace": trace.name, "requests": len(trace), "replicas": rows})
+        if not args.json:
+            cluster_finding(documents[-1]).print(make_console())
+    if args.json:
+        print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
+    return 0
+
+
+def _count(flag: str, text: str) -> int:
+    if not text.isdecimal():
+        raise InvalidRequest(f"{flag} must be numbers such as 4,16, got {text!r}")
+    return check_int(flag, int(text), 1)
 
 
 def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[CacheSpec]]:

@@ -6,6 +6,7 @@ from radixserve.replay.direct import replay_direct
 from radixserve.replay.document import study_document
 from radixserve.replay.paths import PathTable, build_paths
 from radixserve.replay.reader import read_trace
+from radixserve.replay.replicas import Cluster, ClusterResult, replay_replicas
 from radixserve.replay.scheduled import replay_scheduled
 from radixserve.replay.serving import ScheduledResult, Serving
 from radixserve.replay.study import Study, study_trace
@@ -13,6 +14,8 @@ from radixserve.replay.trace import Trace, TraceRequest
 
 __all__ = [
     "CacheSpec",
+    "Cluster",
+    "ClusterResult",
     "PathTable",
     "ReplayResult",
     "ScheduledResult",
@@ -26,6 +29,7 @@ __all__ = [
     "parse_tokens",
     "read_trace",
     "replay_direct",
+    "replay_replicas",
     "replay_scheduled",
     "study_document",
     "study_trace",

@@ -42,7 +42,7 @@ def replay_direct(
             if name not in sessions:
                 sessions[name] = cache.open_session(name, lease_s=lease_s)
             session = sessions[name]
-        cached = _serve(cache, request, session)
+        cached = serve(cache, request, session)
         if cached is not None:
             hits[request.index], is_served[request.index] = cached, True
         if name is not None:
@@ -61,7 +61,7 @@ def replay_direct(
     )
 
 
-def _serve(cache: PrefixCache, request: TraceRequest, session: CacheSession | None) -> int | None:
+def serve(cache: PrefixCache, request: TraceRequest, session: CacheSession | None) -> int | None:
     """Tokens reused; None when the request does not fit."""
     prompt, kept = request.prompt, request.kept
     if len(kept) > cache.num_pages * cache.page_size:

@@ -27,8 +27,8 @@ from radixserve.routing.token_index import NEVER, Reservation, TokenIndex
 
 Floats = NDArray[np.float64]
 _HALF_LIFE_S = 3600.0  # of recent work
-_SCALE_REQUESTS = 5.0  # an excess of so many mean requests,
-_SCALE_SHARE = 0.1  # and of this part of the mean recent work, doubles the price
+_SCALE_REQUESTS = 3.0  # an excess of so many mean requests,
+_SCALE_SHARE = 0.08  # and of this part of the mean recent work, doubles the price
 _WAIT_SHARE = 0.5
 _MAX_DISPLACED = 4.0  # what is evicted costs its prefill as often at most
 _EMA = 0.02  # weight of a request in the means of requests
