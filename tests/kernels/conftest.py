@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from radixserve_kernels import gpu_ops
 from tests.cpu_kernels import cpu_level, num_threads
 
 __all__ = ["cpu_level", "num_threads", "path"]
 
 
+class DeviceOps:
+    """gpu_ops over CPU tensors, computed on a device. Whole storages are copied there and back, so
+    that strides, aliases and what lies between rows stay."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(gpu_ops, name)
+        return functools.partial(self._call, found) if callable(found) else found
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # a storage's bytes and theirs on the device
+        originals: dict[int, Tensor] = {}  # by id of what is sent
+
+        def sent(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.device.type != "cpu":
+                return x
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in copies:
+                own = torch.empty(0, dtype=torch.uint8).set_(storage)
+                copies[storage.data_ptr()] = own, own.to(self._device, copy=True)
+            memory = copies[storage.data_ptr()][1].untyped_storage()
+            place = x.storage_offset(), x.shape, x.stride()
+            there = torch.empty(0, dtype=x.dtype, device=self._device).set_(memory, *place)
+            originals[id(there)] = x
+            return there
+
+        def received(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(received, x))
+            if id(x) in originals:
+                return originals[id(x)]
+            return x.cpu() if isinstance(x, Tensor) else x
+
+        there = [sent(x) for x in args], {key: sent(x) for key, x in kwargs.items()}
+        result = function(*there[0], **there[1])
+        for own, other in copies.values():
+            kept = own.to(self._device, copy=True).cpu()
+            assert torch.equal(kept, own), "the device does not keep what is copied to it"
+            own.copy_(other)
+        return received(result)
+
+
 @pytest.fixture(params=["reference", "triton", "cuda"])
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The torch references and the interpreted Triton kernels on the CPU, or the compiled ones on
-    a CUDA device, where every tensor of the test lies and fresh memory holds NaN."""
+    a CUDA device, where fresh memory holds NaN. What is expected of them is computed on the CPU."""
     name: str = request.param
     if name != "cuda":
         if name == "triton":
@@ -24,8 +72,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
-    torch.set_default_device("cuda")
+    monkeypatch.setattr(request.module, "gpu_ops", DeviceOps("cuda"))
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh memory with NaN
     yield name
     torch.use_deterministic_algorithms(False)
-    torch.set_default_device(None)

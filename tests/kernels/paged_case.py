@@ -80,11 +80,11 @@ def attention(
             seen = slots[first : place + 1] if causal else slots
             for head in range(q.shape[1]):
                 if seen:
-                    keys = case.k_slots[seen, head // group].double()
+                    keys = case.k_slots[seen, head // group].cpu().double()
                     scores = keys @ q[token, head].double() * scale
                     scores = scores if cap is None else cap * (scores / cap).tanh()
                     weights = torch.softmax(scores, 0)
-                    out[token, head] = weights @ case.v_slots[seen, head // group].double()
+                    out[token, head] = weights @ case.v_slots[seen, head // group].cpu().double()
                     lse[token, head] = scores.logsumexp(0) / math.log(2)
     return out, lse
 
