@@ -113,6 +113,7 @@ def test_forty_schemas_and_twenty_expressions(tight: Runtime) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_a_thousand_schemas_and_two_hundred_expressions(tight: Runtime) -> None:
     run(tight, 1_000, 200, seed=1)
 
