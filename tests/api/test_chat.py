@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import json
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from radixserve import (
-    ChatSession,
     Completion,
-    EngineDead,
     HistoryRewritten,
     InvalidRequest,
-    RequestFailed,
     Runtime,
     SamplingParams,
 )
-from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.text.chat_format import Answer, ChatFormat
 from radixserve.text.chat_options import ChatOptions
-from tests.checkpoints import BOS_ID, EOS_ID, make_checkpoint
+from tests.checkpoints import BOS_ID, EOS_ID
 from tests.pacing import held, until
+
+pytestmark = pytest.mark.usefixtures("quick_collections", "audit")
 
 QUESTIONS = ["What does json.dumps do?", "And loads?", "Thanks.", "How do I copy a file?"]
 
@@ -71,46 +65,6 @@ def strips(separator: str, **more: str) -> str:
         + "{% else %}{{ message.content }}{% endif %}"
     )
     return template_of(content, **more)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
-    """Tests that collect garbage do not search what was there before."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Runtime]:
-    with Runtime("demo", num_pages=8192) as rt:
-        yield rt
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", with_tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def tiny(folder: Path) -> Iterator[Runtime]:
-    with Runtime(str(folder), num_pages=8192) as rt:
-        yield rt
-
-
-@pytest.fixture(autouse=True)
-def audit(demo: Runtime, tiny: Runtime) -> Iterator[None]:
-    for rt in (demo, tiny):
-        rt.flush_cache()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", HistoryRewritten)
-        yield
-    gc.collect()
-    for rt in (demo, tiny):
-        rt.check()
-        stats = rt.cache_stats()
-        assert stats["sessions"] == stats["pages_private"] == stats["pages_locked"] == 0
 
 
 def encode(rt: Runtime, text: str) -> list[int]:
@@ -157,11 +111,11 @@ class TestPlainTemplates:
     @pytest.mark.parametrize("page_size", [1, 2, 16])
     @pytest.mark.parametrize("template", [None, PLAIN, TRIMS], ids=["own", "plain", "trims"])
     def test_exact_at_every_page_size(
-        self, folder: Path, page_size: int, template: str | None
+        self, tiny_folder: Path, page_size: int, template: str | None
     ) -> None:
         settings: dict[str, Any] = {"page_size": page_size, "num_pages": 4096 // page_size}
         with (
-            Runtime(str(folder), **settings) as rt,
+            Runtime(str(tiny_folder), **settings) as rt,
             rt.chat("Hm.", template=template, params=FREE) as chat,
         ):
             behind = "\n" if template is None else "<|eos|>\n"
@@ -176,14 +130,14 @@ class TestPlainTemplates:
                 assert out.usage.computed_tokens == len(encode(rt, new)) + (1 if at else 0)
                 rt.check()
 
-    def test_an_answer_is_that_of_a_cold_run(self, folder: Path, tiny: Runtime) -> None:
+    def test_an_answer_is_that_of_a_cold_run(self, tiny_folder: Path, tiny: Runtime) -> None:
         params = params_of(9, ignore_eos=True, logprobs=0)
         with tiny.chat(template=PLAIN, params=params) as chat:
             outs, prompts = [], []
             for question in ["abc", "d", "efg"]:
                 outs.append(chat.send(question))
                 prompts.append(chat.tokens.tolist()[: -len(outs[-1].token_ids)])
-        with Runtime(str(folder), num_pages=1024, cache="off") as cold:
+        with Runtime(str(tiny_folder), num_pages=1024, cache="off") as cold:
             for out, other in zip(outs, cold.generate(prompts, params), strict=True):
                 assert out.token_ids == other.token_ids
                 assert out.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -253,12 +207,12 @@ class TestTemplatesThatRewrite:
             assert chat.tokens.tolist() == [*again, *last, *third.token_ids]
 
     @pytest.mark.parametrize("opening", ["", "<|system|>"], ids=["", "in the prompt"])
-    def test_dropping_thinking(self, folder: Path, opening: str) -> None:
+    def test_dropping_thinking(self, tiny_folder: Path, opening: str) -> None:
         """What is behind the separator stays with its own ids; `opening` begins the thinking."""
-        separator, params = self.find_thinking(folder, opening)
+        separator, params = self.find_thinking(tiny_folder, opening)
         template = strips(separator, prompt=opening)
         with (
-            Runtime(str(folder), num_pages=1024) as tiny,
+            Runtime(str(tiny_folder), num_pages=1024) as tiny,
             tiny.chat(template=template, params=params) as chat,
         ):
             first = chat.send("abc")
@@ -286,9 +240,9 @@ class TestTemplatesThatRewrite:
             assert chat.history[1]["content"] == first.text
 
     @staticmethod
-    def find_thinking(folder: Path, opening: str) -> tuple[str, SamplingParams]:
+    def find_thinking(tiny_folder: Path, opening: str) -> tuple[str, SamplingParams]:
         """A letter in the middle of the first answer, and how that was drawn."""
-        with Runtime(str(folder), num_pages=1024) as rt:
+        with Runtime(str(tiny_folder), num_pages=1024) as rt:
             for seed in range(200):
                 params = params_of(14, temperature=1.0, seed=seed, ignore_eos=True)
                 with rt.chat(template=template_of(prompt=opening), params=params) as chat:
@@ -444,176 +398,6 @@ class TestHistory:
             again = twin.send(QUESTIONS[0])
             assert again.token_ids[: len(ids)] == ids
             assert again.usage.computed_tokens == 1
-
-
-class TestErrors:
-    def test_what_is_refused(self, demo: Runtime, tiny: Runtime) -> None:
-        wrong: list[dict[str, Any]] = [
-            {"system": 1},
-            {"template": 1},
-            {"template": "{{"},
-            {"template": "{{ raise_exception('no') }}"},
-            {"tools": "clock"},
-            {"tools": ["clock"]},
-            {"params": 1},
-            {"params": {"max_tokens": 1}},
-        ]
-        for fields in wrong:
-            with pytest.raises(InvalidRequest):
-                demo.chat(**fields)
-        with demo.chat(params=params_of(4)) as chat:
-            for message in (1, None, {}, {"role": "user"}, {"role": "assistant", "content": None},
-                            {"role": "system", "content": "x"}, [], "\ud800"):  # fmt: skip
-                with pytest.raises(InvalidRequest):
-                    chat.send(message)  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="SamplingParams"):
-                chat.send("x", 3)  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="n must be"):
-                chat.fork(0)
-            assert chat.history == []
-            assert chat.send("Hello!").usage.cached_tokens == 0
-        with tiny.chat(params=FREE) as chat:
-            chat.send("abc")
-            before = chat.tokens.tolist(), chat.history
-            with pytest.raises(InvalidRequest, match="tokens; at most"):
-                chat.send("x" * 600)
-            assert (chat.tokens.tolist(), chat.history) == before
-            assert chat.send("d").usage.cached_tokens == len(before[0]) - 1
-
-    def test_a_failed_step_leaves_the_chat_as_it_was(
-        self, tiny: Runtime, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with tiny.chat(params=FREE) as chat:
-            chat.send("abc")
-            before = chat.tokens.tolist(), chat.history
-
-            def broken(*_: object) -> None:
-                raise RuntimeError("no")
-
-            with monkeypatch.context() as patch:
-                patch.setattr(CpuModelRunner, "launch", broken)
-                with pytest.raises(RequestFailed, match="no"):
-                    chat.send("xyz")
-                with pytest.raises(RequestFailed, match="no"):
-                    list(chat.stream("xyz"))
-            assert (chat.tokens.tolist(), chat.history) == before
-            assert chat.send("d").usage.cached_tokens == len(before[0]) - 1
-
-    def test_closed(self, folder: Path) -> None:
-        rt = Runtime(str(folder), num_pages=512)
-        chat, other = rt.chat(params=FREE), rt.chat(params=FREE)
-        chat.send("abc")
-        chat.close()
-        chat.close()
-        acts: list[Callable[[ChatSession], object]] = [
-            lambda chat: chat.send("x"),
-            lambda chat: chat.stream("x"),
-            lambda chat: chat.undo(),
-            lambda chat: chat.fork(),
-            lambda chat: asyncio.run(chat.asend("x")),
-        ]
-        for act in acts:
-            with pytest.raises(InvalidRequest, match="closed"):
-                act(chat)
-        assert len(chat.history) == 2
-        assert repr(chat).startswith("ChatSession(turns=1, tokens=")
-        rt.close()
-        for act in acts:
-            with pytest.raises(EngineDead, match="closed"):
-                act(other)
-        with pytest.raises(EngineDead, match="closed"):
-            rt.chat()
-
-    def test_a_model_without_tokenizer(self, tmp_path: Path) -> None:
-        with (
-            Runtime(str(make_checkpoint(tmp_path, "llama")), num_pages=64) as rt,
-            pytest.raises(InvalidRequest, match="no tokenizer"),
-        ):
-            rt.chat()
-
-
-class TestFiles:
-    def test_save_and_load(self, demo: Runtime, tmp_path: Path) -> None:
-        path = tmp_path / "chat.json"
-        with demo.chat("Be brief.", params=params_of(20)) as chat:
-            for question in QUESTIONS[:3]:
-                chat.send(question)
-            chat.save(path)
-            tokens, history = chat.tokens.tolist(), chat.history
-            expected = chat.send("And now?")
-        demo.flush_cache()
-        with demo.load_chat(path, params=params_of(20)) as chat:
-            assert (chat.tokens.tolist(), chat.history) == (tokens, history)
-            out = chat.send("And now?")
-            assert out.token_ids == expected.token_ids
-            assert (out.usage.cached_tokens, out.usage.prompt_tokens) == (
-                0,
-                expected.usage.prompt_tokens,
-            )
-            chat.undo()
-            chat.undo()
-            assert chat.history == history[:-2]
-            chat.save(path)
-        with demo.load_chat(path) as chat:
-            assert chat.history == history[:-2]
-
-    def test_rewritten_turns_and_settings_survive(self, tiny: Runtime, tmp_path: Path) -> None:
-        path = tmp_path / "chat.json"
-        tools = [{"name": "clock"}]
-        with tiny.chat("Hm.", template=MOVES_SYSTEM, tools=tools, params=FREE) as chat:
-            chat.send("abc")
-            first = chat.tokens.tolist()
-            with pytest.warns(HistoryRewritten):
-                chat.send("xyz")
-            chat.save(path)
-            tokens = chat.tokens.tolist()
-        with tiny.load_chat(path) as chat:
-            assert chat.tokens.tolist() == tokens
-            chat.undo()
-            assert chat.tokens.tolist() == first
-        assert json.loads(path.read_text())["tools"] == tools
-
-    def test_an_empty_chat(self, demo: Runtime, tmp_path: Path) -> None:
-        path = tmp_path / "chat.json"
-        with demo.chat("Hm.") as chat:
-            chat.save(path)
-        with demo.load_chat(path) as chat:
-            assert chat.history == [{"role": "system", "content": "Hm."}]
-
-    def test_wrong_files(self, demo: Runtime, tiny: Runtime, tmp_path: Path) -> None:
-        path = tmp_path / "chat.json"
-        with tiny.chat(params=FREE) as chat:
-            chat.send("abc")
-            chat.save(path)
-        with pytest.raises(InvalidRequest, match=r"another model: .*vocab_size 288, here"):
-            demo.load_chat(path)
-        good = json.loads(path.read_text())
-        turn = good["turns"][0]
-        wrong: list[Any] = [
-            [],
-            {},
-            {**good, "version": 3},
-            {**good, "kind": "shopping list"},
-            {**good, "system": 1},
-            {**good, "tools": ["a tool"]},
-            {**good, "token_ids": [999]},
-            {**good, "turns": [{**turn, "messages": [{"role": "user"}]}]},
-            {**good, "turns": [{**turn, "answer": {"text": 1}}]},
-            {**good, "turns": [{**turn, "tokens": 3}]},
-        ]
-        for document in wrong:
-            path.write_text(json.dumps(document))
-            with pytest.raises(InvalidRequest):
-                tiny.load_chat(path)
-        path.write_text("{")
-        with pytest.raises(InvalidRequest, match="no saved chat"):
-            tiny.load_chat(path)
-        with pytest.raises(FileNotFoundError):
-            tiny.load_chat(tmp_path / "none")
-        with demo.chat(params=params_of(4)) as chat:
-            chat.send({"role": "tool", "content": "x", "extra": np.float32(1)})
-            with pytest.raises(InvalidRequest, match="JSON"):
-                chat.save(path)
 
 
 def test_users_may_say_what_looks_like_a_mark(demo: Runtime) -> None:
