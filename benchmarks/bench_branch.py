@@ -83,16 +83,12 @@ class Case:
     checks: dict[str, bool] = field(default_factory=dict)
 
     @property
-    def table(self) -> Table:
-        return Table(self.columns, self.rows)
-
-    @property
     def failed(self) -> list[str]:
         return [f"{self.name}: {claim}" for claim, holds in self.checks.items() if not holds]
 
     def section(self) -> Section:
         lines = [f"{'ok' if holds else 'FAILED'}: {claim}" for claim, holds in self.checks.items()]
-        return Section(f"{self.name}  {self.title}", self.table, lines)
+        return Section(f"{self.name}  {self.title}", Table(self.columns, self.rows), lines)
 
 
 @dataclass(frozen=True)
@@ -144,17 +140,12 @@ def attention_case(bench: Bench) -> Iterator[Case]:
     arguments = (bench.folder, bench.shape, DTYPE, num_rows, shared, 3 * bench.repeats)
     figures, difference = bench.processes.call(measure_attention, *arguments)
     tree = figures["tree"]
-    rows: list[tuple[Cell, ...]] = [
-        (
-            name,
-            one["attention_ms"],
-            f"{one['attention_ms'] / tree['attention_ms']:.2f}",
-            one["plan_ms"],
-            one["step_ms"],
-            f"{one['step_ms'] / tree['step_ms']:.2f}",
+    rows: list[tuple[Cell, ...]] = []
+    for name, one in figures.items():
+        ratios = [f"{one[what] / tree[what]:.2f}" for what in ("attention_ms", "step_ms")]
+        rows.append(
+            (name, one["attention_ms"], ratios[0], one["plan_ms"], one["step_ms"], ratios[1])
         )
-        for name, one in figures.items()
-    ]
     columns = ("", "attention ms", "x", "plan ms", "step ms", "x")
     title = f"a decode step of {num_rows} sequences over {shared:,} shared tokens"
     yield Case("b", title, columns, rows, {"both compute the same": difference < 1e-4})
@@ -220,13 +211,8 @@ def forks_case(bench: Bench) -> Iterator[Case]:
     yield Case("e", f"forking a branch of {length:,} tokens", columns, rows, checks)
 
 
-CASES: dict[str, Callable[[Bench], Iterator[Case]]] = {
-    "a": samples_case,
-    "b": attention_case,
-    "c": chats_case,
-    "d": beams_case,
-    "e": forks_case,
-}
+_CASES = (samples_case, attention_case, chats_case, beams_case, forks_case)
+CASES: dict[str, Callable[[Bench], Iterator[Case]]] = dict(zip("abcde", _CASES, strict=True))
 
 
 def save_models(shape: Shape, folder: Path, long_folder: Path, longest: int) -> None:
@@ -239,7 +225,7 @@ def write_page(page: Path, report: Report, cases: list[Case]) -> None:
     """Put the tables between the markers of a page."""
     names = ("cpu", "cores", "python", "torch", "transformers", "model", "attention", "threads")
     facts = ", ".join(f"{k} {report.settings[k]}" for k in names if k in report.settings)
-    tables = [f"**{case.title}**\n\n{case.table.markdown()}" for case in cases]
+    tables = [f"**{case.title}**\n\n{case.section().table.markdown()}" for case in cases]
     text = "\n\n".join([f"Measured with: {facts}.", *tables])
     page.write_text(replace_block(page.read_text(), "branch-cpu", text))
 

@@ -13,6 +13,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from timeit import repeat
 
@@ -35,10 +36,9 @@ def main() -> None:
     print("    nodes     pages  snapshot ms  JSON ms  dump ms  a page moves every")
     for size in map(int, options.nodes.split(",")):
         cache = grow(size, options.page_size)
-        snapshot = milliseconds(lambda cache=cache: cache.snapshot(SnapshotView()))  # type: ignore[misc]
-        found = cache.snapshot(SnapshotView())
-        text = milliseconds(lambda found=found: json.dumps(found))  # type: ignore[misc]
-        dump = milliseconds(lambda cache=cache: cache.dump(400))  # type: ignore[misc]
+        snapshot = milliseconds(partial(cache.snapshot, SnapshotView()))
+        text = milliseconds(partial(json.dumps, cache.snapshot(SnapshotView())))
+        dump = milliseconds(partial(cache.dump, 400))
         every = max(EVERY_S, (snapshot + text) / 1e3 / SHARE)
         nodes = cache.gauges()["nodes"]
         figures = f"{snapshot:12.1f} {text:8.1f} {dump:8.1f} {every:17.1f}"

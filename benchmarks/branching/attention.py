@@ -46,9 +46,9 @@ def measure_attention(
     for kind, shares in KINDS.items():
         backend = make_backend(backend_name(dtype), case.kv, shape.num_heads, shares=shares)
         operations[kind, "plan_ms"] = partial(backend.plan, case.batch)
-        operations[kind, "attention_ms"] = partial(_attend, backend, case)
+        operations[kind, "attention_ms"] = partial(case.attend, backend)
         backend.plan(case.batch)
-        results[kind] = _attend(backend, case).numpy().copy()
+        results[kind] = case.attend(backend).numpy().copy()
     for kind, shares in KINDS.items():
         loop = _decoding(folder, dtype, num_rows, shared, repeats, shares=shares)
         operations[kind, "step_ms"] = loop.step
@@ -61,13 +61,6 @@ def measure_attention(
     }
     difference = np.abs(results["tree"] - results["flat"]).max() / np.abs(results["flat"]).max()
     return figures, float(difference)
-
-
-def _attend(backend: Any, case: SharedPrefix) -> torch.Tensor:
-    """The last layer's result."""
-    for layer in range(case.num_layers):
-        out: torch.Tensor = backend.attend(case.q, layer)
-    return out
 
 
 def _decoding(

@@ -62,11 +62,10 @@ class Bench:
 
 
 def serve(tree: Tree, rows: Iterable[IntArray]) -> None:
-    for row in rows:
-        tree.request(tree.prompt(row))
+    _request_all(tree, map(tree.prompt, rows))
 
 
-def _request_all(tree: Tree, prompts: list[Any]) -> None:
+def _request_all(tree: Tree, prompts: Iterable[Any]) -> None:
     for prompt in prompts:
         tree.request(prompt)
 
@@ -78,9 +77,7 @@ def _look_and_take(
     the operation."""
     prompts = {who: tree.prompt(row) for who, tree in trees.items()}
     for verb, name in (("lookup", "look-up"), ("take", "acquire, release")):
-        operations = {
-            who: partial(getattr(tree, verb), prompts[who]) for who, tree in trees.items()
-        }
+        operations = {who: partial(getattr(one, verb), prompts[who]) for who, one in trees.items()}
         yield from interleaved(f"{case}.{verb}", what.format(name), operations, repeats)
 
 

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
@@ -92,11 +93,8 @@ def radix(page_size: int, name: str = "radix") -> Contender:
 
 def hash_blocks(size: int) -> Contender:
     max_leaves = 100_000 if size <= 16 else 0  # a small leaf is a block, or it is not kept
-
-    def make(pages: int) -> Tree:
-        return PagedTree(HashBlockCache(pages, size))
-
-    return Contender(f"hash-{size}", make, size, max_leaves)
+    make = partial(HashBlockCache, block_size=size)
+    return Contender(f"hash-{size}", lambda pages: PagedTree(make(pages)), size, max_leaves)
 
 
 def peers() -> tuple[list[Contender], list[str]]:

@@ -56,9 +56,9 @@ def _samples(bench: Bench, contender: Contender, prompts: IntArray, waiting: int
         samples["first"].append(queue.timed_pass())
     for turn in range(bench.sizes.repeats):
         samples["same"].append(queue.timed_pass())
-        queue.commit_chunk(1 + turn)
+        queue.tree.request(prompts[1 + turn][: HEAD + CHUNK])  # computed elsewhere
         samples["commit"].append(queue.timed_pass())
-        queue.evict_page()
+        queue.tree.evict(1)
         samples["evict"].append(queue.timed_pass())
         samples["arrival"].append(queue.arrive(1) + queue.timed_pass())
     assert queue.num_running == 1, "a waiting request was admitted: nothing of this was measured"
@@ -75,7 +75,7 @@ class _Queue:
         """A part of the prompt at `last` is cached already; it is evicted first."""
         tree = contender.make(-(-(PROMPT + ROOM) // contender.page_size))
         assert isinstance(tree, PagedTree)
-        self._tree = tree
+        self.tree = tree
         self._prompts = prompts
         self._scheduler = Scheduler(tree.cache, chunked_prefill_size=2 * PROMPT)
         self._num_added = 0
@@ -95,11 +95,7 @@ class _Queue:
         self._num_added += count
         new = [_request(at, self._prompts[at]) for at in range(first, first + count)]
 
-        def add_all() -> None:
-            for request in new:
-                self._scheduler.add(request)
-
-        return micros(add_all)
+        return micros(lambda: [self._scheduler.add(request) for request in new])
 
     def timed_pass(self) -> float:
         """Microseconds of a pass; its step is carried out."""
@@ -111,13 +107,6 @@ class _Queue:
         drawn = tuple(None if row.sample is None else _DRAWN for row in schedule.rows)
         self._scheduler.update(schedule, ModelRunnerOutput(drawn, {}))
         return spent
-
-    def commit_chunk(self, index: int) -> None:
-        """More of the prompt of the waiting request of that index is computed elsewhere."""
-        self._tree.request(self._prompts[index][: HEAD + CHUNK])
-
-    def evict_page(self) -> None:
-        self._tree.evict(1)
 
     def end_running(self) -> None:
         """The next pass starts a waiting request in its place, evicting what it needs."""

@@ -4,20 +4,13 @@
     PYTHONPATH=DIR:.:kernels python benchmarks/bench_cache.py
 
 is enough beside torch and numpy: packages that its import wants and that the tree never calls are
-empty stubs. The objects are those of its server: `UnifiedRadixCache` over either
-`tree_core_backend`, `TokenToKVPoolAllocator` and `ReqToTokenPool`; page size 1, on the CPU.
+empty stubs. The objects are those of its server, at page size 1 on the CPU. A prompt is array("q"),
+made outside of the timed region, wrapped into a `RadixKey` for each match as its engine does. The
+calls are those that its scheduler makes for a request that is prefilled in one chunk and ends, with
+one publication where its scheduler makes two, and none of the batch's tensors.
 
-Its engine holds a prompt as array("q") and wraps it into a `RadixKey` for each match (O(1)); so do
-we: the array is made outside of the timed region. Of a request only what the tree reads is there
-(`_Request` below); its K/V record is SGLang's own. The calls are those that its scheduler makes for
-a request that is prefilled in one chunk and ends: `match_prefix`, `lock`, `prefix_device_indices`,
-a row, `alloc_token_slots` (which evicts when short), the row written, then what `release_kv_cache`
-does: `checkpoint`, `free_kv_row`, `unlock`, the row back. One publication a request, where its
-scheduler makes two (after the prefill and at the end), and none of the batch's tensors.
-
-`SGLangCore` is the same Rust tree and allocator without that scheduler path: only what a tree
-must do for a request, by the binding's own calls, so that nothing of the comparison is the price of
-the Python around it.
+`SGLangCore` is the same Rust tree and allocator without that scheduler path: only what a tree must
+do for a request, so that nothing of the comparison is the price of the Python around it.
 """
 
 from __future__ import annotations
@@ -36,6 +29,14 @@ _UNUSED = (  # asked for by its import, never called by its tree
     *("starlette", "torchvision", "tvm_ffi", "zmq"),
 )
 _LONGEST = 160_000  # tokens of a request
+_NONE = "extra_key cache_salt session_id mamba_value swa_branching_seqlen rotation_base".split()
+_ZERO = "swa_evicted_seqlen inserted_len priority".split()
+_PLAIN_INSERT = {**dict.fromkeys(_NONE), **dict.fromkeys(_ZERO, 0), "track_adopted_ranges": False}
+_PLAIN_UNLOCK: dict[str, Any] = {
+    "skipped_lock_components": [],
+    "component_lock_uuids": {},
+    "component_host_lock_uuids": {},
+}
 
 
 class SGLang:
@@ -60,19 +61,24 @@ class SGLang:
         self.match_params, self.evict_params = MatchPrefixParams, EvictParams
         self.alloc, self.rust_core = alloc_token_slots, RustUnifiedTreeCore
 
-        def build(core: str, num_pages: int) -> Any:
-            slots = TokenToKVPoolAllocator(num_pages, torch.float16, "cpu", None, need_sort=False)
-            params = CacheInitParams(
-                disable=False,
-                req_to_token_pool=ReqToTokenPool(2, _LONGEST, "cpu", enable_memory_saver=False),
-                token_to_kv_pool_allocator=slots,
-                page_size=1,
-                tree_components=(ComponentType.FULL,),
-                tree_core_backend=core,
-            )
-            return UnifiedRadixCache(params)
+        self._pool, self._rows, self._params = (
+            TokenToKVPoolAllocator,
+            ReqToTokenPool,
+            CacheInitParams,
+        )
+        self._components, self._cache = (ComponentType.FULL,), UnifiedRadixCache
 
-        self._build = build
+    def _build(self, core: str, num_pages: int) -> Any:
+        slots = self._pool(num_pages, self.torch.float16, "cpu", None, need_sort=False)
+        params = self._params(
+            disable=False,
+            req_to_token_pool=self._rows(2, _LONGEST, "cpu", enable_memory_saver=False),
+            token_to_kv_pool_allocator=slots,
+            page_size=1,
+            tree_components=self._components,
+            tree_core_backend=core,
+        )
+        return self._cache(params)
 
     def rust_tree(self, num_pages: int) -> SGLangTree:
         tree = SGLangTree(self, self._build("rust", num_pages))
@@ -203,23 +209,8 @@ class SGLangCore(SGLangTree):
             self.evict(wanted - self._slots.available_size())
             slots = self._slots.alloc(wanted)
         pages = self._engine.torch.cat((prefix, slots))
-        step = tree.begin_insert(
-            self._make.InsertParamsBinding(
-                key=prompt,
-                value=pages,
-                extra_key=None,
-                cache_salt=None,
-                session_id=None,
-                mamba_value=None,
-                prev_prefix_len=found,
-                swa_evicted_seqlen=0,
-                swa_branching_seqlen=None,
-                inserted_len=0,
-                priority=0,
-                track_adopted_ranges=False,
-                rotation_base=None,
-            )
-        )
+        new = {"key": prompt, "value": pages, "prev_prefix_len": found}
+        step = tree.begin_insert(self._make.InsertParamsBinding(**_PLAIN_INSERT, **new))
         while step.result is None:
             self._apply(step.actions)
             step = tree.resume_insert()
@@ -236,10 +227,5 @@ class SGLangCore(SGLangTree):
             self.cache._apply_cache_actions(self._core._cache_actions_from_tagged(actions))
 
     def _unlock(self, node: Any) -> None:
-        params = self._make.DecLockRefParamsBinding(
-            node_id=node,
-            skipped_lock_components=[],
-            component_lock_uuids={},
-            component_host_lock_uuids={},
-        )
+        params = self._make.DecLockRefParamsBinding(node_id=node, **_PLAIN_UNLOCK)
         self._tree.dec_lock_ref(node, params, False)

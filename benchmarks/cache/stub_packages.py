@@ -1,8 +1,5 @@
-"""Empty modules in place of packages that an import asks for and that are not installed.
-
-A peer's tree is a small part of a large engine whose first import wants web servers, tokenizers and
-image readers. What the tree never calls may be empty; an installed package always wins.
-"""
+"""Empty modules in place of packages that an import asks for, that are not installed, and that what
+is measured never calls; an installed package always wins."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ class _Anything(type):
     def __getattr__(cls, name: str) -> Any:
         return _attribute(name)
 
-    def _itself(cls, _: Any) -> Any:
+    def __getitem__(cls, _: Any) -> Any:
         return cls
 
-    __getitem__ = __or__ = __ror__ = _itself
+    __or__ = __ror__ = __getitem__
 
 
 class Nothing(metaclass=_Anything):

@@ -88,14 +88,11 @@ def open_engine(name: str, setup: Setup) -> Engine:
         from engine.llama import LlamaServer
 
         return LlamaServer(setup)
-    if name in _CACHES:
+    if name in (*_CACHES, "wrapped"):
         from engine.runtime_engine import RuntimeEngine
 
-        return RuntimeEngine.open(setup, name)
-    if name == "wrapped":
-        from engine.runtime_engine import RuntimeEngine
-
-        return RuntimeEngine.open(setup, "radix", model_impl="transformers")
+        wrapped = {"model_impl": "transformers"} if name == "wrapped" else {}
+        return RuntimeEngine.open(setup, "radix" if wrapped else name, **wrapped)
     from engine import transformers_engines as peers
 
     kinds = {"transformers": peers.Generate, "copied": peers.Copied, "continuous": peers.Continuous}

@@ -37,12 +37,11 @@ _PUBLISHED: dict[tuple[str, str], dict[str, dict[str, tuple[float, ...]]]] = {
         },
     },
 }
-_ORDER = ("W1", "W2", "W3", "W4", "W5")
 
 
 def published(model: str, dtype: str, workload: str, arrival: str) -> dict[str, float]:
     """CPU seconds by engine, best first; none where the case was not measured."""
-    at = _ORDER.index(workload)
+    at = int(workload[1:]) - 1
     rows = _PUBLISHED.get((model, dtype), {}).get(arrival, {})
     found = {engine: row[at] for engine, row in rows.items() if at < len(row)}
     return dict(sorted(found.items(), key=lambda one: one[1]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from engine.base import Answer, Engine, Work
 from engine.floor import Floor
-from engine.turns import Record, Sample
+from engine.turns import Record
 from harness.report import Section, Table
 from harness.workloads import Workload
 
@@ -60,10 +60,6 @@ def compare(
     return {"first_tokens_differ": first, "outputs_differ": other, "compared": compared}
 
 
-def _slow_first_s(sample: Sample) -> float:
-    return float(np.percentile([answer.first_s for answer in sample.answers], 95))
-
-
 @dataclass(frozen=True)
 class Case:
     """The records of all engines in one workload at one arrival; the first is the reference."""
@@ -84,11 +80,10 @@ class Case:
         table = [
             (
                 row["engine"],
-                f"{row['cpu_s']:.3g}",
-                f"{row['wall_s']:.3g}",
+                *(f"{row[key]:.3g}" for key in ("cpu_s", "wall_s")),
                 *(f"{row[key] * 1e3:,.1f}" for key in ("first_mean_s", "first_p95_s")),
                 row["num_prefilled"],
-                self.records[row["engine"]].peak_mib,
+                row["peak_mib"],
                 f"{row['floor_ratio']:.2f}",
                 "{first_tokens_differ}/{outputs_differ} of {compared}".format(**row["agreement"]),
             )
@@ -122,6 +117,7 @@ class Case:
         for name, record in self.records.items():
             samples, num_new = record.samples, self.workload.num_new
             assert all(len(output) == num_new for output in record.outputs), "lengths are exact"
+            delays = [[answer.first_s for answer in sample.answers] for sample in samples]
             middle = sorted(samples, key=lambda one: one.cpu_s)[(len(samples) - 1) // 2]
             rows.append(
                 {
@@ -129,9 +125,9 @@ class Case:
                     "cpu_s": record.cpu_s,
                     "wall_s": record.wall_s,
                     "first_mean_s": record.first_s,
-                    "first_p95_s": record.median(_slow_first_s),
+                    "first_p95_s": float(np.median(np.percentile(delays, 95, axis=1))),
                     "num_prefilled": record.num_computed,
-                    "peak_bytes": record.peak_bytes,
+                    "peak_mib": record.peak_mib,
                     "base_bytes": record.base_bytes,
                     "floor_ratio": record.cpu_s / self.floor.total_s,
                     "agreement": compare(self.workload, record.outputs, expected),
@@ -155,7 +151,6 @@ class Case:
                 f" quartiles {low:.3f} to {high:.3f}"
             )
         for name, seconds in list(self.published.items())[:1]:
-            lines.append(f"best measured elsewhere: {name}, {seconds:g} CPU s")
-            if radix is not None:
-                lines[-1] += f"; radix is {radix.cpu_s / seconds:.2f} x that"
+            beside = "" if radix is None else f"; radix is {radix.cpu_s / seconds:.2f} x that"
+            lines.append(f"best measured elsewhere: {name}, {seconds:g} CPU s{beside}")
         return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -46,32 +46,25 @@ class Record:
 
     @property
     def num_computed(self) -> int:
-        return int(self.median(lambda sample: sample.num_computed))
+        return int(median(sample.num_computed for sample in self.samples))
 
     @property
     def cpu_s(self) -> float:
-        return self.median(lambda sample: sample.cpu_s)
+        return median(sample.cpu_s for sample in self.samples)
 
     @property
     def wall_s(self) -> float:
-        return self.median(lambda sample: sample.wall_s)
+        return median(sample.wall_s for sample in self.samples)
 
     @property
     def first_s(self) -> float:
         """Mean time to the first token."""
-        return self.median(lambda sample: fmean(answer.first_s for answer in sample.answers))
-
-    @property
-    def peak_bytes(self) -> int | None:
-        peaks = [sample.peak_bytes for sample in self.samples if sample.peak_bytes is not None]
-        return max(peaks, default=None)
+        return median(fmean(one.first_s for one in sample.answers) for sample in self.samples)
 
     @property
     def peak_mib(self) -> int | None:
-        return None if self.peak_bytes is None else round(self.peak_bytes / 2**20)
-
-    def median(self, figure: Callable[[Sample], float]) -> float:
-        return median(map(figure, self.samples))
+        peaks = [sample.peak_bytes for sample in self.samples if sample.peak_bytes is not None]
+        return round(max(peaks) / 2**20) if peaks else None
 
 
 def run_engines(

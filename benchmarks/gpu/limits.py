@@ -40,12 +40,6 @@ def kv_bytes(shape: Shape) -> int:
     return NUMBER_BYTES * shape.kv_elements
 
 
-def merge_bytes(shape: Shape) -> int:
-    """Moved to merge two attention states of a token, all layers."""
-    state = shape.head_dim * NUMBER_BYTES + FLOAT_BYTES
-    return NUM_STATES * shape.num_layers * shape.num_heads * state
-
-
 def attention_s(shape: Shape, ceilings: Ceilings, num_read: float, num_attended: float) -> float:
     """num_read: keys that come from memory. num_attended: pairs of a query and a key."""
     memory = num_read * kv_bytes(shape) / ceilings.bandwidth
@@ -54,15 +48,15 @@ def attention_s(shape: Shape, ceilings: Ceilings, num_read: float, num_attended:
 
 def flat_s(shape: Shape, ceilings: Ceilings, num_rows: int, num_keys: float) -> float:
     """Attention of rows of one token to `num_keys` each, every row on its own."""
-    total = num_rows * num_keys
-    return attention_s(shape, ceilings, total, total)
+    return attention_s(shape, ceilings, num_rows * num_keys, num_rows * num_keys)
 
 
 def cascade_s(shape: Shape, ceilings: Ceilings, num_rows: int, shared: int, own: float) -> float:
     """The same, `shared` keys read once for all rows, and the two states of each row merged."""
+    state = shape.head_dim * NUMBER_BYTES + FLOAT_BYTES
+    merged = num_rows * NUM_STATES * shape.num_layers * shape.num_heads * state
     together = attention_s(shape, ceilings, shared, num_rows * shared)
-    apart = flat_s(shape, ceilings, num_rows, own)
-    return together + apart + num_rows * merge_bytes(shape) / ceilings.bandwidth
+    return together + flat_s(shape, ceilings, num_rows, own) + merged / ceilings.bandwidth
 
 
 def matrices_s(shape: Shape, ceilings: Ceilings, num_tokens: int, num_logits: int) -> float:
@@ -87,11 +81,8 @@ def prefill_s(shape: Shape, ceilings: Ceilings, num_new: int, num_cached: int = 
 def serving_s(shape: Shape, ceilings: Ceilings, requests: Sequence[tuple[int, int]]) -> float:
     """Requests of (prompt, new) tokens with nothing in common, sent at once: all prompts at the
     rate of products, then a step for all that still go on."""
-    total = 0.0
-    for prompt, _ in requests:
-        products = 2 * (shape.layer_weights * prompt + shape.head_weights)
-        scores = shape.score_flops * prompt * (prompt + 1) / 2
-        total += (products + scores) / ceilings.flops
+    products = Ceilings(float("inf"), ceilings.flops)
+    total = sum(prefill_s(shape, products, prompt) for prompt, _ in requests)
     for step in range(1, max(new for _, new in requests)):
         lengths = [prompt + step for prompt, new in requests if new > step]
         total += decode_s(shape, ceilings, len(lengths), sum(lengths) / len(lengths))
@@ -107,7 +98,7 @@ def beams_s(
     num_rows = num_prompts * width
     for step in range(1, new):
         length = prompt + step
-        matrices = matrices_s(shape, ceilings, num_rows, num_rows)
         num_read = num_prompts * (length + width - 1)
-        total += matrices + attention_s(shape, ceilings, num_read, num_rows * length)
+        total += matrices_s(shape, ceilings, num_rows, num_rows)
+        total += attention_s(shape, ceilings, num_read, num_rows * length)
     return total

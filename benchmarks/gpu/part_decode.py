@@ -26,20 +26,18 @@ NUM_PROFILED, NUM_KERNELS, NUM_NOTED = 3, 12, 4  # steps profiled; kernels kept,
 
 def run(bench: Bench, group: str) -> None:
     """group: the backend; "" is the run's own."""
-    sizes = bench.pick(SIZES, {1_024: (1, 64), 8_192: (1, 32)}, {16: (1, 4), 48: (1, 4)})
-    settings = bench.check_group(group)
-    if group:
-        sizes = bench.pick(OTHERS, {1_024: (64,), 8_192: (32,)}, {16: (2,), 48: (2,)})
+    settings = bench.of_group(group)
+    sizes = bench.pick(OTHERS, {16: (2,), 48: (2,)}) if group else bench.pick(
+        SIZES, {16: (1, 4), 48: (1, 4)}
+    )  # fmt: skip
     with Stage(
         bench,
         LLAMA,
         max_running_requests=max(max(some) for some in sizes.values()),
-        chunked_prefill_size=bench.pick(8_192, 8_192, 64),
-        max_seq_len=max(sizes) + bench.pick(ROOM, ROOM, 400),
-        num_pages=bench.pick(None, None, 2_048),
+        max_seq_len=max(sizes) + bench.pick(ROOM, 400),
+        pool=bench.pick(None, 2_048),
         **settings,
     ) as stage:
-        bench.note(f"{stage.resolved_config}; pool of {stage.capacity:,} tokens")
         missed: dict[str, list[IntArray]] = {}
         for context, size in [(one, size) for one, some in sizes.items() for size in some]:
             name = f"{stage.resolved_config.attention_backend}, batch {size}, context {context:,}"
@@ -60,12 +58,10 @@ def _measure(bench: Bench, stage: Stage, name: str, size: int, context: int) -> 
     """Whether all targets are met; in a dry run those of one row are."""
     # Those of a smaller batch are among them, and cached by now.
     prompts = stage.prompts(size, context)
-    found = stage.decode(prompts, bench.pick(32, 16, 4), bench.pick(6, 4, 2))
+    found = stage.decode(prompts, *bench.pick((32, 6), (4, 2)))
     limit = decode_s(bench.shape(LLAMA), bench.ceilings, size, found.num_keys)
     of_limit = limit / found.step.median
-    checks = []
-    if size <= MOST_ROWS:
-        checks.append(bench.at_least("of the limit", of_limit, TARGET))
+    checks = [bench.at_least("of the limit", of_limit, TARGET)] if size <= MOST_ROWS else []
     checks.append(bench.at_most("host share", found.host_share, MOST_HOST))
     cells = {
         **found.step.cells("step ms"),
@@ -76,7 +72,7 @@ def _measure(bench: Bench, stage: Stage, name: str, size: int, context: int) -> 
         "launch ms": found.host_s * 1e3,
         "tok/s": found.num_rows / found.step.median,
     }
-    bench.row(name, cells, checks=tuple(checks), details={"context_measured": found.num_keys})
+    bench.row(name, cells, *checks, details={"context_measured": found.num_keys})
     return size == 1 if bench.is_dry else all(check.is_met for check in checks)
 
 
@@ -93,9 +89,8 @@ def profile_steps(bench: Bench, stage: Stage, prompts: Sequence[IntArray]) -> di
         for one in record.key_averages():
             total = one.self_cpu_time_total if bench.is_dry else one.self_device_time_total
             if total:
-                spent[one.key[:80]] = total / 1e3 / NUM_PROFILED
+                spent[one.key[:80]] = round(total / 1e3 / NUM_PROFILED, 4)
     except RuntimeError as error:  # no profiler here; the figures are there already
         bench.note(f"no profile, {error}")
     stage.abort_all()
-    longest = sorted(spent.items(), key=lambda item: -item[1])
-    return {name: round(ms, 4) for name, ms in longest[:NUM_KERNELS]}
+    return dict(sorted(spent.items(), key=lambda item: -item[1])[:NUM_KERNELS])

@@ -9,51 +9,41 @@ from __future__ import annotations
 from statistics import median
 
 import numpy as np
-from gpu.bench import LLAMA, Bench
-from gpu.clock import Times
+from gpu.bench import LLAMA, Bench, Times
 from gpu.limits import prefill_s
 from gpu.stage import Stage
 
 TARGET = 0.7  # of the limit, cold
 GAIN = 10.0  # cold over cached
-NUM_NEW = 512
 
 
 def run(bench: Bench, group: str) -> None:
     """group: the backend; "" is the run's own."""
-    new = bench.pick(NUM_NEW, NUM_NEW, 16)
-    cold = bench.pick((512, 4_096, 32_768), (512, 4_096), (16, 64))
-    cached = bench.pick((8_192, 32_768), (8_192,), (128,))
-    settings = bench.check_group(group)
+    new, cold, cached = bench.pick(
+        (512, (512, 4_096, 32_768), (8_192, 32_768)), (16, (16, 64), (128,))
+    )
+    settings = bench.of_group(group)
     if group:
         cold, cached = cold[:2], cached[:1]
     with Stage(
         bench,
         LLAMA,
         max_running_requests=8,
-        chunked_prefill_size=bench.pick(8_192, 8_192, 64),
-        max_seq_len=max(*cold, *cached) + bench.pick(1_024, 1_024, 64),
-        num_pages=bench.pick(None, None, 2_048),
+        max_seq_len=max(*cold, *cached) + bench.pick(1_024, 64),
+        pool=bench.pick(None, 2_048),
         **settings,
     ) as stage:
-        bench.note(
-            f"{stage.resolved_config}; chunks of {stage.config.chunked_prefill_size:,} tokens"
-        )
         stage.first_token(stage.tokens(new))
         backend = stage.resolved_config.attention_backend
         for length in cold:
             with bench.case(name := f"{backend}, {length:,} cold"):
-                _measure_cold(bench, stage, name, length)
+                times = _cold(bench, stage, length)
+                limit = prefill_s(bench.shape(LLAMA), bench.ceilings, length)
+                check = bench.at_least("of the limit", limit / times.median, TARGET)
+                bench.row(name, _cells(times, limit, length), check)
         for length in cached:
             with bench.case(name := f"{backend}, {new:,} after {length:,} cached"):
                 _measure_cached(bench, stage, name, length, new)
-
-
-def _measure_cold(bench: Bench, stage: Stage, name: str, length: int) -> None:
-    times = _cold(bench, stage, length)
-    limit = prefill_s(bench.shape(LLAMA), bench.ceilings, length)
-    check = bench.at_least("of the limit", limit / times.median, TARGET)
-    bench.row(name, _cells(times, limit, length), checks=(check,))
 
 
 def _cold(bench: Bench, stage: Stage, length: int) -> Times:
@@ -74,21 +64,20 @@ def _measure_cached(bench: Bench, stage: Stage, name: str, length: int, new: int
     times = Times.of([seconds for seconds, _ in found])
     num_cached = median(count for _, count in found)
     failed = "" if num_cached in (length, length + 1) else f"{num_cached:,} tokens were cached"
-    limit = prefill_s(bench.shape(LLAMA), bench.ceilings, new, length)
-    cells = _cells(times, limit, new)
+    cells = _cells(times, prefill_s(bench.shape(LLAMA), bench.ceilings, new, length), new)
     checks = []
-    if length <= bench.pick(8_192, 8_192, 128):
+    if length <= bench.pick(8_192, 128):
         gain = _cold(bench, stage, length + new).median / times.median
         cells["cold / cached"] = f"{gain:.1f} x"
         checks.append(bench.at_least("cold over cached", gain, GAIN))
-    bench.row(name, cells, checks=tuple(checks), failed=failed)
+    bench.row(name, cells, *checks, failed=failed)
 
 
 def _repeats(bench: Bench, num_new: int) -> int:
-    return bench.pick(3 if num_new > 8_192 else 7, 3, 2)
+    return int(bench.pick(3 if num_new > 8_192 else 7, 2))
 
 
-def _cells(times: Times, limit: float, num_new: int) -> dict[str, float | str | None]:
+def _cells(times: Times, limit: float, num_new: int) -> dict[str, float | str]:
     return {
         **times.cells("first token ms"),
         "limit ms": limit * 1e3,

@@ -16,9 +16,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
-from gpu.bench import DTYPE, LLAMA, Bench
-from gpu.clock import Times, captured
+from gpu.bench import DTYPE, LLAMA, Bench, Times
 from gpu.jobs import Skip
 from gpu.limits import cascade_s, decode_s, flat_s, kv_bytes, matrices_s
 from gpu.stage import DecodeFigures, Stage
@@ -27,6 +25,7 @@ from harness.shared_prefix import SharedPrefix
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.choice import make_backend
 from radixserve.attention.cuda import cascade
+from radixserve.runner.cuda_graph import GraphCapturer
 
 ATTENTION_GAIN, STEP_GAIN = 5.0, 3.0
 STEP_ROWS = 64  # that the target of the step is for
@@ -36,25 +35,20 @@ OWN = 128
 def run(bench: Bench, group: str) -> None:
     if (name := bench.backend_name()) not in ("flashinfer", "triton"):
         raise Skip(f"the backend {name} has no cascade in graphs")
-    {"attention": measure_attention, "crossover": find_crossover, "step": measure_steps}[group](
-        bench
-    )
+    kinds = {"attention": measure_attention, "crossover": find_crossover, "step": measure_steps}
+    kinds[group](bench)
 
 
-def make_case(bench: Bench, num_layers: int, num_rows: int, shared: int, own: int) -> SharedPrefix:
-    shape = replace(bench.shape(LLAMA), num_layers=num_layers)
-    page_size = bench.settings.page_size
-    return SharedPrefix(
-        shape, num_rows, shared, own, page_size=page_size, dtype=DTYPE, device=bench.device
-    )
-
-
-def time_attention(bench: Bench, case: SharedPrefix, repeats: int) -> tuple[Times, Times]:
+def time_attention(
+    bench: Bench, num_layers: int, num_rows: int, shared: int, own: int, repeats: int
+) -> tuple[Times, Times]:
     """Attention of all layers as a graph, flat and cascade, whether or not that pays."""
+    shape = replace(bench.shape(LLAMA), num_layers=num_layers)
+    where = {"page_size": bench.settings.page_size, "dtype": DTYPE, "device": bench.device}
+    case = SharedPrefix(shape, num_rows, shared, own, **where)
     found = []
     for together in (False, True):
-        num_heads = case.q.shape[1]
-        backend = make_backend(bench.backend_name(), case.kv, num_heads, shares=together)
+        backend = make_backend(bench.backend_name(), case.kv, shape.num_heads, shares=together)
         if together and not backend.shared_levels(case.batch):
             raise RuntimeError("the backend finds nothing to read together")
         found.append(time_graph(bench, backend, case, repeats, num_levels=int(together)))
@@ -68,14 +62,9 @@ def time_graph(
     backend.prepare()
     graph = backend.make_graph_backend(case.num_rows, case.num_row_pages, num_levels)
     graph.plan(case.batch)
-    replay = captured(partial(_attend, graph, case), bench.device)
-    return Times.of(bench.clock.samples(replay, repeats))
-
-
-def _attend(graph: Any, case: SharedPrefix) -> torch.Tensor:
-    for layer in range(case.num_layers):
-        out: torch.Tensor = graph.attend(case.q, layer)
-    return out
+    attend = partial(case.attend, graph)
+    replay = GraphCapturer(bench.device).capture(attend) if bench.is_cuda else attend
+    return bench.clock.times(replay, repeats)
 
 
 def always_share() -> None:
@@ -83,58 +72,61 @@ def always_share() -> None:
     cascade.SHARE_BYTES, cascade.MERGE_TOKENS = 1, 0
 
 
+def _cells(flat: Times, flat_limit: float, cascade: Times, limit: float) -> dict[str, Any]:
+    return {
+        "flat ms": flat.ms,
+        "limit ms": flat_limit * 1e3,
+        "cascade ms": cascade.ms,
+        "its limit": limit * 1e3,
+        "gain": f"{flat.median / cascade.median:.1f} x",
+    }
+
+
 def measure_attention(bench: Bench) -> None:
     always_share()
-    shape = bench.shape(LLAMA)
-    shared, own = bench.pick(8_192, 8_192, 64), bench.pick(OWN, OWN, 8)
-    section = "attention alone, all layers"
-    for num_rows in bench.pick((64, 256), (64,), (8,)):
+    shape, ceilings = bench.shape(LLAMA), bench.ceilings
+    shared, own = bench.pick((8_192, OWN), (64, 8))
+    for num_rows in bench.pick((64, 256), (8,)):
         what = f"{bench.backend_name()}, {num_rows} rows, {shared:,} + {own}"
+        section = "attention alone, all layers"
         with bench.case(what, section):
-            case = make_case(bench, shape.num_layers, num_rows, shared, own)
-            flat, cascade = time_attention(bench, case, bench.pick(20, 10, 2))
-            gain = flat.median / cascade.median
-            cells = {
-                "flat ms": flat.ms,
-                "limit ms": flat_s(shape, bench.ceilings, num_rows, shared + own) * 1e3,
-                "cascade ms": cascade.ms,
-                "its limit": cascade_s(shape, bench.ceilings, num_rows, shared, own) * 1e3,
-                "gain": f"{gain:.1f} x",
-            }
-            check = bench.at_least("gain", gain, ATTENTION_GAIN)
-            bench.row(what, cells, checks=(check,), section=section)
+            sizes = shape.num_layers, num_rows, shared, own
+            flat, cascade = time_attention(bench, *sizes, bench.pick(20, 2))
+            flat_limit = flat_s(shape, ceilings, num_rows, shared + own)
+            limit = cascade_s(shape, ceilings, num_rows, shared, own)
+            cells = _cells(flat, flat_limit, cascade, limit)
+            check = bench.at_least("gain", flat.median / cascade.median, ATTENTION_GAIN)
+            bench.row(what, cells, check, section=section)
 
 
 def find_crossover(bench: Bench) -> None:
     always_share()
     shape, name = bench.shape(LLAMA), bench.backend_name()
-    num_layers = bench.pick(8, 8, 2)
-    prefixes = bench.pick((128, 256, 512, 1_024, 2_048, 4_096, 8_192), (256, 1_024, 4_096), (8, 32))
+    prefixes = bench.pick((128, 256, 512, 1_024, 2_048, 4_096, 8_192), (8, 32))
     found: list[float] = []
     section = "flat / cascade by prefix"
-    for num_rows in bench.pick((2, 4, 8, 16, 32, 64, 128, 256), (4, 16, 64), (2, 4)):
+    for num_rows in bench.pick((2, 4, 8, 16, 32, 64, 128, 256), (2, 4)):
         with bench.case(f"{num_rows} rows", section):
             gains = []
             for shared in prefixes:
-                case = make_case(bench, num_layers, num_rows, shared, bench.pick(OWN, OWN, 4))
-                flat, cascade = time_attention(bench, case, bench.pick(10, 5, 2))
-                gains.append(flat.median / cascade.median)
-            told = zip(prefixes, gains, strict=True)
-            cells: dict[str, Any] = {str(p): f"{gain:.2f}" for p, gain in told}
+                num_layers, own, repeats = bench.pick((8, OWN, 10), (2, 4, 2))
+                times = time_attention(bench, num_layers, num_rows, shared, own, repeats)
+                gains.append(times[0].median / times[1].median)
+            cells: dict[str, Any] = {
+                str(prefix): f"{gain:.2f}" for prefix, gain in zip(prefixes, gains, strict=True)
+            }
             at = crossing(prefixes, gains)
             cells["(rows - 1) x prefix"] = None if at is None else round((num_rows - 1) * at)
-            if at is not None:
-                found.append((num_rows - 1) * at)
+            found += [] if at is None else [(num_rows - 1) * at]
             bench.row(f"{num_rows} rows", cells, section=section)
-    token_bytes = kv_bytes(shape) // shape.num_layers
+    told = "no crossing among these prefixes"
     if found:
-        tokens = median(found)
-        bench.note(
-            f"{name}: together is faster from (rows - 1) x prefix = {tokens:,.0f} tokens on (the"
-            f" median): SHARE_BYTES = {tokens * token_bytes / 2**20:.1f} MiB"
+        size = median(found) * kv_bytes(shape) / shape.num_layers / 2**20
+        told = (
+            f"together is faster from (rows - 1) x prefix = {median(found):,.0f} tokens on (the"
+            f" median): SHARE_BYTES = {size:.1f} MiB"
         )
-    else:
-        bench.note(f"{name}: no crossing among these prefixes")
+    bench.note(f"{name}: {told}")
 
 
 def crossing(places: Sequence[int], gains: Sequence[float]) -> float | None:
@@ -147,50 +139,37 @@ def crossing(places: Sequence[int], gains: Sequence[float]) -> float | None:
     if last == len(gains) - 1:
         return None
     low, high = math.log(gains[last]), math.log(gains[last + 1])
-    share = -low / (high - low)
-    return float(places[last] * (places[last + 1] / places[last]) ** share)
+    return float(places[last] * (places[last + 1] / places[last]) ** (-low / (high - low)))
 
 
 def measure_steps(bench: Bench) -> None:
-    sizes = bench.pick((64, 256), (64,), (4,))
-    shared, own = bench.pick(8_192, 8_192, 64), bench.pick(OWN, OWN, 8)
-    found: dict[tuple[int, bool], DecodeFigures] = {}
-    for is_on in (False, True):
-        if bench.is_dry and is_on:
-            always_share()  # tiny rows would not pay
-        for size, figures in _steps(bench, sizes, shared, own, is_on=is_on).items():
-            found[size, is_on] = figures
-    shape = bench.shape(LLAMA)
-    for size in sizes:
-        if not {(size, False), (size, True)} <= set(found):
-            continue
-        flat, cascade = found[size, False], found[size, True]
-        gain = flat.step.median / cascade.step.median
-        matrices = matrices_s(shape, bench.ceilings, size, size)
-        limit = matrices + cascade_s(shape, bench.ceilings, size, shared, cascade.num_keys - shared)
-        cells = {
-            "flat ms": flat.step.ms,
-            "limit ms": decode_s(shape, bench.ceilings, size, flat.num_keys) * 1e3,
-            "cascade ms": cascade.step.ms,
-            "its limit": limit * 1e3,
-            "gain": f"{gain:.1f} x",
-            "host share": f"{cascade.host_share:.1%}",
-        }
-        checks = (bench.at_least("gain", gain, STEP_GAIN),) if size == STEP_ROWS else ()
-        what = f"{size} rows, {shared:,} + {own}"
-        bench.row(what, cells, checks=checks, section="whole step")
+    sizes, shared, own = bench.pick(((64, 256), 8_192, OWN), ((4,), 64, 8))
+    flats = _steps(bench, sizes, shared, own, is_on=False)
+    cascades = _steps(bench, sizes, shared, own, is_on=True)
+    shape, ceilings = bench.shape(LLAMA), bench.ceilings
+    for size in sorted({*flats} & {*cascades}):
+        flat, cascade = flats[size], cascades[size]
+        limit = matrices_s(shape, ceilings, size, size)
+        limit += cascade_s(shape, ceilings, size, shared, cascade.num_keys - shared)
+        flat_limit = decode_s(shape, ceilings, size, flat.num_keys)
+        cells = _cells(flat.step, flat_limit, cascade.step, limit)
+        cells["host share"] = f"{cascade.host_share:.1%}"
+        gain = bench.at_least("gain", flat.step.median / cascade.step.median, STEP_GAIN)
+        checks = [gain] if size == STEP_ROWS else []
+        bench.row(f"{size} rows, {shared:,} + {own}", cells, *checks, section="whole step")
 
 
 def _steps(
     bench: Bench, sizes: Sequence[int], shared: int, own: int, *, is_on: bool
 ) -> dict[int, DecodeFigures]:
+    if bench.is_dry and is_on:
+        always_share()  # tiny rows would not pay
     with Stage(
         bench,
         LLAMA,
         max_running_requests=max(sizes),
-        chunked_prefill_size=bench.pick(8_192, 8_192, 64),
-        max_seq_len=shared + bench.pick(2_048, 2_048, 256),
-        num_pages=-(-bench.pick(262_144, 131_072, 2_048) // bench.settings.page_size),
+        max_seq_len=shared + bench.pick(2_048, 256),
+        pool=bench.pick(262_144, 2_048),
         cascade_attention=is_on,
     ) as stage:
         stage.check_room(shared + max(sizes) * (own + 2 * max(sizes)), "the rows")
@@ -200,6 +179,5 @@ def _steps(
         for size in sizes:
             with bench.case(f"{size} rows, {'cascade' if is_on else 'flat'}", "whole step"):
                 prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
-                found[size] = stage.decode(prompts, bench.pick(32, 16, 3), bench.pick(6, 4, 2))
-        bench.note(f"cascade_attention={is_on}: {stage.resolved_config}")
+                found[size] = stage.decode(prompts, *bench.pick((32, 6), (3, 2)))
     return found

@@ -1,34 +1,37 @@
-"""Throughput of the Qwen3-0.6B shapes through `Runtime`, with the cache and without it.
+"""Throughput through `Runtime`, of requests that are all sent at once.
 
-lengths    256 requests of 100 to 1,024 random tokens, 100 to 1,024 new ones each, temperature
-           0.6: the setting in which nano-vLLM measures itself
-the rest   workloads that share much, little or nothing; runs with the cache on and off take
-           turns. Every run's prompts are new ones, and the cache is never emptied: K and V of
-           earlier runs are evicted on the way
+lengths    Qwen3-0.6B shapes, 256 requests of 100 to 1,024 random tokens, 100 to 1,024 new ones
+           each, temperature 0.6: the setting in which nano-vLLM measures itself
+workloads  the same shapes, workloads that share much, little or nothing; runs with the cache on and
+           off take turns. Every run's prompts are new ones, and the cache is never emptied: K and V
+           of earlier runs are evicted on the way
+sharegpt   Llama-3-8B shapes, 1,000 requests with lengths from log-normal distributions with the
+           means that the paper on PagedAttention (Kwon et al., 2023, figure 11) gives for ShareGPT:
+           161 tokens in, 338 out; tokens are random, so that nothing is shared. Published for
+           Llama-3.1-8B in bf16 on one H100, 1,000 prompts of ShareGPT offline, output tokens a
+           second: SGLang 16,215, LMDeploy 16,132, vLLM 12,553
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from engine.runtime_engine import RuntimeEngine
 from engine.serving import serving
-from gpu.bench import QWEN, Bench
-from gpu.clock import Times
+from gpu.bench import LLAMA, QWEN, Bench, Times
 from gpu.limits import serving_s
-from harness.shapes import Shape
 from harness.workloads import Size, Workload, ideal_computed, make_workload
 
 from radixserve import Runtime, SamplingParams
 
+MEANS, SPREADS, MOST = (161, 338), (1.2, 0.9), (2_048, 1_024)  # tokens in and out; of logarithms
+PUBLISHED = 16_215
 MOST_LOSS = 0.01  # of time, where nothing is shared
 NEAR_IDEAL = 1e-3  # of what an ideal cache leaves to compute, either way
-POOL = 294_912  # tokens; two of them and the weights fit 80 GB
 UNSHARED = "W4"
 CACHE_SECTION = "cache on and off"
 FULL = {
@@ -37,7 +40,6 @@ FULL = {
     "W3": Size(2_048, 64, 128, 16),
     "W4": Size(0, 1_024, 256, 64),
 }
-QUICK = {k: replace(one, count=one.count // 2, new=one.new // 2) for k, one in FULL.items()}
 DRY = {
     "W1": Size(16, 4, 4, 3),
     "W2": Size(0, 6, 2, 3, rounds=2),
@@ -49,104 +51,94 @@ DRY = {
 def run(bench: Bench, group: str) -> None:
     if group == "workloads":
         measure_workloads(bench)
-        return
-    count, least, most = bench.pick((256, 100, 1_024), (64, 100, 512), (4, 3, 8))
-    rng = np.random.default_rng(bench.settings.seed)
-    lengths = [(int(a), int(b)) for a, b in rng.integers(least, most + 1, (count, 2))]
-    with bench.open_runtime(QWEN, **_settings(bench)) as rt:
-        what = f"{count} x {least}-{most:,} in, {least}-{most:,} out"
-        turns = bench.pick(3, 1, 1)
-        measure_lengths(bench, rt, bench.shape(QWEN), lengths, what, turns=turns)
+    elif group == "sharegpt":
+        lengths = draw_lengths(bench.pick(1_000, 4), bench.settings.seed)
+        if bench.is_dry:
+            lengths = [(min(a, 12), min(b, 6)) for a, b in lengths]
+        what = f"{len(lengths):,} requests, {np.mean(lengths, 0).round().astype(int)} in and out"
+        settings = _settings(bench, 400_000) | {"max_seq_len": bench.pick(sum(MOST) + 8, 256)}
+        with bench.open_runtime(LLAMA, **settings) as rt:
+            measure_lengths(bench, rt, LLAMA, lengths, what, turns=2, target=PUBLISHED)
+    else:
+        count, least, most = bench.pick((256, 100, 1_024), (4, 3, 8))
+        rng = np.random.default_rng(bench.settings.seed)
+        lengths = [(int(a), int(b)) for a, b in rng.integers(least, most + 1, (count, 2))]
+        with bench.open_runtime(QWEN, **_settings(bench)) as rt:
+            what = f"{count} x {least}-{most:,} in, {least}-{most:,} out"
+            measure_lengths(bench, rt, QWEN, lengths, what, turns=3)
 
 
-def _settings(bench: Bench) -> dict[str, Any]:
-    return {
-        "max_running_requests": bench.pick(256, 256, 4),
-        "chunked_prefill_size": bench.pick(8_192, 8_192, 64),
-        "max_seq_len": bench.pick(4_096, 4_096, 256),
-        "num_pages": bench.pick(POOL, POOL, 2_048) // bench.settings.page_size,
-    }
+def draw_lengths(count: int, seed: int) -> list[tuple[int, int]]:
+    """(prompt, new) tokens of each request, as long as ShareGPT's."""
+    spread = np.array(SPREADS)
+    location = np.log(MEANS) - spread**2 / 2  # the mean of a log-normal has half the variance more
+    drawn = np.random.default_rng(seed).lognormal(location, spread, (count, 2))
+    return [(int(a), int(b)) for a, b in np.clip(drawn, 4, MOST)]
+
+
+def _settings(bench: Bench, pool: int = 294_912) -> dict[str, Any]:
+    """pool: tokens; two of them and the weights fit 80 GB."""
+    rows, length, size = bench.pick((256, 4_096, pool), (4, 256, 2_048))
+    return {"max_running_requests": rows, "max_seq_len": length, "pool": size}
 
 
 def measure_lengths(
     bench: Bench,
     rt: Runtime,
-    shape: Shape,
+    model: str,
     lengths: Sequence[tuple[int, int]],
     what: str,
     *,
     turns: int,
-    temperature: float = 0.6,
     target: float | None = None,
 ) -> None:
     """Requests of (prompt, new) random tokens, all at once; `turns` times after a first one that
     warms up. target: output tokens a second."""
     rng = np.random.default_rng(bench.settings.seed)
     params = [
-        SamplingParams(max_tokens=new, temperature=temperature, ignore_eos=True, seed=at)
+        SamplingParams(max_tokens=new, temperature=0.6, ignore_eos=True, seed=at)
         for at, (_, new) in enumerate(lengths)
     ]
     samples = []
-    for turn in range(0 if bench.is_dry else -1, turns):
+    for _ in range(bench.pick(1 + turns, 1)):
         rt.flush_cache()
         vocab = min(10_000, rt.model.vocab_size)
         prompts = [rng.integers(0, vocab, prompt).tolist() for prompt, _ in lengths]
         began = time.perf_counter()
         outs = rt.generate(prompts, params, progress=False)
-        spent = time.perf_counter() - began
+        samples.append(time.perf_counter() - began)
         assert [len(out.token_ids) for out in outs] == [new for _, new in lengths]
-        samples += [spent] if turn >= 0 else []
-    times, limit = Times.of(samples), serving_s(shape, bench.ceilings, lengths)
+    times = Times.of(samples[bench.pick(1, 0) :])
+    limit = serving_s(bench.shape(model), bench.ceilings, lengths)
     num_in, num_out = (sum(side) for side in zip(*lengths, strict=True))
+    rate = num_out / times.median
     cells = {
         "s": times.median,
         "+-": f"{times.spread:.1%}",
         "limit s": limit,
         "of limit": f"{limit / times.median:.0%}",
-        "tok/s out": num_out / times.median,
+        "tok/s out": rate,
         "tok/s all": (num_out + num_in) / times.median,
     }
-    rate = num_out / times.median
     checks = () if target is None else (bench.at_least("tok/s out", rate, target),)
-    details = {
-        "preemptions": rt.cache_stats().get("preemptions"),
-        "limit_tok_s": num_out / limit,
-    }
-    bench.row(what, cells, checks=checks, section="random lengths", details=details)
+    details = {"preemptions": rt.cache_stats().get("preemptions"), "limit_tok_s": num_out / limit}
+    bench.row(what, cells, *checks, section="random lengths", details=details)
     bench.note(f"random lengths: {rt.resolved_config}")
 
 
 def measure_workloads(bench: Bench) -> None:
-    sizes = bench.pick(FULL, QUICK, DRY)
+    settings = _settings(bench)
     with (
-        bench.open_runtime(QWEN, cache="radix", engines=2, **_settings(bench)) as on,
-        bench.open_runtime(QWEN, cache="off", **_settings(bench)) as off,
+        bench.open_runtime(QWEN, cache="radix", engines=2, **settings) as on,
+        bench.open_runtime(QWEN, cache="off", **settings) as off,
     ):
-        vocab = on.model.vocab_size
         engines = RuntimeEngine(on), RuntimeEngine(off)
-        for name, size in sizes.items():
+        for name, size in bench.pick(FULL, DRY).items():
             with bench.case(name, CACHE_SECTION):
-                _compare(bench, name, size, engines, vocab)
+                _compare(bench, name, size, engines, on.model.vocab_size)
 
 
-def _compare(
-    bench: Bench, name: str, size: Size, engines: tuple[RuntimeEngine, ...], vocab: int
-) -> None:
-    """A workload with the cache and without it, in turns."""
-    pairs = bench.pick(9 if name == UNSHARED else 3, 3 if name == UNSHARED else 2, 1)
-    first = 0 if bench.is_dry else -1  # one pair to warm up
-    found, excess = [], []
-    for pair in range(first, pairs):
-        workload = make_workload(name, size, vocab, seed=1_000 + pair)
-        order = engines[::-1] if pair % 2 else engines
-        runs = [_play(engine, workload) for engine in order]
-        found.append(tuple(runs[::-1] if pair % 2 else runs))
-        excess.append(found[-1][0].num_computed / ideal_computed(workload))
-    _report(bench, workload, found[-pairs:], excess[-pairs:])
-
-
-@dataclass(frozen=True)
-class Played:
+class Played(NamedTuple):
     """One run of a workload."""
 
     seconds: float
@@ -162,21 +154,25 @@ def _play(engine: RuntimeEngine, workload: Workload) -> Played:
     return Played(spent, engine.num_computed - before, first_s)
 
 
-def _report(
-    bench: Bench, workload: Workload, found: list[tuple[Played, ...]], excess: list[float]
+def _compare(
+    bench: Bench, name: str, size: Size, engines: tuple[RuntimeEngine, RuntimeEngine], vocab: int
 ) -> None:
-    """found: pairs of runs with the cache and without, over the same prompts. excess: tokens
-    computed with it over those that an ideal cache leaves."""
-    gain = median(off.seconds / on.seconds for on, off in found)
-    on, off = (
-        sorted(side, key=lambda one: one.seconds)[len(side) // 2]
-        for side in zip(*found, strict=True)
-    )
+    """A workload with the cache and without it, in turns; the first pair warms up."""
+    found: list[tuple[Played, Played]] = []
+    excess = []  # computed with the cache over what an ideal one leaves to compute
+    for pair in range(bench.pick(10 if name == UNSHARED else 4, 1)):
+        workload = make_workload(name, size, vocab, seed=1_000 + pair)
+        runs = [_play(engine, workload) for engine in engines[:: -1 if pair % 2 else 1]]
+        on, off = runs[:: -1 if pair % 2 else 1]
+        found.append((on, off))
+        excess.append(on.num_computed / ideal_computed(workload))
+    del found[: bench.pick(1, 0)], excess[: bench.pick(1, 0)]
+    on, off = (sorted(side)[len(side) // 2] for side in zip(*found, strict=True))
     num_out = workload.num_requests * workload.num_new
     cells = {
         "on s": on.seconds,
         "off s": off.seconds,
-        "off / on": f"{gain:.3f}",
+        "off / on": f"{median(off.seconds / on.seconds for on, off in found):.3f}",
         "on tok/s": num_out / on.seconds,
         "off tok/s": num_out / off.seconds,
         "on first ms": on.first_s * 1e3,
@@ -184,18 +180,15 @@ def _report(
         "computed": f"{on.num_computed / off.num_computed:.1%}",
         "of ideal": f"{max(excess):.3f}",
     }
-    checks = []
-    if workload.name == UNSHARED:
-        loss = median(on.seconds / off.seconds for on, off in found) - 1
-        checks.append(bench.at_most("loss without reuse", loss, MOST_LOSS))
-    details = {"pairs_s": [[on.seconds, off.seconds] for on, off in found]}
+    loss = median(on.seconds / off.seconds for on, off in found) - 1
+    check = bench.at_most("loss without reuse", loss, MOST_LOSS)
     bench.row(
         workload.what,
         cells,
-        checks=tuple(checks),
+        *([check] if name == UNSHARED else []),
         section=CACHE_SECTION,
         failed=judge(excess, bench),
-        details=details,
+        details={"pairs_s": [[on.seconds, off.seconds] for on, off in found]},
     )
 
 

@@ -1,17 +1,16 @@
 """Everything that only a GPU can tell, in one command: first correctness, then speed.
 
     python benchmarks/gpu/run.py --out DIR [--parts limits,tests,...] [--deadline S]
-        [--patience F] [--kernel-cache DIR] [--quick] [--dry-run] [--backend flashinfer|triton]
+        [--patience F] [--kernel-cache DIR] [--dry-run] [--backend flashinfer|triton]
         [--page-size N]
 
-Installs and downloads nothing. Each part runs in processes of its own, under a time limit: one that
-crashes, hangs or runs out of memory does not hide the others. Results lie in DIR as soon as they
-are there: results.json, results.md, and log.txt with what the parts printed. Parts that an earlier
-run on the same machine left in DIR are kept, so that a run can be made in several pieces; each ends
-before its --deadline, and no process outlives this one. --patience multiplies the time limits of
-the parts, for a slow host. Kernels that were compiled lie in the folder --kernel-cache, which can
-be carried to a machine with the same software. docs/gpu.md lists the parts and says how to prepare
-a run.
+Installs and downloads nothing. Each group of a part runs in a process of its own, under a time
+limit: one that crashes, hangs or runs out of memory does not hide the others. What it tells lies in
+DIR/*.jsonl at once, and in results.json and results.md when it ends; log.txt has what it printed.
+Parts that an earlier run on the same machine left in DIR are kept, so that a run can be made in
+several pieces; each ends before its --deadline, and no process outlives this one. --patience
+multiplies the time limits, for a slow host. Compiled kernels lie in the folder --kernel-cache,
+which can be carried to a machine with the same software. docs/gpu.md lists the parts.
 
 Ends with 0 when all parts ran (a missed target is marked and no error), 1 when one failed, 2 when
 there is no GPU. --dry-run walks through all parts on the CPU, with the kernels' torch references

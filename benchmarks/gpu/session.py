@@ -13,121 +13,99 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu.jobs import METHODS, Job, Settings, run_jobs
+from gpu.jobs import Job, Settings
 from gpu.limits import H200, Ceilings
-from gpu.report import NOTES, Part, Report, Row, load_parts
+from gpu.report import NOTES, Part, Report, load_parts
 from harness.report import parse_names
 
 END_S = 8.0  # kept before the deadline, to end the jobs and to write the report
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL_CHOICE = ROOT / "kernels/radixserve_kernels/gpu/kernel_choice.json"
-FACTS = Job("gpu.bench", "machine", 180.0)
 BACKENDS = ("", "triton")  # the run's own, and Triton's beside FlashInfer's
+TESTS = ("kernels", "attention", "engine", "flashinfer", "triton", "torch")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """`run(bench, group)` of the module gpu.part_NAME does it."""
+    """`run(bench, group)` of the module gpu.part_MODULE does it."""
 
-    name: str
     title: str
     limit_s: float  # of each group
     groups: tuple[str, ...] = ("",)
-    width: int = 1  # groups at a time; what is timed has the card for itself
+    at_once: bool = False  # its groups; what is timed has the card for itself
+    module: str = ""  # default: the part's name
 
 
-PARTS = (
-    Spec("limits", "copy bandwidth and bf16 product of this card", 60),
-    Spec("choose", "which attention kernels are fastest on this card", 240, ("decode", "extend")),
-    Spec(
-        "tests",
-        "the tests that run on a CUDA device",
-        400,
-        ("kernels", "attention", "engine", "flashinfer", "triton", "torch"),
-        width=6,
+_8B = "Llama-3-8B shapes, bf16"
+PARTS = {
+    "limits": Spec("copy bandwidth and bf16 product of this card", 60),
+    "choose": Spec("which attention kernels are fastest here", 240, ("decode", "extend")),
+    "tests": Spec("the tests that run on a CUDA device", 400, TESTS, at_once=True),
+    "host": Spec("CPU time of the host in a decode step", 180, ("qwen3-0.6b", "llama-3.1-8b")),
+    "decode": Spec(f"decode step, {_8B}, random weights", 180, BACKENDS),
+    "prefill": Spec(f"time to first token, {_8B}, one request", 120, BACKENDS),
+    "shared": Spec(
+        f"shared prefix: cascade against flat, {_8B}", 240, ("attention", "step", "crossover")
     ),
-    Spec(
-        "host",
-        "CPU time of the host in a decode step, bf16, random weights",
-        180,
-        ("qwen3-0.6b", "llama-3.1-8b"),
+    "throughput": Spec(
+        "throughput, Qwen3-0.6B shapes, bf16, cache on and off", 240, ("lengths", "workloads")
     ),
-    Spec("decode", "decode step, Llama-3-8B shapes, bf16, random weights", 180, BACKENDS),
-    Spec("prefill", "time to first token, Llama-3-8B shapes, bf16, one request", 120, BACKENDS),
-    Spec(
-        "shared",
-        "shared prefix: cascade against flat, Llama-3-8B shapes, bf16",
-        240,
-        ("attention", "step", "crossover"),
+    "sharegpt": Spec(
+        f"1,000 requests as long as ShareGPT's, {_8B}", 240, ("sharegpt",), module="throughput"
     ),
-    Spec(
-        "throughput",
-        "throughput, Qwen3-0.6B shapes, bf16, cache on and off",
-        240,
-        ("lengths", "workloads"),
-    ),
-    Spec("sharegpt", "1,000 requests as long as ShareGPT's, Llama-3-8B shapes, bf16", 240),
-    Spec("beam", "beam search, width 4, Llama-3-8B shapes, bf16", 300),
-)
+    "beam": Spec(f"beam search, width 4, {_8B}", 300),
+}
 
 
 def run_part(
-    spec: Spec,
-    settings: Settings,
-    report: Report,
-    method: str,
-    until: float = math.inf,
-    patience: float = 1.0,
+    name: str, settings: Settings, report: Report, until: float = math.inf, patience: float = 1.0
 ) -> Part:
-    """One part; its rows are in the report as soon as they are told. patience: how many times its
-    time limits it may take."""
-    part = Part(spec.name, spec.title)
-    report.parts[spec.name] = part
-    report.sort([spec.name for spec in PARTS])
-    rows: dict[str, list[Row]] = {group: [] for group in spec.groups}
+    """One part; what a group told is in the report when it ends. patience: how many times its time
+    limits it may take."""
+    spec = PARTS[name]
+    part = report.parts[name] = Part(spec.title)
+    report.parts = {one: report.parts[one] for one in PARTS if one in report.parts}
     began = time.monotonic()
 
-    def save() -> None:
-        part.rows = [row for found in rows.values() for row in found]
-        part.seconds = time.monotonic() - began
-        report.save()
+    def start(group: str) -> Job:
+        module, limit_s = f"gpu.part_{spec.module or name}", patience * spec.limit_s
+        return Job(module, group, settings, report.folder, limit_s, until)
 
-    def tell(group: str, kind: str, value: Any) -> None:
-        if kind == "row":
-            rows[group].append(value)
-        elif kind == "note":
-            part.notes.append(value)
-        save()
+    def finish(job: Job) -> None:
+        try:
+            job.finish()
+        finally:
+            collect(part, name, job)
+            part.seconds = time.monotonic() - began
+            report.save()
 
-    limit_s = spec.limit_s * patience
-    jobs = [Job(f"gpu.part_{spec.name}", group, limit_s) for group in spec.groups]
-    width = 1 if settings.is_dry else spec.width
-    log = report.folder / "log.txt"
-    ended = run_jobs(jobs, settings, log, tell, width=width, method=method, until=until)
-    for group in spec.groups:
-        end = ended[group]
-        if end.trouble:
-            part.troubles.append(end.trouble)
-        elif end.skipped and (group or len(spec.groups) == 1):
-            rows[group].append(Row(group or spec.name, section="skipped", skipped=end.skipped))
+    if spec.at_once and not settings.is_dry:
+        jobs = [start(group) for group in spec.groups]
+        for job in jobs:
+            finish(job)
+    else:
+        for group in spec.groups:
+            if time.monotonic() < until:
+                finish(start(group))
+            else:
+                part.troubles.append(f"{group}: not begun before the deadline")
     part.is_done = True
-    save()
+    report.save()
     return part
 
 
-def find_machine(settings: Settings, log: Path) -> tuple[dict[str, Any], str, str]:
-    """Hardware and versions, why there are none, and the method of starting jobs that works."""
-    facts: dict[str, Any] = {}
-    why = ""
-    for method in METHODS:
-        ended = run_jobs(
-            [FACTS], settings, log, lambda _, __, told: facts.update(told), method=method
-        )
-        end = ended[FACTS.group]
-        if not end.trouble:
-            return facts, end.skipped, method
-        why = why or end.trouble
-    return facts, why, METHODS[0]
+def collect(part: Part, name: str, job: Any) -> None:
+    """Put what a job told into its part."""
+    for kind, value in job.told():
+        if kind == "row":
+            part.rows.append(value)
+        elif kind == "note":
+            part.notes.append(value)
+        elif kind == "trouble":
+            part.troubles.append(f"{job.group}: {value}" if job.group else value)
+        elif kind == "skipped" and (job.group or len(PARTS[name].groups) == 1):
+            told: dict[str, Any] = {"section": "skipped", "cells": {}, "checks": []}
+            part.rows.append({"name": job.group or name, **told, "skipped": value})
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -137,29 +115,29 @@ def run_all(args: argparse.Namespace) -> int:
         os.environ["FLASHINFER_WORKSPACE_BASE"] = str(args.kernel_cache.resolve())
     until = time.monotonic() + (args.deadline or math.inf) - END_S
     args.out.mkdir(parents=True, exist_ok=True)
-    log = args.out / "log.txt"
-    log.write_bytes(b"")
-    settings = Settings(args.dry_run, args.quick, args.backend, args.page_size)
-    facts, why, method = find_machine(settings, log)
-    if why:
-        print(f"nothing can be run: {why}", file=sys.stderr)
+    (args.out / "log.txt").write_bytes(b"")
+    settings = Settings(args.dry_run, args.backend, args.page_size)
+    job = Job("gpu.bench", "machine", settings, args.out, 180.0, until)
+    job.finish()
+    told = dict(job.told())
+    if "machine" not in told:
+        print(f"nothing can be run: {told.get('skipped') or told['trouble']}", file=sys.stderr)
         return 2
-    chosen = {name: getattr(args, name) for name in ("backend", "page_size", "quick", "dry_run")}
-    report = Report({**facts, **chosen}, args.out)
-    report.parts = load_parts(args.out, report.settings, [spec.name for spec in PARTS])
+    chosen = {name: getattr(args, name) for name in ("backend", "page_size", "dry_run")}
+    report = Report({**told["machine"], **chosen}, args.out)
+    report.parts = load_parts(args.out, report.settings, PARTS)
     print("\n".join([*report.header(), NOTES, ""]), flush=True)
-    wanted = [spec for spec in PARTS if spec.name in args.parts]
-    if wanted[0].name != "limits" and find_ceilings(report) is None:
-        wanted.insert(0, PARTS[0])
-    for spec in wanted:
-        is_assumed = False
-        if spec.name != "limits" and settings.ceilings is None:
-            found = find_ceilings(report)
-            settings, is_assumed = replace(settings, ceilings=found or H200), found is None
-        part = run_part(spec, settings, report, method, until, args.patience)
-        if is_assumed:
+    wanted = [name for name in PARTS if name in args.parts]
+    if wanted[0] != "limits" and find_ceilings(report) is None:
+        wanted.insert(0, "limits")
+    for name in wanted:
+        ceilings = find_ceilings(report)
+        if name != "limits":
+            settings = replace(settings, ceilings=ceilings or H200)
+        part = run_part(name, settings, report, until, args.patience)
+        if name != "limits" and ceilings is None:
             part.notes.append("no ceilings were measured: those of an H200 are assumed")
-        print(part.table(), flush=True)
+        print(report.text(name), flush=True)
     write_choice(report)
     print(report.summary(), flush=True)
     report.save()
@@ -170,7 +148,7 @@ def write_choice(report: Report) -> None:
     """The table of kernels with what the part `choose` found for this card."""
     found: dict[str, Any] = {}
     for row in report.parts["choose"].rows if "choose" in report.parts else ():
-        found |= row.details.get("choice", {})
+        found |= row.get("details", {}).get("choice", {})
     if found and "gpu" in report.settings:
         table = json.loads(KERNEL_CHOICE.read_text()) | {report.settings["gpu"]: found}
         text = json.dumps(table, indent=1) + "\n"
@@ -179,29 +157,25 @@ def write_choice(report: Report) -> None:
 
 def find_ceilings(report: Report) -> Ceilings | None:
     """As the part `limits` told them."""
-    part = report.parts.get("limits")
-    for row in part.rows if part is not None else ():
-        if "bandwidth" in row.details:
-            return Ceilings(row.details["bandwidth"], row.details["flops"])
+    for row in report.parts["limits"].rows if "limits" in report.parts else ():
+        if "bandwidth" in row.get("details", {}):
+            return Ceilings(**row["details"])
     return None
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="correctness and speed on a GPU, see gpu/run.py")
-    names = [spec.name for spec in PARTS]
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
-    parser.add_argument("--parts", default=",".join(names), metavar="A,B", help="default: all")
-    parser.add_argument("--deadline", type=float, metavar="S", help="end after so many seconds")
-    parser.add_argument(
-        "--patience", type=float, default=1.0, metavar="F", help="times the parts' time limits"
-    )
-    parser.add_argument("--kernel-cache", type=Path, metavar="DIR", help="of compiled kernels")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and repeats")
-    parser.add_argument("--dry-run", action="store_true", help="walk through on the CPU")
-    parser.add_argument("--backend", choices=("auto", "flashinfer", "triton"), default="auto")
-    parser.add_argument("--page-size", type=int, default=1, help="of the engines (default: 1)")
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="DIR", help="for the results")
+    add("--parts", default=",".join(PARTS), metavar="A,B", help="default: all")
+    add("--deadline", type=float, metavar="S", help="end after so many seconds")
+    add("--patience", type=float, default=1.0, metavar="F", help="times the parts' time limits")
+    add("--kernel-cache", type=Path, metavar="DIR", help="of compiled kernels")
+    add("--dry-run", action="store_true", help="walk through on the CPU")
+    add("--backend", choices=("auto", "flashinfer", "triton"), default="auto")
+    add("--page-size", type=int, default=1, help="of the engines (default: 1)")
     args = parser.parse_args(given)
-    args.parts = parse_names(parser, "part", args.parts, names)
+    args.parts = parse_names(parser, "part", args.parts, PARTS)
     if args.deadline is not None and args.deadline <= END_S:
         parser.error(f"--deadline must be more than {END_S:g} seconds")
     if not args.patience > 0:

@@ -14,15 +14,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu.bench import Bench
-from gpu.clock import Clock, Event, Times
+from gpu.bench import Bench, Clock, Event, Times
 from gpu.jobs import Skip
 from harness.step_loop import StepLoop
 
 from radixserve.arrays import IntArray
 from radixserve.config import EngineConfig
 from radixserve.runner.cuda_runner import CudaModelRunner
-from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
+from radixserve.schedule import SchedulerOutput
 
 STEADY = 3  # steps of all rows before the first that counts
 SPARE = 64  # tokens of a request beyond the timed ones
@@ -47,10 +46,11 @@ class TimedRunner:
 
     def __init__(self, runner: CudaModelRunner, clock: Clock) -> None:
         self._runner, self._clock = runner, clock
-        self.num_pages, self.overlap_depth = runner.num_pages, runner.overlap_depth
-        self.num_states = runner.num_states
         self.steps: list[Step] = []
         self.hold_s = 0.0  # the device waits so long before each step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
     def launch(self, schedule: SchedulerOutput) -> Any:
         if self.hold_s:
@@ -58,23 +58,12 @@ class TimedRunner:
         before, began = self._clock.record(), time.perf_counter()
         pending = self._runner.launch(schedule)
         after = self._clock.record()
-        step = Step(
-            before,
-            after,
-            host_s=time.perf_counter() - began,
-            is_held=bool(self.hold_s) and not self._clock.has_passed(before),
-            num_rows=len(schedule.rows),
-            num_prefill=schedule.num_prefill_tokens,
-            num_keys=sum(row.end for row in schedule.rows),
-        )
-        self.steps.append(step)
+        host_s = time.perf_counter() - began
+        is_held = self.hold_s > 0 and not (self._clock.is_cuda and before.query())
+        num_keys = sum(row.end for row in schedule.rows)
+        counts = len(schedule.rows), schedule.num_prefill_tokens, num_keys
+        self.steps.append(Step(before, after, host_s, is_held, *counts))
         return pending
-
-    def collect(self, pending: Any) -> ModelRunnerOutput:
-        return self._runner.collect(pending)
-
-    def close(self) -> None:
-        self._runner.close()
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,7 @@ class DecodeFigures:
         """timed: steps one after the other. held: steps before which the device waited."""
         assert all(step.num_rows == num_rows and not step.num_prefill for step in (*timed, *held))
         whole = [clock.seconds(a.after, b.after) for a, b in pairwise(timed)]
-        alone = [clock.seconds(s.before, s.after) for s in held if s.is_held or not clock.is_cuda]
+        alone = [clock.seconds(one.before, one.after) for one in held if one.is_held]
         if not alone:
             raise RuntimeError("no step was queued before the device began it")
         return DecodeFigures(
@@ -113,22 +102,22 @@ class Stage(StepLoop):
     """One engine. Use it as a context manager: it takes most of the card's memory."""
 
     def __init__(self, bench: Bench, model: str, **settings: Any) -> None:
-        self._bench, self._clock = bench, bench.clock
-        self.config = EngineConfig(**{**bench.engine_settings, **settings})
-        bench.check_memory(model, self.config.num_pages or 0)
-        runner = CudaModelRunner(bench.model(model), self.config)
+        self._clock = bench.clock
+        config = EngineConfig(**bench.engine_settings(**settings))
+        bench.check_memory(model, config.num_pages or 0)
+        runner = CudaModelRunner(bench.model(model), config)
         self.resolved_config = runner.resolved_config
-        self.capacity = runner.num_pages * self.config.page_size  # tokens
+        self.capacity = runner.num_pages * config.page_size  # tokens
         self.timed = TimedRunner(runner, bench.clock)
-        vocab = runner.info.vocab_size
-        super().__init__(self.timed, self.config, vocab, bench.settings.seed)
+        super().__init__(self.timed, config, runner.info.vocab_size, bench.settings.seed)
         self._prompts: dict[int, list[IntArray]] = {}  # by length
+        bench.note(f"{self.resolved_config}; pool of {self.capacity:,} tokens")
 
     def __enter__(self) -> Stage:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.timed = self.engine = None  # type: ignore[assignment]
+        del self.timed, self.engine
         gc.collect()
         if self._clock.is_cuda:
             torch.cuda.empty_cache()
@@ -164,10 +153,7 @@ class Stage(StepLoop):
         return spent, found[0].usage.cached_tokens
 
     def start(self, prompts: Sequence[IntArray], num_steps: int) -> None:
-        """Only these requests run, all of them decode, and go on for `num_steps` at least.
-
-        Prompts are computed or taken from the cache.
-        """
+        """Only these requests run, all of them decode, and go on for `num_steps` at least."""
         self.abort_all()
         num_rows, steps = len(prompts), self.timed.steps
         for prompt in prompts:  # the first ones decode while the others' prompts are computed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from harness.shapes import Shape
@@ -43,3 +45,9 @@ class SharedPrefix:
         self.num_rows, self.num_layers = num_rows, shape.num_layers
         self.num_row_pages = num_rows * (prefix_pages + row_pages)  # of all rows, shared ones too
         self.batch = build_forward_batch(rows, page_size, device)
+
+    def attend(self, backend: Any) -> torch.Tensor:
+        """Attention of all layers; the last one's result."""
+        for layer in range(self.num_layers):
+            out: torch.Tensor = backend.attend(self.q, layer)
+        return out

@@ -5,17 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,9 +24,7 @@ ROOT = Path(__file__).parents[2]
 def benchmarks_on_path() -> Iterator[None]:
     """And what the parts change in this process as it was before."""
     with pytest.MonkeyPatch.context() as patch:
-        folders = [str(folder) for folder in (ROOT / "benchmarks", ROOT, ROOT / "kernels")]
-        patch.syspath_prepend(folders[0])
-        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
         for name in ("SHARE_BYTES", "MERGE_TOKENS"):
             patch.setattr(cascade, name, getattr(cascade, name))
         yield
@@ -45,26 +36,26 @@ def load(name: str) -> Any:
 
 def dry_bench(rows: list[Any], **settings: Any) -> Any:
     ceilings = load("limits").Ceilings(1e10, 1e11)
-    given = {"is_dry": True, "ceilings": ceilings, **settings}
-    keep = {"row": rows.append}
-    return (
-        load("jobs")
-        .Settings(**given)
-        .open(lambda kind, value: keep.get(kind, lambda _: None)(value))
-    )
+    given = load("jobs").Settings(**{"is_dry": True, "ceilings": ceilings, **settings})
+    return load("bench").Bench(given, lambda kind, one: rows.append(one) if kind == "row" else None)
 
 
 # -- the whole dry run, in this process ---------------------------------------------------------
 
 
-def run_here(jobs: Any, settings: Any, log: Path, tell: Any, **_: Any) -> dict[str, Any]:
-    """`run_jobs` without processes."""
-    del log
-    attempt = load("jobs").attempt
-    return {
-        job.group: attempt(job, settings, lambda *told, job=job: tell(job.group, *told))
-        for job in jobs
-    }
+class JobHere:
+    """A job without a process."""
+
+    def __init__(self, module: str, group: str, settings: Any, *_: Any) -> None:
+        self.group, self._told = group, list[str]()
+        tell = lambda *one: self._told.append(json.dumps(one, default=float))  # noqa: E731
+        load("jobs").attempt(module, group, settings, tell)
+
+    def finish(self) -> None:
+        pass
+
+    def told(self) -> list[Any]:
+        return [json.loads(one) for one in self._told]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +65,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[st
     run = load("session")
     counts = "2 passed, 40 deselected in 1.00s\n"
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
-        patch.setattr(run, "run_jobs", run_here)
+        patch.setattr(run, "Job", JobHere)
         done = type("Done", (), {"stdout": counts, "stderr": "", "returncode": 0})
         patch.setattr(load("part_tests").subprocess, "run", lambda *_, **__: done)
         code = run.run_all(run.parse_arguments(["--out", str(folder), "--dry-run"]))
@@ -84,7 +75,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[st
 def test_every_part_runs(dry_run: tuple[int, str, dict[str, Any], Path]) -> None:
     code, out, document, folder = dry_run
     assert code == 0, out
-    names = [spec.name for spec in load("session").PARTS]
+    names = [*load("session").PARTS]
     assert list(document["parts"]) == names
     for name, part in document["parts"].items():
         assert part["state"] == "ok", (name, part)
@@ -133,7 +124,7 @@ def test_every_figure_is_there(dry_run: tuple[int, str, dict[str, Any], Path]) -
     assert goals["shared"].count("gain") == 1  # the step's target is for 64 rows
     assert goals["throughput"] == ["loss without reuse"]
     assert set(goals["beam"]) == {"tok/s of the best answers"}
-    profiles = [row["details"].get("profile") for row in parts["decode"]["rows"]]
+    profiles = [row.get("details", {}).get("profile") for row in parts["decode"]["rows"]]
     assert any(isinstance(one, dict) and one for one in profiles)
 
 
@@ -142,14 +133,14 @@ def test_parts_of_an_earlier_run_are_kept(
 ) -> None:
     run, folder = load("session"), dry_run[3]
     before = json.loads((folder / "results.json").read_text())
-    monkeypatch.setattr(run, "run_jobs", run_here)
+    monkeypatch.setattr(run, "Job", JobHere)
     options = ["--out", str(folder), "--dry-run", "--parts", "beam"]
     assert run.run_all(run.parse_arguments(options)) == 0
     after = json.loads((folder / "results.json").read_text())
     assert list(after["parts"]) == list(before["parts"])
     for name, part in before["parts"].items():
         assert (after["parts"][name] == part) == (name != "beam")
-    assert run.run_all(run.parse_arguments([*options, "--page-size", "16", "--quick"])) == 0
+    assert run.run_all(run.parse_arguments([*options, "--page-size", "16"])) == 0
     other = json.loads((folder / "results.json").read_text())
     assert list(other["parts"]) == ["limits", "beam"]  # other settings; the limits are needed
 
@@ -158,7 +149,7 @@ def test_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = load("session")
-    monkeypatch.setattr(run, "run_jobs", run_here)
+    monkeypatch.setattr(run, "Job", JobHere)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run.run_all(run.parse_arguments(["--out", str(tmp_path)])) == 2
     assert "PyTorch finds no CUDA device; --dry-run" in capsys.readouterr().err
@@ -234,24 +225,29 @@ def test_where_together_becomes_faster() -> None:
 def test_misses_and_failures_are_told(tmp_path: Path) -> None:
     report = load("report")
     far = report.Check("of the limit", 0.5, 0.85)
-    row = report.Row(
-        "slow", {"ms": 1234.5, "x": None}, (far, report.Check("share", 0.01, 0.03, True))
-    )
-    slow = report.Part("decode", "steps", [row], is_done=True)
-    assert slow.state == "ok"
+
+    def row(name: str, *checks: Any, **more: Any) -> dict[str, Any]:
+        judged = [check._asdict() for check in checks]
+        return {"name": name, "section": "", "cells": {}, "checks": judged, **more}
+
+    missed = row("slow", far, report.Check("share", 0.01, 0.03, True))
+    missed["cells"] = {"ms": 1234.5, "x": None}
+    slow = report.Part("steps", [missed], is_done=True)
     assert slow.misses == ["slow: of the limit 0.5, target 0.85"]
-    assert "MISSED: of the limit >= 0.85; met: share <= 0.03" in slow.table()
-    assert "1,234" in slow.table()
-    assert "not judged" in replace(row, checks=(replace(far, is_judged=False),)).verdict
-    wrong = report.Part("tests", "t", [row, report.Row("bad", failed="NaN | it is")], is_done=True)
-    broken = report.Part("beam", "b", troubles=["killed by SIGKILL"], is_done=True)
-    empty = report.Part("x", "x", is_done=True)
-    absent = report.Part("y", "y", [report.Row("y", skipped="no room")], is_done=True)
-    parts = {part.name: part for part in (slow, wrong, broken, empty, absent)}
+    assert "not judged" in str(far._replace(is_judged=False))
+    wrong = report.Part("t", [missed, row("bad", failed="NaN | it is")], is_done=True)
+    broken = report.Part("b", troubles=["killed by SIGKILL"], is_done=True)
+    empty = report.Part("x", is_done=True)
+    absent = report.Part("y", [row("y", skipped="no room")], is_done=True)
+    begun = report.Part("z", [missed])
+    names = ("decode", "tests", "beam", "x", "y", "z")
+    parts = dict(zip(names, (slow, wrong, broken, empty, absent, begun), strict=True))
     states = [part.state for part in parts.values()]
-    assert states == ["ok", "FAILED", "FAILED", "FAILED", "skipped"]
-    assert report.Part("z", "z", [row]).state == "unfinished"
+    assert states == ["ok", "FAILED", "FAILED", "FAILED", "skipped", "unfinished"]
     run = report.Report({"gpu": "none"}, tmp_path, parts)
+    text = run.text("decode")
+    assert "MISSED: of the limit >= 0.85; met: share <= 0.03" in text
+    assert "1,234" in text
     summary = run.summary()
     assert "MISSED decode: slow: of the limit 0.5, target 0.85" in summary
     assert "FAILED tests: bad: NaN | it is" in summary
@@ -259,166 +255,8 @@ def test_misses_and_failures_are_told(tmp_path: Path) -> None:
     assert "1 of 2 targets met" in summary
     run.save()
     assert "| FAILED: NaN / it is |" in (tmp_path / "results.md").read_text()
-    again = report.load_parts(tmp_path, {"gpu": "none"}, parts)
-    assert {name: part.document() for name, part in again.items()} == {
-        name: part.document() for name, part in parts.items()
-    }
+    assert report.load_parts(tmp_path, {"gpu": "none"}, parts) == parts
     assert report.load_parts(tmp_path, {"gpu": "other"}, parts) == {}
-
-
-# -- jobs ---------------------------------------------------------------------------------------
-
-FAKE_PART = """
-import os, signal, subprocess, sys, time
-from gpu.jobs import Skip
-
-class Settings:
-    def open(self, tell):
-        return tell
-
-def run(tell, group):
-    tell("row", group)
-    if group == "raises":
-        raise ValueError("what is wrong")
-    if group == "skips":
-        raise Skip("no room")
-    if group == "leaves":
-        os._exit(7)
-    if group == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if group == "hangs":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        tell("child", child.pid)
-        time.sleep(600)
-    print("said by", group)
-"""
-
-
-@pytest.fixture
-def fake_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Of a part that does everything wrong; its jobs do not import pytest once more."""
-    (tmp_path / "fake_part.py").write_text(FAKE_PART)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "__spec__", None)
-    monkeypatch.delattr(main, "__file__", raising=False)
-    yield importlib.import_module("fake_part").Settings()
-    del sys.modules["fake_part"]
-
-
-def test_jobs_cannot_hurt_each_other(tmp_path: Path, fake_settings: Any) -> None:
-    jobs = load("jobs")
-    groups = ("raises", "skips", "leaves", "dies", "works")
-    asked = [jobs.Job("fake_part", group, 250.0) for group in groups]
-    told: list[tuple[str, str, Any]] = []
-    log = tmp_path / "log.txt"
-    ended = jobs.run_jobs(
-        asked, fake_settings, log, lambda *one: told.append(one), width=2, method="spawn"
-    )
-    assert sorted(told) == sorted((group, "row", group) for group in groups)
-    assert ended["works"] == jobs.Ended()
-    assert ended["skips"] == jobs.Ended(skipped="no room")
-    assert ended["raises"].trouble == "raises: ValueError: what is wrong"
-    assert ended["leaves"].trouble == "leaves: ended with exit code 7, see the log"
-    assert ended["dies"].trouble == "dies: killed by SIGKILL, see the log"
-    assert "said by works" in log.read_text()
-    assert "ValueError: what is wrong" in log.read_text()
-
-
-def test_jobs_that_hang_end_with_all_they_started(
-    tmp_path: Path, fake_settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs, passed, children = load("jobs"), [0.0], []
-
-    def tell(group: str, kind: str, value: Any) -> None:
-        """When the job has come so far, its time is over."""
-        del group
-        if kind == "child":
-            children.append(value)
-            passed.append(1e6)
-
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[-1])
-    monkeypatch.setattr(jobs, "time", clock)
-    asked = [jobs.Job("fake_part", "hangs", 250.0)]
-    ended = jobs.run_jobs(asked, fake_settings, tmp_path / "log.txt", tell, preload=())
-    assert ended["hangs"].trouble == "hangs: no end after 250 s"
-    (child,) = children
-    for _ in range(200):
-        if not is_running(child):
-            return
-        time.sleep(0.05)
-    pytest.fail("what the job started goes on")
-
-
-def test_jobs_end_before_the_deadline(tmp_path: Path, fake_settings: Any) -> None:
-    """What was told by then is kept; what was still to come is not begun."""
-    jobs, told = load("jobs"), []
-    asked = [jobs.Job("fake_part", group, 250.0) for group in ("hangs", "works")]
-    ended = jobs.run_jobs(
-        asked,
-        fake_settings,
-        tmp_path / "log.txt",
-        lambda *one: told.append(one),
-        preload=(),
-        until=time.monotonic() + 8.0,
-    )
-    assert ended["hangs"].trouble == "hangs: no end before the deadline"
-    assert ended["works"].trouble == "works: not begun before the deadline"
-    assert {group for group, _, _ in told} == {"hangs"}
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from fake_part import Settings
-from gpu.jobs import Job, run_jobs
-
-if __name__ == "__main__":
-    def tell(group, kind, value):
-        if kind == "child":
-            print(value, flush=True)
-    run_jobs([Job("fake_part", "hangs", 250.0)], Settings(), Path(sys.argv[1]), tell, preload=())
-"""
-
-
-def test_no_job_outlives_a_killed_run(tmp_path: Path) -> None:
-    (tmp_path / "fake_part.py").write_text(FAKE_PART)
-    (tmp_path / "killed.py").write_text(KILLED)
-    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "log.txt")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        child = int(run.stdout.readline())
-        run.kill()
-    for _ in range(200):
-        if not is_running(child):
-            return
-        time.sleep(0.05)
-    pytest.fail("what the job started goes on")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIG_DFL)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_jobs_are_started_another_way_if_need_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A card that was touched before processes were forked can be used in new ones only."""
-    run, jobs = load("session"), load("jobs")
-    tried = []
-
-    def fake_jobs(asked: Any, *_: Any, method: str) -> Any:
-        tried.append(method)
-        return {asked[0].group: jobs.Ended("" if method == "spawn" else "it was used before")}
-
-    monkeypatch.setattr(run, "run_jobs", fake_jobs)
-    assert run.find_machine(None, tmp_path) == ({}, "", "spawn")
-    assert tried == ["forkserver", "spawn"]
 
 
 # -- what only CUDA does ------------------------------------------------------------------------
@@ -449,17 +287,17 @@ def cuda_clock(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert hasattr(torch.cuda, name)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    return load("clock").Clock(torch.device("cuda", 0))
+    return load("bench").Clock(torch.device("cuda", 0))
 
 
 def test_time_on_a_device(cuda_clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", held.append)
-    assert cuda_clock.samples(lambda: None, 3) == [1.0, 1.0, 1.0]
+    assert cuda_clock.times(lambda: None, 3) == (1.0, 0.0)
     cuda_clock.hold(0.002)
     assert held == [4_000_000]
-    times = load("clock").Times.of([1.0, 2.0, 3.0, 2.0, 2.0])
-    assert (times.median, times.num_samples) == (2.0, 5)
+    times = load("bench").Times.of([1.0, 2.0, 3.0, 2.0, 2.0])
+    assert times.median == 2.0
     assert times.cells()["ms"] == 2_000
 
 
@@ -496,12 +334,12 @@ def test_a_row_that_fails_costs_no_other() -> None:
         raise load("jobs").Skip("no room")
     with bench.case("fine"):
         bench.row("fine", {"ms": 1.0})
-    assert [row.verdict for row in rows] == [
+    assert [load("report").verdict(row) for row in rows] == [
         "FAILED: ValueError: what is wrong",
         "skipped: no room",
         "",
     ]
-    assert rows[0].section == "s"
+    assert rows[0]["section"] == "s"
 
     def broken_device() -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -509,7 +347,7 @@ def test_a_row_that_fails_costs_no_other() -> None:
     bench.clock.wait = broken_device
     with pytest.raises(RuntimeError, match="illegal memory access"), bench.case("sticky"):
         raise RuntimeError("of a kernel")
-    assert rows[-1].name == "sticky"
+    assert rows[-1]["name"] == "sticky"
 
 
 def test_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +361,7 @@ def test_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lengths_like_those_of_sharegpt() -> None:
-    found = load("part_sharegpt").draw_lengths(1_000, 0)
+    found = load("part_throughput").draw_lengths(1_000, 0)
     means = [sum(side) / len(side) for side in zip(*found, strict=True)]
     assert 130 < means[0] < 175
     assert 300 < means[1] < 350
