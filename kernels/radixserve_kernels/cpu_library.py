@@ -200,6 +200,17 @@ def _compile(compiler: list[str], sources: tuple[str, ...], folder: Path, name: 
         ) from error
 
 
+def _check(lacks_memory: int) -> None:
+    if lacks_memory:
+        raise MemoryError("the CPU kernels found none")
+
+
+def _check_pointer(pointer: int | None, *_: object) -> int:
+    _check(pointer is None)
+    assert pointer is not None
+    return pointer
+
+
 _POINTER, _NUMBER, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "start": (None, ()),
@@ -211,17 +222,17 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "pack": (None, (_FLAG, _POINTER, _NUMBER, _NUMBER, _POINTER)),
     "integer_dot": (_FLAG, ()),
     "use_forms": (None, (_POINTER,)),
-    "linear": (None, (_FLAG, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER)),
-    "experts": (None, (_FLAG, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER)),
+    "linear": (_check, (_FLAG, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER)),
+    "experts": (_check, (_FLAG, _POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER)),
     "key_block": (_FLAG, ()),
     "plan": (_POINTER, (_POINTER, _POINTER, _NUMBER, _NUMBER)),
-    "reset_plan": (None, (_POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER)),
+    "reset_plan": (_check, (_POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER)),
     "jobs": (None, (_POINTER, _POINTER)),
     "delete_plan": (None, (_POINTER,)),
     "attention": (_POINTER, ()),
     "delete_attention": (None, (_POINTER,)),
     "attend": (
-        None,
+        _check,
         (
             *(_FLAG, _POINTER, _POINTER, _POINTER, _NUMBER),
             *(_POINTER, _POINTER, _POINTER, _NUMBER, ctypes.c_float, _POINTER),
@@ -235,7 +246,8 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "forbid": (None, (_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER)),
     "decoder": (_POINTER, (_FLAG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)),
     "delete_decoder": (None, (_POINTER,)),
-    "run": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER)),
+    "fail_allocation": (None, (_NUMBER,)),
+    "run": (_check, (_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER)),
 }
 _FORMS_INTERFACE = {  # of cpu/forms.cpp
     "forms": (_POINTER, ()),
@@ -245,10 +257,12 @@ _FORMS_INTERFACE = {  # of cpu/forms.cpp
 
 
 def _declare(library: ctypes.CDLL, interface: dict[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    """Set the argument types of a library's functions."""
+    """Set the argument types of a library's functions. Those that need memory raise MemoryError."""
     for name, (result, arguments) in interface.items():
         function = getattr(library, f"radixserve_{name}")
         function.restype, function.argtypes = result, arguments
+        if result is _POINTER:
+            function.errcheck = _check_pointer
 
 
 def finalize(owner: object, delete: Callable[..., None], pointer: Any) -> None:

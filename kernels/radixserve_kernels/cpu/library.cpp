@@ -1,8 +1,11 @@
-// The C interface, see cpu_library.py. No function takes Python's lock; running out of memory ends the
-// process. RADIXSERVE_NUMBER is the type of all numbers, float or bf16; is_bf16 says it once more.
+// The C interface, see cpu_library.py. No function takes Python's lock. Those that need memory return 1, or null for
+// a pointer, where there is none. RADIXSERVE_NUMBER is the type of all numbers, float or bf16; is_bf16 says it once
+// more.
 #include "argmax.h"
 #include "cascade.h"
 #include "decoder.h"
+
+#include <optional>
 
 #if defined(RADIXSERVE_AMX) && defined(__linux__)
 #include <sys/syscall.h>
@@ -24,6 +27,23 @@ template <class Call> static auto with_type(int is_bf16, Call &&call) {
     return call(RADIXSERVE_NUMBER{});
 }
 
+// Whether `call` found no memory.
+template <class Call> static int lacks_memory(Call &&call) {
+    try {
+        call();
+        return 0;
+    } catch (const std::exception &) {
+        return 1;
+    }
+}
+
+// What `make` returns, null where there is no memory.
+template <class Make> static void *make_or_null(Make &&make) {
+    void *made = nullptr;
+    lacks_memory([&] { made = make(); });
+    return made;
+}
+
 // Attention over a plan's jobs, with its memory.
 struct AttentionRunner {
     std::vector<ThreadScratch> scratches;
@@ -37,6 +57,10 @@ struct NativePlan {
     NativePlan(const HostIndex &rows, const Heads &heads, int64_t boundary, int64_t merge_tokens)
         : heads(heads), step(rows, boundary, merge_tokens), plan(step.jobs, heads) {}
 };
+
+// Empty after it could not be replaced.
+using AnyPlan = std::optional<NativePlan>;
+static NativePlan &native(void *plan) { return ((AnyPlan *)plan)->value(); }
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -73,8 +97,8 @@ int radixserve_integer_dot() { return IntegerDot::LEVEL; }
 void radixserve_use_forms(const void *forms) { quantized_forms = (const QuantizedForm *const *)forms; }
 
 // out [rows][columns] = x [rows][stride] W^T + bias; stride >= the padded depth, zeros after depth.
-void radixserve_linear(int is_bf16, const void *x, int64_t stride, int64_t rows, const void *weight, void *out) {
-    with_type(is_bf16, [&](auto zero) {
+int radixserve_linear(int is_bf16, const void *x, int64_t stride, int64_t rows, const void *weight, void *out) {
+    return lacks_memory([&] { with_type(is_bf16, [&](auto zero) {
         using T = decltype(zero);
         const Weight<T> &w = *(const Weight<T> *)weight;
         int64_t columns = 0;
@@ -82,12 +106,12 @@ void radixserve_linear(int is_bf16, const void *x, int64_t stride, int64_t rows,
         this_team().run(num_threads_for(price(2 * rows * w.num_numbers(), w.num_bytes())), [&](const TeamThread &thread) {
             linear<T>(thread, (const T *)x, stride, rows, w, nullptr, (T *)out, columns);
         });
-    });
+    }); });
 }
 
 // out [rows][columns] float32 = experts of x [rows][stride]; see radixserve_linear.
-void radixserve_experts(int is_bf16, const void *experts, const void *x, int64_t stride, int64_t rows, float *out) {
-    with_type(is_bf16, [&](auto zero) {
+int radixserve_experts(int is_bf16, const void *experts, const void *x, int64_t stride, int64_t rows, float *out) {
+    return lacks_memory([&] { with_type(is_bf16, [&](auto zero) {
         using T = decltype(zero);
         static thread_local ExpertMlp<T, T> own;
         ExpertMlp<T, T> &mlp = own;  // also in the other threads
@@ -97,42 +121,43 @@ void radixserve_experts(int is_bf16, const void *experts, const void *x, int64_t
         this_team().run(num_threads_for(some.work(rows)), [&](const TeamThread &thread) {
             mlp.run(thread, some, (const T *)x, stride, rows, out, some.hidden(), 1);
         });
-    });
+    }); });
 }
 
 void *radixserve_plan(const HostIndex *rows, const Heads *heads, int64_t boundary, int64_t merge_tokens) {
-    return new NativePlan(*rows, *heads, boundary, merge_tokens);
+    return make_or_null([&] { return new AnyPlan(std::in_place, *rows, *heads, boundary, merge_tokens); });
 }
 // Replaces a plan in place.
-void radixserve_reset_plan(void *plan, const HostIndex *rows, const Heads *heads, int64_t boundary,
-                           int64_t merge_tokens) {
-    ((NativePlan *)plan)->~NativePlan();
-    new (plan) NativePlan(*rows, *heads, boundary, merge_tokens);
+int radixserve_reset_plan(void *plan, const HostIndex *rows, const Heads *heads, int64_t boundary,
+                          int64_t merge_tokens) {
+    return lacks_memory([&] { ((AnyPlan *)plan)->emplace(*rows, *heads, boundary, merge_tokens); });
 }
 // Tokens: attention over shared pages that end at a multiple of it has the bits of attention on its own.
 int radixserve_key_block() { return KEYS; }
 // Arrays of *jobs live as long as the plan, the page ids as long as the rows.
-void radixserve_jobs(const void *plan, Jobs *jobs) { *jobs = ((const NativePlan *)plan)->step.jobs; }
-void radixserve_delete_plan(void *plan) { delete (NativePlan *)plan; }
+void radixserve_jobs(void *plan, Jobs *jobs) { *jobs = native(plan).step.jobs; }
+void radixserve_delete_plan(void *plan) { delete (AnyPlan *)plan; }
 
-void *radixserve_attention() { return new AttentionRunner; }
+void *radixserve_attention() {
+    return make_or_null([] { return new AttentionRunner; });
+}
 void radixserve_delete_attention(void *attention) { delete (AttentionRunner *)attention; }
 
 // q, out [tokens][heads][dim] with a stride between tokens; k, v [slots][kv_heads][dim].
-void radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, int64_t q_stride, const void *k,
-                       const void *v, void *out, int64_t out_stride, float scale, const Features *features) {
-    NativePlan *native = (NativePlan *)plan;
+int radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, int64_t q_stride, const void *k,
+                      const void *v, void *out, int64_t out_stride, float scale, const Features *features) {
     AttentionRunner *runner = (AttentionRunner *)attention;
-    native->heads.scale = scale;
-    with_type(is_bf16, [&](auto zero) {
+    return lacks_memory([&] { with_type(is_bf16, [&](auto zero) {
         using T = decltype(zero);
-        Attention<T, T> attention(native->plan, native->heads);
+        NativePlan &step = native(plan);
+        step.heads.scale = scale;
+        Attention<T, T> attention(step.plan, step.heads);
         const Features needs = features ? *features : Features();
         attention.prepare(runner->scratches, runner->state);
         this_team().run(num_threads_for(attention.work()), [&](const TeamThread &thread) {
             attention.run(thread, (const T *)q, q_stride, (const T *)k, (const T *)v, (T *)out, out_stride, needs);
         });
-    });
+    }); });
 }
 
 int64_t radixserve_argmax(const float *x, int64_t rows, int64_t columns, int64_t *ids) {
@@ -164,18 +189,21 @@ void radixserve_forbid(float *x, int64_t columns, const uint32_t *masks, int64_t
 // layers: Layer<T> [num_layers]; embedding, head: Weight<T>; norm: float32.
 void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const void *layers, const void *embedding,
                          const void *norm, const void *head) {
-    return with_type(is_bf16, [&](auto zero) -> AnyDecoder * {
+    return make_or_null([&] { return with_type(is_bf16, [&](auto zero) -> AnyDecoder * {
         using T = decltype(zero);
         const DecoderWeights<T> weights(*shape, (const Layer<T> *)layers, *(const Weight<T> *)embedding,
                                         (const float *)norm, *(const Weight<T> *)head);
         if (weights.is_quantized) return new FusedDecoder<T, float>(*shape, weights);  // rounded to 8 bits, once
         return new FusedDecoder<T, T>(*shape, weights);
-    });
+    }); });
 }
 void radixserve_delete_decoder(void *decoder) { delete (AnyDecoder *)decoder; }
 
-void radixserve_run(void *decoder, const Step *step, void *plan, void *kv, int64_t layer_size) {
-    ((AnyDecoder *)decoder)->run(*step, ((NativePlan *)plan)->plan, kv, layer_size);
+int radixserve_run(void *decoder, const Step *step, void *plan, void *kv, int64_t layer_size) {
+    return lacks_memory([&] { ((AnyDecoder *)decoder)->run(*step, native(plan).plan, kv, layer_size); });
 }
+
+// For tests: the allocation of working memory after `count` more ones fails, once.
+void radixserve_fail_allocation(int64_t count) { allocations_left = count; }
 }
 #pragma GCC visibility pop

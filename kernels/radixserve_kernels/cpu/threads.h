@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <new>
 #include <vector>
 
@@ -20,8 +21,12 @@ extern thread_local int max_threads;  // of the calling thread: the number that 
 
 constexpr size_t HUGE_PAGE = 2 << 20, HUGE_PAGE_MIN_BYTES = 4 << 20;
 
+// Allocations before one that fails, for tests; negative: none does.
+inline std::atomic<int64_t> allocations_left{-1};
+inline bool fails_on_purpose() { return allocations_left.load() >= 0 && allocations_left.fetch_sub(1) == 0; }
+
 // Zeroed memory that grows and never shrinks, 64-byte aligned; from HUGE_PAGE_MIN_BYTES on in the system's
-// large pages. Its content is lost when it grows.
+// large pages. Its content is lost when it grows, and when that fails by std::bad_alloc.
 class Scratch {
   public:
     Scratch() = default;
@@ -38,7 +43,7 @@ class Scratch {
             free(data);
             const size_t page = bytes < HUGE_PAGE_MIN_BYTES ? 64 : HUGE_PAGE;
             size = round_up(int64_t(bytes + bytes / 4), int64_t(page));
-            data = aligned_alloc(page, size);
+            data = fails_on_purpose() ? nullptr : aligned_alloc(page, size);
             if (!data) {
                 size = 0;
                 throw std::bad_alloc();
@@ -93,18 +98,41 @@ inline void relax() {
 class TeamState {
   public:
     std::atomic<uint64_t> ticket{0};  // round << 16 | threads of the round
+    std::atomic<int> busy{0};         // threads of the round that are not through
     std::atomic<int64_t> claimed{0};  // of the present phase
     void (*call)(void *work, TeamState &state, int index, int size) = nullptr;
     void *work = nullptr;
     Scratch scratches[2];  // for what all threads read
 
-    // Returns when all `size` threads have called it.
+    // Returns when all `size` threads have called it. Throws std::bad_alloc where one of them has failed.
     void barrier(int size) {
         const unsigned now = phase.load();
-        if (arrived.fetch_add(1) + 1 < size) return wait([&] { return phase.load() != now; });
+        if (has_failed.load()) throw std::bad_alloc();
+        if (arrived.fetch_add(1) + 1 < size) {
+            wait([&] { return phase.load() != now || has_failed.load(); });
+            if (phase.load() == now) throw std::bad_alloc();
+            return;
+        }
         arrived.store(0), claimed.store(0);
         phase.store(now + 1);
         wake();
+    }
+    // One thread's work in a round; without memory the other threads stop at their next barrier.
+    void take_part(int index, int size) {
+        try {
+            call(work, *this, index, size);
+        } catch (const std::exception &) {
+            has_failed.store(true);
+        }
+        busy.fetch_sub(1);
+        wake();
+    }
+    // Returns when all threads are through. Throws std::bad_alloc where one of them has failed.
+    void finish() {
+        wait([&] { return busy.load() == 0; });
+        if (!has_failed.load()) return;
+        arrived.store(0), has_failed.store(false);
+        throw std::bad_alloc();
     }
     template <class Condition> void wait(Condition &&condition) {
         for (int i = 0; i < SPINS; i++) {
@@ -128,6 +156,7 @@ class TeamState {
   private:
     alignas(64) std::atomic<unsigned> phase{0};
     alignas(64) std::atomic<int> arrived{0};
+    std::atomic<bool> has_failed{false};
     std::atomic<int> sleepers{0};
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -172,23 +201,24 @@ class Team {
         delete state;
     }
 
-    // work(thread) in `size` threads, or in as many as the system gives. Returns when all are through.
+    // work(thread) in `size` threads, or in as many as the system gives. Returns when all are through. Throws
+    // std::bad_alloc where one of them has found no memory.
     template <class Work> void run(int size, Work &&work) {
         if (!state || owner != getpid())  // or this is a fork, where the threads are missing
-            state = new TeamState, owner = getpid(), workers.clear();
+            workers.clear(), state = new TeamState, owner = getpid();
         state->claimed.store(0);
         while (int(workers.size()) + 1 < size && add_worker()) {}
         size = min(size, int(workers.size()) + 1);
+        state->call = [](void *work, TeamState &state, int index, int size) {
+            (*(std::remove_reference_t<Work> *)work)(TeamThread{state, index, size});
+        };
+        state->work = (void *)&work, state->busy.store(size);
         if (size > 1) {
-            state->call = [](void *work, TeamState &state, int index, int size) {
-                (*(std::remove_reference_t<Work> *)work)(TeamThread{state, index, size});
-            };
-            state->work = (void *)&work;
             state->ticket.store(((state->ticket.load() >> 16) + 1) << 16 | uint64_t(size));
             state->wake();
         }
-        work(TeamThread{*state, 0, size});
-        if (size > 1) state->barrier(size);
+        state->take_part(0, size);
+        state->finish();
     }
 
   private:
@@ -203,6 +233,7 @@ class Team {
     pid_t owner = 0;
 
     bool add_worker() {
+        workers.reserve(workers.size() + 1);
         WorkerArgs *args = new WorkerArgs{*state, int(workers.size()) + 1, state->ticket.load()};
         pthread_t worker;
         if (pthread_create(&worker, nullptr, attend, args)) {
@@ -222,9 +253,7 @@ class Team {
             seen = state.ticket.load();
             if (seen == STOP) return nullptr;
             const int size = int(seen & 0xffff);
-            if (index >= size) continue;
-            state.call(state.work, state, index, size);
-            state.barrier(size);
+            if (index < size) state.take_part(index, size);
         }
     }
 };
