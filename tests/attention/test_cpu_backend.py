@@ -125,6 +125,37 @@ def test_threads(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
 
 @pytest.mark.usefixtures("always_share", "cpu_level")
 @pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize(
+    "features",
+    [
+        PLAIN,
+        AttentionFeatures(sliding_window=1500, sinks=torch.randn(6)),
+        AttentionFeatures(logits_soft_cap=1.5),
+    ],
+)
+def test_threads_share_a_long_row(
+    features: AttentionFeatures, dtype: torch.dtype, make_cpu: Make
+) -> None:
+    lengths = [(2_600, 1), (2_700, 2), (0, 20), (1_030, 1), (2_500, 1)]
+    shape = {"heads": 6, "kv_heads": 2, "dim": 64, "dtype": dtype}
+    case = SharedCase(lengths, 2, [((0, 1), 1_200)], **shape)
+    case.kv[:, 0, ::7] *= 3.0  # weights become too large at times
+    before, outs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outs.append(run(make_cpu(case.kv.clone(), 6), case, features=features))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    expected = case.expected(1, features=features)[0]
+    close = 3e-6 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(outs[0].double(), expected, atol=close, rtol=close)
+
+
+@pytest.mark.usefixtures("always_share", "cpu_level")
+@pytest.mark.parametrize("dtype", BOTH)
 @pytest.mark.parametrize("name", ["everything", "three levels"])
 def test_a_row_does_not_depend_on_others(name: str, dtype: torch.dtype, make_cpu: Make) -> None:
     """To the bit, without sharing: a request's answer is the same in any company."""

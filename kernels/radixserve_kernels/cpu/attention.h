@@ -17,12 +17,7 @@ template <class T, class A> class Attention {
     double work() const { return price(4.0 * plan.key_rows * heads.dim, 0); }
 
     // Called once before any thread runs.
-    void prepare(std::vector<ThreadScratch> &scratches, Scratch &state_scratch) {
-        if (scratches.size() < size_t(max_threads)) scratches.resize(max_threads);
-        this->scratches = scratches.data();
-        if (plan.has_state)
-            partial_state = state_scratch.get<float>(jobs.num_tokens * heads.num_heads * partial_size());
-    }
+    void prepare(std::vector<ThreadScratch> &scratches, Scratch &state_scratch);
 
     // q, out: [tokens, heads, dim] with a stride between tokens; k, v: [slots, kv_heads, dim].
     void run(const TeamThread &thread, const T *q, int64_t q_stride, const T *k, const T *v, A *out, int64_t out_stride,
@@ -37,8 +32,21 @@ template <class T, class A> class Attention {
     A *out = nullptr;
     int64_t q_stride = 0, out_stride = 0;
     ThreadScratch *scratches = nullptr;  // of each thread
+    bool splits = false;            // whether the plan's splits are done as such
+    float *split_buffer = nullptr;  // of all splits, one after the other
     float *partial_state = nullptr;  // [tokens][heads][partial_size] between levels: acc, row_max, sums
 
+    int64_t depth() const { return padded_depth<Operand<T>>(heads.dim); }
+    int64_t width() const { return round_up(heads.dim, PANEL); }
+    const int64_t *tokens_of(const Task &task) const {
+        return jobs.query_tokens + jobs.query_indptr[task.job] + task.first_query;
+    }
+    TaskState<T> make_state(const Task &task, const HeadState<T> &all, ThreadScratch &scratch) const;
+    HeadState<T> own_buffers(const Task &task, ThreadScratch &scratch) const;
+    // One thread's part of the split jobs of a level, after its tasks; `claimed` comes after these.
+    void run_splits(const TeamThread &thread, const PagedKv<T> &kv, int64_t level, int64_t num_tasks, int64_t claimed);
+    // call(split, its buffers). Returns the floats of all buffers.
+    template <class Call> int64_t for_splits(Call &&call) const;
     // `next` is likely to follow, or null.
     void attend(const PagedKv<T> &kv, const Task &task, const Task *next, ThreadScratch &scratch);
     void read_keys(const PagedKv<T> &kv, const TaskState<T> &state, const Task *next, bool direct,
@@ -48,7 +56,7 @@ template <class T, class A> class Attention {
     // The first key that each of a task's queries sees, and the least of them.
     int64_t find_first_seen(const Task &task, const int64_t *tokens, int64_t *first_seen) const;
     // Queries of one head, and the softmax state of earlier jobs.
-    void load_state(const TaskState<T> &state, int64_t head_of_task, const int64_t *tokens);
+    void load_state(const TaskState<T> &state, int64_t head_of_task);
     // The finished output of one head, or its softmax state for later jobs.
-    void store_state(const TaskState<T> &state, int64_t head_of_task, const int64_t *tokens);
+    void store_state(const TaskState<T> &state, int64_t head_of_task);
 };

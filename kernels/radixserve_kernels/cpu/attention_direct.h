@@ -11,12 +11,14 @@
 
 constexpr int FOUR = 4;  // rows of one step
 
+// Whether bfloat16 is multiplied by AMX, in an order of its own.
+template <class T> inline bool is_by_tiles() { return has_amx && sizeof(Operand<T>) == 2; }
+
 // Whether a job of `rows` rows and heads of `dim` features is read without packing: up to as many rows as that is
 // faster, measured, and with AMX up to those of a tile.
 template <class T> inline bool is_direct(int64_t rows, int64_t dim, bool exact) {
-    const bool by_tiles = has_amx && sizeof(Operand<T>) == 2;
-    if (by_tiles && exact) return false;
-    return rows <= (by_tiles ? 16 : LANES == 16 ? 8 : 12) && dim % (64 / int64_t(sizeof(Operand<T>))) == 0;
+    if (is_by_tiles<T>() && exact) return false;
+    return rows <= (is_by_tiles<T>() ? 16 : LANES == 16 ? 8 : 12) && dim % (64 / int64_t(sizeof(Operand<T>))) == 0;
 }
 
 // Keys or values of one head: each begins at rows[...] + at.
@@ -180,6 +182,35 @@ template <class Call> inline void for_row_quads(int64_t rows, Call &&call) {
         with_row_count<FOUR>(int(min<int64_t>(rows - row, FOUR)), [&](auto count) { call(row, count); });
 }
 
+// Keys or values of a block: zeros after the last one.
+template <class T> inline void point_at(const T *(&rows)[KEYS], const T *from, const int64_t *offsets, int64_t count,
+                                        const T *zeros) {
+    for (int64_t j = 0; j < KEYS; j++) rows[j] = j < count ? from + offsets[j] : zeros;
+}
+
+// Scores of a block for all heads and rows of a task, [heads][rows][stride].
+template <class T>
+void qk_block(const TaskState<T> &state, const T *const *keys, int64_t count, int64_t dim, float *scores,
+              int64_t stride, RowPrefetcher<T> &prefetcher) {
+    for (int64_t j = 0; j < count; j += PANEL)
+        for (int64_t head = 0; head < state.task.num_heads; head++)
+            for_row_quads(state.rows, [&](int64_t row, auto some) {
+                qk_panel<some, T>(state.head(head).queries + row * state.depth, state.depth,
+                                  {keys, count, head * dim, dim}, j,
+                                  scores + (head * state.rows + row) * stride, stride, prefetcher);
+            });
+}
+
+// Weighted values of a block for the rows of one head, [rows][width], or added to what is there.
+template <class T>
+void pv_block(const TaskState<T> &state, int64_t head, const Operand<T> *weights, int64_t stride,
+              const T *const *values, int64_t count, int64_t dim, bool adds, float *out, RowPrefetcher<T> &prefetcher) {
+    for_row_quads(state.rows, [&](int64_t row, auto some) {
+        pv_rows<some>(weights + row * stride, stride, HeadRows<T>{values, count, head * dim, dim}, adds,
+                      out + row * state.width, state.width, prefetcher);
+    });
+}
+
 // A block's values are prefetched while its keys are scored, the next keys while values are weighted.
 template <class T>
 void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *next, ThreadScratch &scratch) {
@@ -193,20 +224,12 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
     const int64_t first = state.first_block(KEYS);
     int64_t count = first < state.end ? kv.key_offsets(task, first, state.end, offsets) : 0, num_later = 0;
     for (int64_t from = first; from < state.end; from += KEYS, count = num_later, std::swap(offsets, later)) {
-        for (int64_t j = 0; j < KEYS; j++) {  // zeros after the last one
-            keys[j] = j < count ? kv.k + offsets[j] : zeros;
-            values[j] = j < count ? kv.v + offsets[j] : zeros;
-        }
+        point_at(keys, kv.k, offsets, count, zeros);
+        point_at(values, kv.v, offsets, count, zeros);
         const bool starts = state.begins && !from && !state.first_seen;
         num_later = kv.next_offsets(state, from, next, later);
         RowPrefetcher<T> prefetcher(kv.v, offsets, count, size);
-        for (int64_t j = 0; j < count; j += PANEL)
-            for (int64_t head = 0; head < task.num_heads; head++)
-                for_row_quads(rows, [&](int64_t row, auto some) {
-                    qk_panel<some, T>(state.head(head).queries + row * state.depth, state.depth,
-                                      {keys, count, head * dim, dim}, j, scores + (head * rows + row) * KEYS,
-                                      KEYS, prefetcher);
-                });
+        qk_block(state, keys, count, dim, scores, KEYS, prefetcher);
         prefetcher = RowPrefetcher<T>(kv.k, later, num_later, size);
         for (int64_t head = 0; head < task.num_heads; head++) {
             const HeadState<T> part = state.head(head);
@@ -214,10 +237,7 @@ void attend_direct(const PagedKv<T> &kv, const TaskState<T> &state, const Task *
                 kv.softmax_row(state, row, from, count, padded_depth<Operand<T>>(count),
                                scores + (head * rows + row) * KEYS, weights + row * KEYS, part.row_max[row],
                                part.sums + row * LANES, starts ? nullptr : part.acc + row * state.width, state.width);
-            for_row_quads(rows, [&](int64_t row, auto some) {
-                pv_rows<some>(weights + row * KEYS, KEYS, HeadRows<T>{values, count, head * dim, dim}, !starts,
-                              part.acc + row * state.width, state.width, prefetcher);
-            });
+            pv_block(state, head, weights, KEYS, values, count, dim, !starts, part.acc, prefetcher);
         }
     }
 }

@@ -57,12 +57,23 @@ struct Features {
 // Some queries of a job and some K/V heads.
 struct Task {
     int64_t job, first_head, num_heads, first_query, num_queries;
+    bool is_split = false;  // a Split does the same, where the layer can be split
 };
+
+// A job of few rows and many keys, whose keys are spread over the threads: see attention_split.h.
+struct Split {
+    Task task;  // all queries and K/V heads
+    int64_t level, num_keys;
+};
+
+constexpr int64_t SPLIT_ROWS = 8;     // of a K/V head, up to which a job is split
+constexpr int64_t SPLIT_KEYS = 1024;  // from which on it is
 
 struct Plan {
     Jobs jobs;
     std::vector<Task> tasks;
     std::vector<size_t> level_ends;  // [num_levels] in tasks
+    std::vector<Split> splits;
     double key_rows = 0;             // sum of keys x queries x query heads
     bool has_state = false;          // some tokens are served by several jobs
     bool is_far = false;             // K and V of a layer exceed the caches
@@ -72,6 +83,9 @@ struct Plan {
         const int64_t most = (rows + heads.group() - 1) / heads.group();
         int64_t num_keys = 0;
         for (int64_t level = 0; level < jobs.num_levels; level++) {
+            double level_rows = 0;
+            for (int64_t job = jobs.level_indptr[level]; job < jobs.level_indptr[level + 1]; job++)
+                level_rows += double(jobs.query_indptr[job + 1] - jobs.query_indptr[job]) * jobs.num_keys[job];
             for (int64_t job = jobs.level_indptr[level]; job < jobs.level_indptr[level + 1]; job++) {
                 int64_t count = jobs.query_indptr[job + 1] - jobs.query_indptr[job];
                 has_state |= (jobs.flags[job] & (BEGINS | ENDS)) != (BEGINS | ENDS);
@@ -79,12 +93,17 @@ struct Plan {
                 key_rows += double(count) * jobs.num_keys[job] * heads.num_heads;
                 const bool is_small = max_threads == 1 && count * heads.group() <= SMALL_JOB_ROWS;
                 const int64_t some = is_small ? heads.num_kv_heads : 1;
+                // Whole, it would keep some threads waiting for others.
+                const bool is_split = max_threads > 1 && count * heads.group() <= SPLIT_ROWS &&
+                                      jobs.num_keys[job] >= SPLIT_KEYS &&
+                                      4.0 * max_threads * count * jobs.num_keys[job] > level_rows;
+                if (is_split) splits.push_back({{job, 0, heads.num_kv_heads, 0, count}, level, jobs.num_keys[job]});
                 // Parts of nearly equal size: up to a third larger than `most` rather than one part more.
                 const int64_t parts = (3 * count + 4 * most - 1) / (4 * most);
                 for (int64_t part = 0; part < parts; part++) {
                     const int64_t first = count * part / parts, last = count * (part + 1) / parts;
                     for (int64_t head = 0; head < heads.num_kv_heads; head += some)
-                        tasks.push_back({job, head, some, first, last - first});
+                        tasks.push_back({job, head, some, first, last - first, is_split});
                 }
             }
             level_ends.push_back(tasks.size());

@@ -14,7 +14,7 @@ constexpr float MAX_WEIGHT = 256.0f;  // of a lane's sum: beyond it weights lose
 // Buffers of one thread.
 struct ThreadScratch {
     Scratch queries, keys, values, scores, weights, acc, row_max, sums, zeros, pairs, untransposed, expanded;
-    Scratch first_seen;
+    Scratch first_seen, split;
 };
 
 // The rows of one K/V head in a task: queries, and the softmax state of the keys seen so far.

@@ -13,20 +13,20 @@ inline void transpose_words(const uint32_t *const *keys, int64_t at, uvec (&word
         rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps((const float *)keys[i + 8] + at), 2);
         rows[i] = _mm512_insertf32x4(rows[i], _mm_loadu_ps((const float *)keys[i + 12] + at), 3);
     }
-    const __m512d low = (__m512d)_mm512_unpacklo_ps(rows[0], rows[1]), low2 = (__m512d)_mm512_unpacklo_ps(rows[2], rows[3]);
-    const __m512d high = (__m512d)_mm512_unpackhi_ps(rows[0], rows[1]), high2 = (__m512d)_mm512_unpackhi_ps(rows[2], rows[3]);
-    words[0] = (uvec)_mm512_unpacklo_pd(low, low2), words[1] = (uvec)_mm512_unpackhi_pd(low, low2);
-    words[2] = (uvec)_mm512_unpacklo_pd(high, high2), words[3] = (uvec)_mm512_unpackhi_pd(high, high2);
+    const __m512d a = (__m512d)_mm512_unpacklo_ps(rows[0], rows[1]), b = (__m512d)_mm512_unpackhi_ps(rows[0], rows[1]);
+    const __m512d c = (__m512d)_mm512_unpacklo_ps(rows[2], rows[3]), d = (__m512d)_mm512_unpackhi_ps(rows[2], rows[3]);
+    words[0] = (uvec)_mm512_unpacklo_pd(a, c), words[1] = (uvec)_mm512_unpackhi_pd(a, c);
+    words[2] = (uvec)_mm512_unpacklo_pd(b, d), words[3] = (uvec)_mm512_unpackhi_pd(b, d);
 #elif defined(__AVX__)
     __m256 rows[4];  // keys i, i + 4
     for (int i = 0; i < 4; i++) {
         rows[i] = _mm256_castps128_ps256(_mm_loadu_ps((const float *)keys[i] + at));
         rows[i] = _mm256_insertf128_ps(rows[i], _mm_loadu_ps((const float *)keys[i + 4] + at), 1);
     }
-    const __m256d low = (__m256d)_mm256_unpacklo_ps(rows[0], rows[1]), low2 = (__m256d)_mm256_unpacklo_ps(rows[2], rows[3]);
-    const __m256d high = (__m256d)_mm256_unpackhi_ps(rows[0], rows[1]), high2 = (__m256d)_mm256_unpackhi_ps(rows[2], rows[3]);
-    words[0] = (uvec)_mm256_unpacklo_pd(low, low2), words[1] = (uvec)_mm256_unpackhi_pd(low, low2);
-    words[2] = (uvec)_mm256_unpacklo_pd(high, high2), words[3] = (uvec)_mm256_unpackhi_pd(high, high2);
+    const __m256d a = (__m256d)_mm256_unpacklo_ps(rows[0], rows[1]), b = (__m256d)_mm256_unpackhi_ps(rows[0], rows[1]);
+    const __m256d c = (__m256d)_mm256_unpacklo_ps(rows[2], rows[3]), d = (__m256d)_mm256_unpackhi_ps(rows[2], rows[3]);
+    words[0] = (uvec)_mm256_unpacklo_pd(a, c), words[1] = (uvec)_mm256_unpackhi_pd(a, c);
+    words[2] = (uvec)_mm256_unpacklo_pd(b, d), words[3] = (uvec)_mm256_unpackhi_pd(b, d);
 #else
     for (int i = 0; i < 4; i++)
         for (int j = 0; j < LANES; j++) words[i][j] = keys[j][at + i];
