@@ -255,9 +255,6 @@ def test_demo_fails_when_counts_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
     assert "'Why?' do not add up" in err
 
 
-# -- generate -------------------------------------------------------------------------------------
-
-
 # -- info -----------------------------------------------------------------------------------------
 
 

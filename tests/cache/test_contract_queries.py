@@ -287,6 +287,3 @@ def count_nodes(dump: dict[str, Any]) -> int:
         count += len(children)
         stack.extend(children)
     return count
-
-
-# -- random programs --------------------------------------------------------------------------
