@@ -14,7 +14,7 @@ from ray import serve
 from radixserve.cluster import fronts
 from radixserve.cluster.ray_router import ReplicaRequestRouter
 from radixserve.cluster.replica import EngineReplica, Report
-from radixserve.cluster.routing import LeastLoaded
+from radixserve.cluster.routing import ByTree
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import SILENCE_S, ClusterWorker
 from radixserve.config import EngineConfig
@@ -77,6 +77,9 @@ class _RayLink:
     async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
         await self._handle.ask.remote(self.name, "end", front, stream, request_ids)
 
+    async def resync(self, front: str, stream: int) -> None:
+        await self._handle.ask.remote(self.name, "resync", front, stream)
+
     async def call(self, message: Message[Any]) -> Any:
         return await self._handle.ask.remote(self.name, "call", message)
 
@@ -122,7 +125,7 @@ def start_replicas(
         num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / num_replicas)
     name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
     num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
-    worker = ClusterWorker(LeastLoaded(), silence_s=silence_s)
+    worker = ClusterWorker(ByTree(), silence_s=silence_s)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled")
     made: Any = serve.deployment(ReplicaDeployment)

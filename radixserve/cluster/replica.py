@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -12,14 +13,17 @@ from typing import Any, NamedTuple
 from radixserve.api.beam_search import stop_check
 from radixserve.api.loop_waker import LoopWakers
 from radixserve.api.runtime import Runtime
-from radixserve.engine.messages import AbortRequests, Message
+from radixserve.cache import EventBatch, EventSnapshot
+from radixserve.engine.messages import AbortRequests, Message, TakeEvents
 from radixserve.engine.ticket import Event, Ticket
 from radixserve.engine.worker import EngineFacts
+from radixserve.errors import EngineDead
 from radixserve.output import EngineStatus, RequestOutput
 from radixserve.request import Request
 from radixserve.text.tokenizer import Tokenizer
 
 REPORT_EVERY_S = 1.0  # at least, so that a front knows that the replica lives
+_MAX_EVENTS = 100_000  # in one report
 FRONT_TIMEOUT_S = 30.0  # a front that says nothing for so long has ended
 
 
@@ -29,6 +33,7 @@ class Report(NamedTuple):
     outputs: list[RequestOutput]
     failures: list[tuple[str, BaseException]]  # by request id
     status: EngineStatus
+    events: Sequence[EventBatch | EventSnapshot] = ()  # of the cache; a step late
 
 
 class EngineReplica:
@@ -52,10 +57,25 @@ class EngineReplica:
         try:
             while self._fronts.get(front) is found:
                 await found.wait()
-                yield Report(found.take_outputs(), found.take_failures(), self._runtime.status())
+                if found.asking is None or found.asking.done():
+                    found.asking = asyncio.create_task(self._take_events(found))
+                outputs, failures = found.take_outputs(), found.take_failures()
+                yield Report(outputs, failures, self._runtime.status(), found.take_events())
         finally:
+            if found.asking is not None:
+                found.asking.cancel()
             if self._fronts.get(front) is found:
                 self._drop(front)
+
+    async def _take_events(self, front: _Front) -> None:
+        """Of the cache, for all fronts; `front` gets a snapshot where it needs one."""
+        needs_snapshot = front.end is None
+        with contextlib.suppress(EngineDead):
+            batch, snapshot = await self.call(TakeEvents(needs_snapshot))
+            for one in self._fronts.values():
+                one.put_events(batch)
+            if snapshot is not None:
+                front.put_snapshot(snapshot)
 
     async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool:
         """Queue requests so that they arrive together; False where the stream has ended."""
@@ -69,6 +89,12 @@ class EngineReplica:
         lives."""
         if self._find(front, stream) is not None and request_ids:
             self._runtime.end(request_ids)
+
+    async def resync(self, front: str, stream: int) -> None:
+        """The front has missed events: a snapshot of the cache comes with a later report."""
+        found = self._find(front, stream)
+        if found is not None:
+            found.end = None
 
     async def call(self, message: Message[Any]) -> Any:
         """The engine's answer to a message."""
@@ -108,6 +134,10 @@ class _Front:
         self._failures: deque[tuple[str, BaseException]] = deque()
         self._waker = wakers.running()  # one signal a step
         self._arrival = asyncio.Event()
+        self.asking: asyncio.Task[None] | None = None  # for events
+        self.end: int | None = None  # number of the event that it knows next; None: of none
+        self._events: list[EventBatch | EventSnapshot] = []
+        self._num_events = 0
 
     def put(self, output: RequestOutput) -> None:
         self._outputs.append(output)
@@ -119,6 +149,28 @@ class _Front:
         self._failures.append((request_id, error))
         self.open_ids.discard(request_id)
         self._waker.call(self._arrival.set)
+
+    def put_events(self, batch: EventBatch) -> None:
+        """After a gap, or too many for one report, a snapshot is needed."""
+        if self.end is None:
+            return
+        self._num_events += len(batch.events)
+        if batch.first != self.end or self._num_events > _MAX_EVENTS:
+            self.end = None
+            self._events.clear()
+            return
+        self.end = batch.end
+        self._events.append(batch)
+        if batch.events:
+            self._arrival.set()
+
+    def put_snapshot(self, snapshot: EventSnapshot) -> None:
+        self.end, self._events = snapshot.end, [snapshot]
+        self._arrival.set()
+
+    def take_events(self) -> list[EventBatch | EventSnapshot]:
+        events, self._events, self._num_events = self._events, [], 0
+        return events
 
     async def wait(self) -> None:
         """Until something has come, REPORT_EVERY_S at most."""

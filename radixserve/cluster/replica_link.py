@@ -26,6 +26,10 @@ class ReplicaLink(Protocol):
 
     async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None: ...
 
+    async def resync(self, front: str, stream: int) -> None:
+        """Events were lost: send a snapshot."""
+        ...
+
     async def call(self, message: Message[Any]) -> Any: ...
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from radixserve.arrays import IntArray
+from radixserve.cache import EventSnapshot
 from radixserve.cluster.replica import Report
 from radixserve.request import Request
+from radixserve.routing.tree_router import TreeRouter
 
 
 class Router(Protocol):
@@ -18,6 +22,10 @@ class Router(Protocol):
 
     def update(self, replica: str, report: Report) -> None:
         """What the replica says of its load and its cache."""
+        ...
+
+    def needs_snapshot(self, replica: str) -> bool:
+        """Events of its cache were missed, or none has come."""
         ...
 
     def choose(self, request: Request) -> str | None:
@@ -36,46 +44,69 @@ class Router(Protocol):
     def close_session(self, session: str) -> None: ...
 
 
-class LeastLoaded:
-    """To the replica with the fewest open tokens; a session stays where it is."""
+class ByTree:
+    """`TreeRouter`, fed by what replicas report."""
 
     def __init__(self) -> None:
-        self._load: dict[str, int] = {}
-        self._open: dict[str, tuple[str, int]] = {}
-        self._sessions: dict[str, str] = {}
+        self._router = TreeRouter()
+        self._replicas: set[str] = set()
+        self._num_output: dict[str, int] = {}  # tokens that came, by request id
+        self._ended: dict[str, list[str]] = {}  # by replica: their events may not be here yet
 
     def add(self, replica: str) -> None:
-        self._load.setdefault(replica, 0)
+        self._router.add(replica)
+        self._replicas.add(replica)
 
     def remove(self, replica: str) -> None:
-        self._load.pop(replica, None)
-        self._open = {key: one for key, one in self._open.items() if one[0] != replica}
-        self._sessions = {key: one for key, one in self._sessions.items() if one != replica}
+        if replica in self._replicas:
+            self._replicas.remove(replica)
+            self._router.remove(replica)
+            self._ended.pop(replica, None)
+            of = self._router.of_request
+            self._num_output = {key: n for key, n in self._num_output.items() if of(key)}
 
     def update(self, replica: str, report: Report) -> None:
-        pass
+        for output in report.outputs:
+            if output.token_ids and output.request_id in self._num_output:
+                self._router.start(output.request_id)
+                self._num_output[output.request_id] += len(output.token_ids)
+        for events in report.events:
+            if isinstance(events, EventSnapshot):
+                self._router.restart(replica, events)
+            else:
+                self._router.take(replica, events)
+        if report.events:
+            for request_id in self._ended.pop(replica, ()):
+                self._router.end(request_id, self._num_output.pop(request_id, None))
+
+    def needs_snapshot(self, replica: str) -> bool:
+        return self._router.index.needs_snapshot(replica)
 
     def choose(self, request: Request) -> str | None:
-        if not self._load:
-            return None
-        found = self._sessions.get(request.session) or min(self._load, key=self._load.__getitem__)
-        if request.session:
-            self._sessions[request.session] = found
-        size = len(request.token_ids) + request.params.max_tokens
-        self._load[found] += size
-        self._open[request.request_id] = found, size
+        params = request.params
+        found = self._router.choose(
+            request.request_id,
+            request.token_ids.astype(np.int32, copy=False).tobytes(),
+            params.namespace,
+            max_output=params.max_tokens,
+            session=request.session,
+        )
+        if found is not None:
+            self._num_output[request.request_id] = 0
         return found
 
     def note_end(self, request_id: str) -> None:
-        replica, size = self._open.pop(request_id, ("", 0))
-        if replica in self._load:
-            self._load[replica] -= size
+        replica = self._router.of_request(request_id)
+        if replica is None:
+            self._num_output.pop(request_id, None)
+        else:
+            self._ended.setdefault(replica, []).append(request_id)
 
-    def best(self, token_ids: IntArray, namespace: str) -> str | None:  # noqa: ARG002
-        return min(self._load, key=self._load.__getitem__) if self._load else None
+    def best(self, token_ids: IntArray, namespace: str) -> str | None:
+        return self._router.best(token_ids.astype(np.int32, copy=False).tobytes(), namespace)
 
     def of_session(self, session: str) -> str | None:
-        return self._sessions.get(session)
+        return self._router.of_session(session)
 
     def close_session(self, session: str) -> None:
-        self._sessions.pop(session, None)
+        self._router.close_session(session)

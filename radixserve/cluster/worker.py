@@ -300,6 +300,8 @@ class ClusterWorker:
             self._router.add(name)
         replica.status = report.status
         self._router.update(name, report)
+        if report.events and self._router.needs_snapshot(name):
+            self._loop.create_task(replica.link.resync(self._front, replica.stream))
         for output in report.outputs:
             self._note_output(name, output)
         for request_id, error in report.failures:

@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 from radixserve.arrays import IntArray
 from radixserve.cache import (
+    EventBatch,
     EventLog,
+    EventSnapshot,
     HashBlockCache,
     Lookup,
     PrefixCache,
@@ -96,6 +98,7 @@ class Engine:
         self._searches: dict[str, BeamGroup] = {}  # beam searches by request id
         self._in_flight: list[tuple[SchedulerOutput, Any]] = []  # launched steps, the older first
         self._after_change: Callable[[], None] | None = None
+        self._events: EventLog | None = None  # of `take_events`
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._busy_since = 0.0  # nothing before it was counted in the two below
         self._prefill_s = self._decode_s = 0.0
@@ -144,6 +147,13 @@ class Engine:
     def open_events(self) -> EventLog:
         """See `PrefixCache.open_events`."""
         return self._cache.open_events()
+
+    def take_events(self, *, with_snapshot: bool) -> tuple[EventBatch, EventSnapshot | None]:
+        """The cache's events since the last call; the first one opens the log."""
+        if self._events is None:
+            self._events = self.open_events()
+        batch = self._events.take()
+        return batch, self._events.snapshot() if with_snapshot else None
 
     def call_after_change(self, function: Callable[[], None]) -> None:
         """Have it called after each step and each reset of the cache."""

@@ -265,23 +265,22 @@ class EngineThread:
         """
         if isinstance(message, AddRequests):
             self._add(message)
-            return
+            return None
         if isinstance(message, AbandonRequests):
             number = message.submission
             self._abort([name for name, t in self._tickets.items() if t.submission == number])
-            return
+            return None
         if reply is not None and not reply.set_running_or_notify_cancel():
-            return  # its caller has left
+            return None  # its caller has left
         try:
             answer = self._answer(message)
         except Exception as error:
-            if reply is None:
-                _log.exception("a message to the engine failed")
-            else:
-                reply.set_exception(error)
-            return
+            if reply is not None:
+                return reply.set_exception(error)
+            return _log.exception("a message to the engine failed")
         if reply is not None:
             reply.set_result(answer)
+        return None
 
     def _answer(self, message: Message[Any]) -> Any:
         engine = self._engine
@@ -298,6 +297,8 @@ class EngineThread:
                 return engine.eviction_preview(count)
             case messages.TakeSnapshot(view):
                 return engine.snapshot(view)
+            case messages.TakeEvents(with_snapshot):
+                return engine.take_events(with_snapshot=with_snapshot)
             case messages.ResetCache(namespace):
                 return engine.reset_cache(namespace)
             case messages.GetHeld(owner):

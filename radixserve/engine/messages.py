@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from radixserve.arrays import IntArray
-from radixserve.cache import Lookup, SnapshotView
+from radixserve.cache import EventBatch, EventSnapshot, Lookup, SnapshotView
 from radixserve.hint import Hint, HintAnswer
 from radixserve.request import Request
 
@@ -79,6 +79,13 @@ class TakeSnapshot(Message[dict[str, Any]]):
     """A bounded snapshot of the cache and of the requests."""
 
     view: SnapshotView
+
+
+@dataclass(frozen=True, slots=True)
+class TakeEvents(Message[tuple[EventBatch, EventSnapshot | None]]):
+    """What the cache has stored and dropped since the last one; and all that it holds."""
+
+    with_snapshot: bool
 
 
 @dataclass(frozen=True, slots=True)

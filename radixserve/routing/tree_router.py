@@ -28,7 +28,7 @@ from radixserve.routing.token_index import NEVER, Reservation, TokenIndex
 Floats = NDArray[np.float64]
 _HALF_LIFE_S = 3600.0  # of recent work
 _SCALE_REQUESTS = 3.0  # an excess of so many mean requests,
-_SCALE_SHARE = 0.08  # and of this part of the mean recent work, doubles the price
+_SCALE_SHARE = 0.09  # and of this part of the mean recent work, doubles the price
 _WAIT_SHARE = 0.5
 _MAX_DISPLACED = 4.0  # what is evicted costs its prefill as often at most
 _EMA = 0.02  # weight of a request in the means of requests
@@ -219,6 +219,11 @@ class TreeRouter:
             return None
         self.index.match(tokens, namespace, self._lengths)
         return self._names[max(self._names, key=self._lengths.__getitem__)]
+
+    def of_request(self, request_id: str) -> str | None:
+        """Where a request under way is."""
+        one = self._open.get(request_id)
+        return None if one is None else one.replica
 
     def of_session(self, session: str) -> str | None:
         return self._homes.get(session)

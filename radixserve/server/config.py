@@ -46,8 +46,8 @@ class ServerConfig(StrictFields):
     reasoning_parser    think: what stands in <think></think> is reasoning_content; none; auto:
                         think where the chat template knows these tags
     replicas            engines, each in a process and with a cache of its own; 0: one in this
-                        process. A request goes to the one with the fewest open tokens, a
-                        session's to where it was before. Needs the extra [cluster]
+                        process. A request goes where it costs least, by what is cached there and
+                        by load. Needs the extra [cluster]
     ray_address         of a running Ray cluster that is to have them, "auto" for the one that Ray
                         finds; default: they are started on this machine
     log_requests        write a line of JSON a request to standard error

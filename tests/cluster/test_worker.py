@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from radixserve import EngineConfig, Runtime, SamplingParams
+from radixserve.cache import EventBatch
 from radixserve.cluster.replica import EngineReplica, Report
-from radixserve.cluster.routing import LeastLoaded
+from radixserve.cluster.routing import ByTree
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
 from radixserve.engine.messages import Message
@@ -35,7 +36,8 @@ class Link:
         self.replica = EngineReplica("demo", SETTINGS)
         self.is_cut = self.hangs = False
         self.cut_after: int | None = None  # outputs
-        self.num_outputs = 0
+        self.spoil: Callable[[Report], Report] = lambda report: report
+        self.num_outputs = self.num_resyncs = 0
 
     def check(self) -> None:
         if self.is_cut:
@@ -51,7 +53,7 @@ class Link:
             while self.hangs:
                 await asyncio.sleep(0.05)
             self.check()
-            yield report
+            yield self.spoil(report)
             self.num_outputs += len(report.outputs)
             if self.cut_after is not None and self.num_outputs >= self.cut_after:
                 self.cut_after, self.is_cut = None, True
@@ -63,6 +65,11 @@ class Link:
     async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
         self.check()
         await self.replica.end(front, stream, request_ids)
+
+    async def resync(self, front: str, stream: int) -> None:
+        self.check()
+        self.num_resyncs += 1
+        await self.replica.resync(front, stream)
 
     async def call(self, message: Message[Any]) -> Any:
         self.check()
@@ -88,12 +95,13 @@ def links(all_links: list[Link]) -> list[Link]:
     for link in all_links:
         link.is_cut = link.hangs = False
         link.cut_after, link.num_outputs = None, 0
+        link.spoil = lambda report: report
     return all_links
 
 
 @pytest.fixture
 def runtime(links: list[Link]) -> Iterator[ClusterRuntime]:
-    worker = ClusterWorker(LeastLoaded(), silence_s=3.0)
+    worker = ClusterWorker(ByTree(), silence_s=3.0)
     worker.set_replicas(links)
     with ClusterRuntime(worker, EngineConfig(**SETTINGS), lambda: None) as runtime:
         wait_for(runtime, 2 * SETTINGS["num_pages"])
@@ -125,6 +133,47 @@ def test_answers_are_those_of_one_engine(runtime: ClusterRuntime, single: Runtim
     assert runtime.generate(PROMPTS[0], stop).text == single.generate(PROMPTS[0], stop).text
     assert runtime.cache_tree()
     runtime.flush_cache()
+
+
+def test_a_prompt_goes_where_it_is_cached(runtime: ClusterRuntime) -> None:
+    runtime.flush_cache()
+    one, other = ("The first of two long questions. " * 8, "Another one, also long enough. " * 8)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    for prompt in (one, other):
+        runtime.generate(prompt, params)
+    for _ in range(3):
+        for prompt in (one, other):
+            usage = runtime.generate(prompt, params).usage
+            assert usage.cached_tokens >= usage.prompt_tokens - 1
+    assert runtime.lookup(one).cached_len > 0
+
+
+@pytest.mark.parametrize("how", ["lost", "doubled", "late"])
+def test_wrong_events_give_no_wrong_answer(
+    runtime: ClusterRuntime, links: list[Link], single: Runtime, how: str
+) -> None:
+    kept: list[Any] = []
+
+    def spoil(report: Report) -> Report:
+        if how == "lost":
+            lost = [one for one in report.events if isinstance(one, EventBatch) and one.events]
+            if kept or not lost:
+                return report
+            kept.append(lost)
+            return report._replace(events=[one for one in report.events if one is not lost[0]])
+        if how == "doubled":
+            return report._replace(events=[*report.events, *report.events])
+        kept.append(report.events)
+        return report._replace(events=kept.pop(0) if len(kept) > 3 else ())
+
+    expected = single.generate(PROMPTS, PARAMS)
+    links[0].spoil = spoil
+    for _ in range(2):
+        found = runtime.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+        runtime.flush_cache()
+    if how == "lost":
+        assert links[0].num_resyncs
 
 
 @pytest.mark.parametrize("how", ["cut", "hangs"])
