@@ -43,4 +43,6 @@ class Replica:
         self.status: EngineStatus | None = None  # None while no reports come
         self.outbox: list[Request] = []
         self.ended: list[str] = []  # ids of requests whose callers have left
+        self.lacks_snapshot = False  # one is to be asked for
+        self.reports_to_wait = 0  # before a snapshot is asked for again
         self.is_due = asyncio.Event()  # something is to be sent

@@ -36,6 +36,7 @@ SILENCE_S = 10 * REPORT_EVERY_S  # a replica that says nothing for so long hangs
 WITHOUT_REPLICA_S = 120.0  # how long requests wait for one
 MAX_LOST = 3  # replicas that end under a request: it may be what ends them
 _KEEP_S = 5.0  # between two signs of life to a replica
+_REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
 
 class ClusterWorker:
@@ -291,17 +292,24 @@ class ClusterWorker:
             ended, replica.ended = replica.ended, []
             if requests and not await link.submit(front, stream, requests):
                 return
+            if replica.lacks_snapshot:
+                replica.lacks_snapshot = False
+                await link.resync(front, stream)
             if ended or not requests:
                 await link.end(front, stream, ended)
 
     def _note(self, replica: Replica, report: Report) -> None:
         name = replica.link.name
+        if self._replicas.get(name) is not replica:
+            return  # taken away while this report was read
         if replica.status is None:
             self._router.add(name)
         replica.status = report.status
         self._router.update(name, report)
-        if report.events and self._router.needs_snapshot(name):
-            self._loop.create_task(replica.link.resync(self._front, replica.stream))
+        replica.reports_to_wait -= 1
+        if report.events and self._router.needs_snapshot(name) and replica.reports_to_wait < 0:
+            replica.lacks_snapshot, replica.reports_to_wait = True, _REPORTS_TO_A_SNAPSHOT
+            replica.is_due.set()
         for output in report.outputs:
             self._note_output(name, output)
         for request_id, error in report.failures:

@@ -111,7 +111,7 @@ class KVEventPublisher:
         if not self._context.closed:
             self._put(None)
             self._thread.join()
-            self._context.destroy(0)
+            self._context.destroy(500)  # milliseconds for what is not sent yet
 
     def _put(self, item: EventBatch | EventSnapshot | None) -> None:
         self._inbox.put(item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,26 @@ class RowState:
     def is_recording_past(self, layer_idx: int) -> bool:
         del layer_idx
         return False
+
+    # What mixers asked for before they had get_conv_state (transformers 5.17).
+
+    record_past = False
+
+    def has_previous_state(self, layer_idx: int) -> bool:
+        del layer_idx
+        return bool(self.states)
+
+    @property
+    def layers(self) -> defaultdict[int, RowState]:
+        return defaultdict(lambda: self)
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return {index: state for (kind, index), state in self.states.items() if kind == CONV}
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return {index: state for (kind, index), state in self.states.items() if kind == RECURRENT}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         del layer_idx

@@ -107,8 +107,7 @@ class TreeRouter:
         number = self.index.number(replica)
         self.index.remove(replica)
         del self._names[number]
-        self._state[:, number] = 0
-        self._absent[number] = np.inf
+        self._state[:, number] = (0, 0, 0, 0, 0, NEVER, np.inf)
 
     def take(self, replica: str, batch: EventBatch) -> None:
         """See `TokenIndex.take`."""

@@ -121,7 +121,7 @@ def test_groups_after_the_deadline_are_not_begun(tmp_path: Path) -> None:
 
 
 def wait_for_end(pid: int) -> None:
-    for _ in range(200):
+    for _ in range(1200):
         if not is_running(pid):
             return
         time.sleep(0.05)

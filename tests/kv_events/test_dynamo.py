@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,8 +50,8 @@ class Indexer:
 
     def is_there(self) -> bool:
         try:
-            urllib.request.urlopen(self.url + "/health").close()
-        except urllib.error.URLError:
+            urllib.request.urlopen(self.url + "/health", timeout=10).close()
+        except OSError:
             assert self.process.poll() is None, "the indexer has ended"
             return False
         return True
@@ -60,7 +59,7 @@ class Indexer:
     def call(self, path: str, **body: Any) -> Any:
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
 
     def matched(self, tokens: list[int], **options: Any) -> int:

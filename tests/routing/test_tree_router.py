@@ -79,14 +79,15 @@ def test_a_slow_replica_gets_less() -> None:
 
 def test_new_prompts_push_out_what_was_used_longest_ago() -> None:
     clock = Clock()
-    router = make_router(2, clock)
-    for name, first in (("r0", 0), ("r1", 10_000)):
+    router = make_router(3, clock)
+    router.remove("r2")  # counts no more
+    for name, first in (("r1", 0), ("r0", 10_000)):
         feed(router, name, Stored(1, 0, "", tokens(first, 100)), Stored(2, 1, "", tokens(7, 9)))
         clock.now += 50
-    feed(router, "r1", Dropped(2, 9))
+    feed(router, "r0", Dropped(2, 9))
     clock.now += 50
-    feed(router, "r0", Dropped(2, 9))  # used 100 seconds before; r1's 50 seconds
-    assert router.choose("a", tokens(20_000, 500)) == "r0"
+    feed(router, "r1", Dropped(2, 9))  # used 100 seconds before; r0's 50 seconds
+    assert router.choose("a", tokens(20_000, 500)) == "r1"
     router.end("a")
 
 

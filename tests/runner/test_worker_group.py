@@ -179,7 +179,8 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
     body = 'link.send("ready"); time.sleep(600)'  # deaf for its link
     child.write_text(HEAD.format(body=body))
     parent = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from tests.runner.test_worker_group import job\n"
         "from radixserve.runner.tensor_parallel.worker_group import WorkerGroup\n"
         f"workers = WorkerGroup([job(1)], open({str(child)!r}).read())\n"
