@@ -162,4 +162,5 @@ def cluster_finding(document: dict[str, Any]) -> Finding:
         for row in document["replicas"]
     ]
     lines = ["load: modelled seconds of prefill and decode over the whole trace"]
-    return Finding(document["trace"], heads, rows, lines)
+    title = f"{document['trace']}, {document['requests']:,} requests"
+    return Finding(title, heads, rows, lines)

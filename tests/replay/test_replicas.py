@@ -57,7 +57,12 @@ def test_requests_that_fit_nowhere_are_passed_over() -> None:
     assert found.hits.tolist() == [0, 0, 3]
     (row,) = replay_clusters(trace, [CacheSpec(20)], [Cluster(2)])
     assert row["too_large_requests"] == 1
-    assert cluster_finding({"trace": "made", "replicas": [row]}).markdown().count("tree") == 1
+    assert (
+        cluster_finding({"trace": "made", "requests": 3, "replicas": [row]})
+        .markdown()
+        .count("tree")
+        == 1
+    )
 
 
 def test_unknown_routers_are_refused() -> None:
