@@ -291,9 +291,11 @@ class CacheSequence(ABC):
         and more in whole pages, copied before this one is used. `source` belongs to this sequence
         from now on. Only before anything else is appended. Returns the tokens copied.
 
-        Raises OutOfPages, and changes nothing, when there is not enough.
+        Raises OutOfPages, and changes nothing, when there is not enough, and InvalidRequest where
+        the cache cannot: HashBlockCache.
         """
-        raise NotImplementedError
+        del source
+        raise InvalidRequest("this cache does not copy between namespaces: use RadixCache")
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` tokens; what was published stays cached.

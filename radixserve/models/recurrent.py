@@ -143,7 +143,8 @@ class Mixer:
         """hidden_states [1, T, H]; returns the same shape."""
         mixers, rows = self._mixers, self._mixers.rows
         if rows is None and mixers.found is None:
-            return self._call(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+            out: Tensor = self._call(hidden_states, *args, **kwargs)
+            return out
         plain = {name: value for name, value in kwargs.items() if not isinstance(value, Tensor)}
         plain.pop(self._cache_name, None)
 

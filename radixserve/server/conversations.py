@@ -63,13 +63,14 @@ class Conversations:
             at = self._by_text.bisect_right((namespace, text)) - 1
             if at < 0:
                 return None
+            known: Known
             (space, found), known = self._by_text.peekitem(at)
             if space != namespace:
                 return None
             if text.startswith(found):
                 if known.answer in answers:
                     self._recent.move_to_end((space, found))
-                    return known  # type: ignore[no-any-return]
+                    return known
                 text = text[: len(found) - 1]  # a shorter one
             else:
                 text = text[: _common_len(text, found)]

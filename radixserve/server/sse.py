@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
-from json.encoder import encode_basestring_ascii  # type: ignore[attr-defined]
 from typing import Any
 
 from starlette.responses import Response
@@ -15,7 +15,7 @@ from radixserve.server.json_response import dump
 from radixserve.server.watched import ClientGone
 
 DONE = "data: [DONE]\n\n"
-quote: Callable[[str], str] = encode_basestring_ascii  # a text as JSON
+quote: Callable[[str], str] = json.dumps  # a text as JSON
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
