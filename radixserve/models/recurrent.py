@@ -22,8 +22,8 @@ from radixserve.errors import ModelNotSupported
 from radixserve.models.base import StateShape
 
 CONV, RECURRENT = "conv", "recurrent"
-_CALLS = "update_conv_state(", "update_recurrent_state("  # of a mixer to its cache
-_STATELESS_SCAN = "mamba_selective_scan("  # Mamba-1's, which takes no state to begin with
+_CALLS = {"update_conv_state", "update_recurrent_state"}  # of a mixer to its cache
+_STATELESS_SCAN = "mamba_selective_scan"  # Mamba-1's, which takes no state to begin with
 _CACHE_NAMES = "cache_params", "past_key_values"  # of its argument
 
 
@@ -103,7 +103,7 @@ class Mixers:
         # and the place among RecurrentRows.states
         found = _mixers(model)
         # Tokens after a state run one by one: longer pieces would ignore it.
-        self.is_stepwise = any(_STATELESS_SCAN in _source(type(module)) for module in found)
+        self.is_stepwise = any(_STATELESS_SCAN in _names_used(type(module)) for module in found)
         self.layers = sorted(Mixer.wrap(self, module) for module in found)
         if len(set(self.layers)) < len(self.layers):
             raise ModelNotSupported("recurrent layers without a number of their own")
@@ -240,14 +240,15 @@ def _softplus_inverse(value: float) -> float:
 
 def _mixers(model: Any) -> list[Any]:
     modules = list(model.modules())
-    is_mixer = {
-        kind: any(call in _source(kind) for call in _CALLS) for kind in set(map(type, modules))
-    }
+    is_mixer = {kind: bool(_CALLS & _names_used(kind)) for kind in set(map(type, modules))}
     return [module for module in modules if is_mixer[type(module)]]
 
 
-def _source(kind: type) -> str:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        return ""
+def _names_used(kind: type) -> set[str]:
+    """Attributes and globals named in the class's methods, decorated ones too."""
+    names: set[str] = set()
+    for member in vars(kind).values():
+        if callable(member):
+            function = inspect.unwrap(member)
+            names.update(getattr(getattr(function, "__code__", None), "co_names", ()))
+    return names
