@@ -68,9 +68,10 @@ def follower(sockets: tuple[str, str], replica: Replica) -> Iterator[Follower]:
 
 
 def catch_up(follower: Follower, replica: Replica) -> None:
+    replica.put_some()
     while not follower.has_news(50):  # until its subscription has arrived
         replica.put_some()
-    follower.read()  # perhaps of the empty cache
+    follower.read()  # it may tell of the empty cache
     while follower.index.known() != known(replica.cache):
         follower.read()
 
