@@ -25,6 +25,7 @@ from radixserve_kernels.cpu_library import is_loaded
 
 TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
 SCORED_AT_ONCE = 512  # rows of logits
+DRAWN_AT_ONCE = 1 << 19  # logits on the CPU: what is made of them stays in its caches
 BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
 BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
 
@@ -59,18 +60,33 @@ def _sample(
         return _sample_with_beams(logits, specs, masks)
     if masks is not None and logits.is_cpu and is_loaded() and all(map(_takes_best, specs)):
         return _best_tokens(logits, masks)
+    outputs: list[SampleOutput] = []
+    num_rows = max(1, DRAWN_AT_ONCE // logits.shape[1]) if logits.is_cpu else len(specs)
+    for first in range(0, len(specs), num_rows):
+        rows = slice(first, first + num_rows)
+        own = None if masks is None else masks.select(range(len(specs))[rows])
+        outputs += _draw(logits[rows], specs[rows], own)
+    return outputs
+
+
+def _draw(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
+) -> list[SampleOutput]:
     processed, failed = run_processors(logits, specs)
     changed = change_logits(processed, specs, masks)
     best = changed.amax(-1)  # [S] NaN where any logit is
     broken = (~best.isfinite()).nonzero()[:, 0].tolist()
     if broken:  # nothing can be drawn there, and nothing there may disturb the other rows
         changed = changed.index_fill(0, torch.tensor(broken, device=logits.device), 0.0)
-    token_ids = changed.argmax(-1)  # [S]
     rows = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
-    if rows:
-        index = torch.tensor(rows, device=logits.device)
-        drawn = draw_tokens(changed.index_select(0, index), [specs[row] for row in rows])
-        token_ids.index_copy_(0, index, drawn)
+    if len(rows) == len(specs):
+        token_ids = draw_tokens(changed, specs)  # [S]
+    else:
+        token_ids = changed.argmax(-1)
+        if rows:
+            index = torch.tensor(rows, device=logits.device)
+            drawn = draw_tokens(changed.index_select(0, index), [specs[row] for row in rows])
+            token_ids.index_copy_(0, index, drawn)
     outputs = _outputs(logits, token_ids, specs)
     for row in broken:
         outputs[row] = broken_output(float(best[row]))
@@ -280,7 +296,9 @@ def invert_distribution(probs: Tensor, uniform: Tensor) -> Tensor:
     probs [S, V] float32, not all zero; uniform [S] float64 in (0, 1); returns [S] int64. A token of
     probability zero is never returned. First the block of tokens is found, then the token in it.
     """
-    blocks = F.pad(probs, (0, -probs.shape[1] % BLOCK)).view(len(probs), -1, BLOCK)
+    if probs.shape[1] % BLOCK:
+        probs = F.pad(probs, (0, -probs.shape[1] % BLOCK))
+    blocks = probs.reshape(len(probs), -1, BLOCK)
     sums = blocks.sum(-1, dtype=torch.float64)  # [S, V / BLOCK]
     mass = sums.cumsum(-1)
     point = _below(uniform[:, None] * mass[:, -1:], mass[:, -1:])
