@@ -3,11 +3,18 @@
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # The models here are so small that a second thread costs more than it saves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; commands print as into a pipe
+
+# The same examples in every run, however slow the machine is; new ones are for long runs.
+settings.register_profile(
+    "same", derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("same")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.cache.test_oracle import CacheMachine, run_world
@@ -40,9 +40,7 @@ def run_machine(number: int) -> int:
     plan = settings(
         max_examples=MACHINE_RUNS,
         stateful_step_count=MACHINE_STEPS,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        derandomize=False,
     )
     run_state_machine_as_test(seed(number)(Counted), settings=plan)
     return audits

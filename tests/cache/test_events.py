@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
@@ -111,13 +111,7 @@ class EventMachine(CacheMachine):
 
 
 TestEventMachine = EventMachine.TestCase
-TestEventMachine.settings = settings(
-    max_examples=30,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
+TestEventMachine.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("make", [World, HashWorld])

@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -139,13 +139,7 @@ class StateMachine(CacheMachine):
 
 TestStateMachine = StateMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-)
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=30)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
 
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from hypothesis import Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.errors import Unsatisfiable  # noqa: E402
 
@@ -39,14 +39,7 @@ def test_no_generated_request_is_an_error_of_the_server(short_served: LocalServe
         for mode in schemathesis.GenerationMode:
 
             @given(case=operation.as_strategy(generation_mode=mode), data=st.data())
-            @settings(
-                max_examples=EXAMPLES,
-                deadline=None,
-                derandomize=True,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate],
-            )
+            @settings(max_examples=EXAMPLES, phases=[Phase.generate])
             def ask(case: object, data: object) -> None:  # noqa: ARG001
                 answer = case.call(base_url=short_served.url)  # type: ignore[attr-defined]
                 seen.add(answer.status_code)

@@ -92,7 +92,7 @@ IDS = st.lists(
 ).map(lambda parts: [token_id for part in parts for token_id in part])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(ids=IDS, prompt=IDS, sizes=st.lists(st.integers(0, 5), max_size=40))
 def test_the_same_text_however_the_tokens_come(
     tokenizer: Tokenizer, ids: list[int], prompt: list[int], sizes: list[int]
@@ -102,7 +102,7 @@ def test_the_same_text_however_the_tokens_come(
     assert stream(tokenizer, ids, [1] * len(ids), prompt) == whole
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(parts=st.lists(st.one_of(st.binary(max_size=9), st.sampled_from(CUTS)), max_size=6))
 def test_bytes_are_what_they_say(tokenizer: Tokenizer, parts: list[bytes]) -> None:
     """Whole characters stay, and what is none is a mark, as everywhere else."""

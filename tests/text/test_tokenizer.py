@@ -51,7 +51,7 @@ Make = Callable[[Tokenizer, list[int]], Any]
 class TestIncrementalDetokenizer:
     """By a window of tokens, as any tokenizer allows, and by bytes, as this one does too."""
 
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(text=st.text(max_size=30), sizes=SIZES)
     def test_pieces_are_whole_characters_and_make_up_the_text(
         self, make: Make, tokenizer: Tokenizer, text: str, sizes: list[int]
@@ -61,7 +61,7 @@ class TestIncrementalDetokenizer:
         if "\ufffd" not in text:
             assert not any("\ufffd" in piece for piece in pieces)
 
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(data=st.binary(max_size=60), sizes=SIZES)
     def test_bytes_that_are_no_text_come_out_the_same_however_they_come(
         self, make: Make, tokenizer: Tokenizer, data: bytes, sizes: list[int]
@@ -95,7 +95,7 @@ class TestIncrementalDetokenizer:
 DEMO_TOKENIZER = load(Path(radixserve.__file__).parent / "models" / "demo")
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     ids=st.lists(st.one_of(st.integers(0, 6), st.integers(0, 4_200)), max_size=60),
     sizes=SIZES,
