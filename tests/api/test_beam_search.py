@@ -27,7 +27,7 @@ from radixserve import (
 from radixserve.arrays import IntArray
 from radixserve.request import BeamParams
 from tests.checkpoints import all_logprobs, load_reference, make_checkpoint
-from tests.pacing import held, until, wait_until
+from tests.pacing import PATIENCE_S, held, until, wait_until
 from tests.scheduler.beam_reference import StoppedBeams, search
 
 TOLERANCE = 1e-4
@@ -413,7 +413,7 @@ class TestEnds:
             thread.start()
             wait_until(lambda: rt.cache_stats()["decoded_tokens"] > decoded)
             assert rt.abort("mine") == 1
-            thread.join(20)
+            thread.join(PATIENCE_S)
         (outs,) = found
         assert outs
         assert all(out.finish_reason == "abort" for out in outs)
@@ -445,7 +445,7 @@ class TestEnds:
                 thread.start()
                 wait_until(lambda: rt.cache_stats()["running"] > 0)
                 rt.close()
-        thread.join(20)
+        thread.join(PATIENCE_S)
         assert len(raised) == 1
 
     def test_a_broken_model_is_reported(self, folder: Path, tmp_path: Path) -> None:

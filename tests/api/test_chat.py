@@ -19,7 +19,7 @@ from radixserve import (
 from radixserve.text.chat_format import Answer, ChatFormat
 from radixserve.text.chat_options import ChatOptions
 from tests.checkpoints import BOS_ID, EOS_ID
-from tests.pacing import held, until
+from tests.pacing import PATIENCE_S, held, until
 
 pytestmark = pytest.mark.usefixtures("quick_collections", "audit")
 
@@ -347,7 +347,7 @@ class TestHistory:
 
     def test_stream_and_asyncio(self, demo: Runtime) -> None:
         async def main() -> list[Completion]:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 with demo.chat(params=params_of(8)) as one, demo.chat(params=params_of(8)) as two:
                     outs = [await one.asend(QUESTIONS[0])]
                     chunks = [chunk async for chunk in two.astream(QUESTIONS[0])]

@@ -19,7 +19,7 @@ from radixserve import (
 )
 from radixserve.api.progress import BatchProgress
 from tests.checkpoints import EOS_ID, greedy, load_reference, make_checkpoint
-from tests.pacing import held, until, wait_until
+from tests.pacing import PATIENCE_S, held, until, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -111,7 +111,7 @@ class TestCalls:
             )
             wait_until(lambda: rt.cache_stats()["running"] == 1)
             assert rt.abort("mine") == 1
-            out = future.result(timeout=10)
+            out = future.result(timeout=PATIENCE_S)
         assert out.finish_reason == "abort"
         assert out.usage.cached_tokens + out.usage.computed_tokens == out.usage.prompt_tokens
         assert rt.abort("mine") == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import httpx
 
 from radixserve import Runtime, SamplingParams
 from radixserve.cluster.ray_serve import start_replicas
+from tests.pacing import PATIENCE_S, wait_until
 from tests.server.local_server import LocalServer
 
 SETTINGS: dict[str, Any] = {"num_pages": 6000, "max_running_requests": 64}
@@ -39,10 +39,7 @@ def runtime() -> Iterator[Runtime]:
 
 
 def wait_for_replicas(runtime: Runtime) -> None:
-    deadline = time.monotonic() + 120
-    while runtime.status().stats["pages_total"] != 2 * SETTINGS["num_pages"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: runtime.status().stats["pages_total"] == 2 * SETTINGS["num_pages"])
 
 
 def replica_pids() -> list[int]:
@@ -132,7 +129,7 @@ def test_every_client_gets_its_whole_answer_when_a_replica_ends(
 
     async def run(url: str) -> list[str]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
             ending = asyncio.create_task(end_one())
             found = await asyncio.gather(*(read(client, url, body) for body in bodies()))
             await ending

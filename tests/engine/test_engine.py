@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +27,7 @@ from radixserve.schedule import (
     SampleOutput,
     SchedulerOutput,
 )
+from tests.pacing import PATIENCE_S, wait_until
 
 VOCAB, EOS = 97, 1
 
@@ -49,7 +49,7 @@ class ChainRunner:
         return self.compute(schedule)
 
     def collect(self, pending: ModelRunnerOutput) -> ModelRunnerOutput:
-        assert self.permits.acquire(timeout=20)
+        assert self.permits.acquire(timeout=PATIENCE_S)
         self.log.append("collect")
         return pending
 
@@ -237,7 +237,7 @@ class TestThread:
         runner, events = ChainRunner(), []
         thread = EngineThread(Engine(runner, EngineConfig()))
         thread.submit([self.ticket("a", events, max_tokens=20)])
-        assert self.ended.wait(20)  # without any further message
+        assert self.ended.wait(PATIENCE_S)  # without any further message
         (completion,) = events
         assert isinstance(completion, Completion)
         assert len(completion.token_ids) == 20
@@ -250,7 +250,7 @@ class TestThread:
         runner, events = DyingRunner(), []
         thread = EngineThread(Engine(runner, EngineConfig()))
         thread.submit([self.ticket(name, events, max_tokens=50) for name in ("a", "b")])
-        assert self.ended.wait(20)
+        assert self.ended.wait(PATIENCE_S)
         thread.close()
         assert [str(event) for event in events] == ["cuda:0 can compute nothing any more"] * 2
         num_launched = len(runner.log)
@@ -265,18 +265,17 @@ class TestThread:
         engine = Engine(runner, EngineConfig())
         thread = EngineThread(engine)
         thread.submit([self.ticket("a", events, max_tokens=150)])
-        while len(runner.log) < 10:  # it waits for the fifth step, and the sixth is launched
-            time.sleep(0.001)
+        # It waits for the fifth step, and the sixth is launched.
+        wait_until(lambda: len(runner.log) == 10)
         with ThreadPoolExecutor(1) as pool:
             aborted = pool.submit(thread.abort, ["a"])
-            while thread._inbox.empty():
-                time.sleep(0.001)
+            wait_until(lambda: not thread._inbox.empty())
             runner.permits.release()
-            assert aborted.result(20) == 1
+            assert aborted.result(timeout=PATIENCE_S) == 1
         self.ended.clear()
         thread.submit([self.ticket("a", events, max_tokens=3)])  # its last row may be in flight
         runner.permits.release(4)
-        assert self.ended.wait(20)
+        assert self.ended.wait(PATIENCE_S)
         first, second = events
         assert isinstance(first, Completion)
         assert isinstance(second, Completion)

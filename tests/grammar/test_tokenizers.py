@@ -20,6 +20,7 @@ from radixserve.grammar.matcher import PendingMasks
 from radixserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.grammar.forms import random_regex
+from tests.pacing import PATIENCE_S
 from tests.text.test_byte_fallback import llama2_tokenizer
 
 pytest.importorskip("llguidance")
@@ -224,14 +225,14 @@ def test_a_mask_that_takes_too_long_ends_its_answer_only(
     compiler = GrammarCompiler(lambda: tokenizer.backend)
     form = StructuredOutput(regex="[a-c]{9}")
     matchers = [compiler.compile(form).matcher(frozenset([END])) for _ in range(5)]
-    monkeypatch.setattr(mask_workers, "MASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(mask_workers, "MASK_TIMEOUT_S", 0.3)
     monkeypatch.setattr(matcher, "_workers", lambda: mask_workers.MaskWorkers(2))
     plain = matcher.GrammarMatcher.compute
     gate = threading.Event()
 
     def compute(self: matcher.GrammarMatcher, row: Any) -> None:
         if self is matchers[1]:
-            gate.wait(5)
+            gate.wait(PATIENCE_S)
         plain(self, row)
 
     monkeypatch.setattr(matcher.GrammarMatcher, "compute", compute)

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from radixserve_kernels import cpu_library as library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
 from tests.checkpoints import make_checkpoint
+from tests.pacing import PATIENCE_S, wait_until
 from tests.runner.driver import Driver
 
 ROOT = Path(__file__).parents[2]
@@ -214,12 +214,14 @@ def test_a_compiler_that_makes_no_progress(
 
 
 def test_a_notice_after_a_second(
-    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(compiler, "NOTICE_S", 0.1)
-    script('[ -n "$out" ] && sleep 0.5; exit 1')
+    told = tmp_path / "told"
+    monkeypatch.setattr(compiler, "NOTICE_S", 0.01)
+    monkeypatch.setattr(compiler.logger, "warning", told.write_text)
+    script(f'[ -n "$out" ] && until [ -e "{told}" ]; do sleep 0.02; done; exit 1')
     unsupported_reason(torch.float32)
-    assert [one for one in caplog.messages if one.startswith("compiling the CPU kernels, once")]
+    assert told.read_text().startswith("compiling the CPU kernels, once")
 
 
 def test_nothing_is_left_of_a_process_that_is_killed(script: Script, tmp_path: Path) -> None:
@@ -236,13 +238,6 @@ def test_nothing_is_left_of_a_process_that_is_killed(script: Script, tmp_path: P
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_running(pid))
     wait_until(lambda: not list((tmp_path / "cache").glob("*.tmp")))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:
@@ -478,7 +473,7 @@ head -c 9000 "{made}" > "$out"; sleep 0.3; cat "{made}" > "$out"
         for _ in range(2)
     ]
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert out == "right\n", err
     assert len(list(folder.iterdir())) == 1
     assert len(list(tmp_path.glob("begun.*"))) == 1

@@ -19,6 +19,7 @@ from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
 from radixserve_kernels.quantized import quantize_int8
 from tests.attention.cases import Case, run
+from tests.pacing import PATIENCE_S
 
 pytestmark = [
     pytest.mark.skipif(
@@ -43,7 +44,7 @@ def in_new_thread(compute: Callable[[], Tensor]) -> Tensor | MemoryError:
 
     thread = threading.Thread(target=target)
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert found, "it neither ended nor failed"
     return found[0]
 

@@ -11,7 +11,7 @@ import zmq
 from radixserve.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
 Prefix = tuple[int, ...]
-_TIMEOUT_MS = 60_000
+_TIMEOUT_MS = 200_000
 
 
 class Index:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +21,8 @@ if importlib.util.find_spec("dynamo") is None:
     pytest.skip("pip install ai-dynamo-runtime==1.6.1 msgspec pyzmq", allow_module_level=True)
 
 from tests.kv_events.test_publisher import SIZE, Replica
+from tests.pacing import wait_until
 
-PATIENCE_S = 60.0
 _NEW_TOKENS = itertools.count(100)
 HISTORY = [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -71,13 +71,6 @@ class Indexer:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.02)
 
 
 @pytest.fixture

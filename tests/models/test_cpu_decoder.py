@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import SampleSpec, ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, NATIVE_PARTS, make_checkpoint
+from tests.pacing import PATIENCE_S, wait_until
 
 CPU = torch.device("cpu")
 VOCAB = 101
@@ -205,23 +205,21 @@ def test_a_step_of_one_row_is_worth_several_threads(tmp_path: Path) -> None:
     """They are made when they are needed, and go with the thread that computes."""
     own, _ = worlds(big_checkpoint(tmp_path, hidden_size=512, intermediate_size=2000))
     row = steps(3, 2)[-1][:1]
-    counts: list[int] = []
+    before = set(os.listdir("/proc/self/task"))
+    fresh: list[set[str]] = []
 
     def compute() -> None:
         for count in (1, 3, 2):
             torch.set_num_threads(count)
             own.run(row)
-            counts.append(len(os.listdir("/proc/self/task")))
+            fresh.append(set(os.listdir("/proc/self/task")) - before)
 
-    before = len(os.listdir("/proc/self/task"))
     thread = threading.Thread(target=compute)
     thread.start()
     thread.join()
-    assert [count - before for count in counts] == [1, 3, 3]
-    end = time.monotonic() + 30  # join returns before the system's thread has ended
-    while len(os.listdir("/proc/self/task")) > before:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert [len(threads) for threads in fresh] == [1, 3, 3]
+    # join returns before the system's thread has ended
+    wait_until(lambda: fresh[-1].isdisjoint(os.listdir("/proc/self/task")))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -240,7 +238,7 @@ assert torch.equal(packed(x), expected)
 if child:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 def check_rows_alone(folder: Path, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from radixserve.models.decoder_shape import decoder_shape, unsupported_reason
 from radixserve.models.rope import rope_frequencies
 from radixserve.models.sizes import SIZES, size_config
 from radixserve.models.weights import load_config, read_eos_ids
+from tests.pacing import PATIENCE_S
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -189,4 +190,4 @@ def test_a_native_config_is_read_without_transformers(tmp_path: Path) -> None:
         "from radixserve.models.weights import load_config\n"
         f"load_config(Path({str(tmp_path)!r}))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -21,13 +21,14 @@ from radixserve.models.sizes import size_config
 from radixserve.models.source import checkpoint
 from tests.checkpoints import NATIVE, make_checkpoint
 from tests.models.test_gpu_decoder import CPU, World, steps
+from tests.pacing import PATIENCE_S
 
 
 class Room:
     """Where threads meet."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
         self.parts: list[Tensor] = [torch.empty(0)] * size
 
 

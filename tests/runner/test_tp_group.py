@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from radixserve.runner.tensor_parallel.group import TIMEOUT, ProcessTPGroup, open_store
+from tests.pacing import PATIENCE_S
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def test_every_rank_hears_the_same() -> None:
     with ThreadPoolExecutor(SIZE) as pool:
         others = [pool.submit(talk, rank, open_store(SIZE, store.port)) for rank in (1, 2)]
         first = talk(0, store)
-        told = [first, *(other.result(60) for other in others)]
+        told = [first, *(other.result(PATIENCE_S) for other in others)]
     for name, value in first.items():
         assert all(torch.equal(value, other[name]) for other in told), name
     assert first["sum in torch.float32"].unique().item() == pytest.approx(3 + 3 / 128)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.runner.tensor_parallel import worker_group
 from radixserve.runner.tensor_parallel.worker_group import WorkerGroup
 from radixserve.runner.tensor_parallel.worker_process import WorkerArgs
+from tests.pacing import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
@@ -66,14 +67,8 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def test_workers_are_sent_to_and_shut_down() -> None:
+def test_workers_are_sent_to_and_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "STOP_S", PATIENCE_S)
     deaths: list[None] = []
     with workers_of(SERVE) as workers:
         workers.wait_until_ready()
@@ -101,7 +96,7 @@ def test_a_death_is_noticed(message: bytes, words: str) -> None:
         workers.wait_until_ready()
         workers.watch(died.set)
         workers.send(message)
-        assert died.wait(20)
+        assert died.wait(PATIENCE_S)
         with pytest.raises(EngineDead, match=words) as caught:
             workers.check_alive()
         with pytest.raises(EngineDead, match=words):
@@ -119,7 +114,7 @@ def test_killed_and_stuck_ones_are_ended(monkeypatch: pytest.MonkeyPatch) -> Non
         died = threading.Event()
         workers.watch(died.set)
         os.kill(workers.process_ids[0], signal.SIGKILL)
-        assert died.wait(20)
+        assert died.wait(PATIENCE_S)
         with pytest.raises(EngineDead, match="rank 1 was ended by signal 9"):
             workers.check_alive()
 
@@ -134,7 +129,7 @@ def test_an_end_does_not_wait_for_unread_messages(monkeypatch: pytest.MonkeyPatc
         feeder.join(0.5)
         assert feeder.is_alive()  # nobody reads
         workers.shut_down(by_force=True)
-        feeder.join(20)
+        feeder.join(PATIENCE_S)
         assert not feeder.is_alive()
 
 
@@ -204,8 +199,8 @@ def test_ranks_end_with_their_parent(tmp_path: Path, how: signal.Signals) -> Non
             os.killpg(process.pid, how)
         else:
             os.kill(process.pid, how)
-        process.wait(30)
-        wait_for(lambda: not is_running(pid))
+        process.wait(PATIENCE_S)
+        wait_until(lambda: not is_running(pid))
 
 
 def is_running(pid: int) -> bool:

@@ -19,6 +19,7 @@ from radixserve.server.errors import ApiError
 from radixserve.server.process import listen
 from radixserve.server.state import Server
 from radixserve.server.tenants import Tenants
+from tests.pacing import PATIENCE_S, held, wait_until
 
 
 class LocalServer:
@@ -58,22 +59,36 @@ class LocalServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.client = httpx.Client(base_url=self.url, timeout=120)
-        while not self._uvicorn.started:
-            pass
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        wait_until(lambda: self._uvicorn.started)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self._uvicorn.should_exit = True
         self._uvicorn.force_exit = True
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run it in the server's loop."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    def connect(self, path: str, body: dict[str, Any], buffer: int | None = None) -> socket.socket:
+        """A raw connection that has asked; `buffer`: bytes that its system keeps for it."""
+        sock = socket.socket()
+        if buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        sock.settimeout(PATIENCE_S)
+        sock.connect(self._sock.getsockname())
+        content = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+        )
+        sock.sendall(head.encode() + content)
+        return sock
 
     def post(self, path: str, body: Any, **options: Any) -> Any:
         """The answer's JSON; fails where the status is not 200."""
@@ -97,7 +112,10 @@ class LocalServer:
             (one,) = self.server.in_flight
             one.end(ApiError(500, "it broke"))
 
-        with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        with (
+            held(self.server.runtime),
+            self.client.stream("POST", path, json={**body, "stream": True}) as answer,
+        ):
             lines = answer.iter_lines()
             first = next(lines)
             self.call(fail())

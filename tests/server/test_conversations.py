@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
+import httpx
+
 from radixserve import Runtime
+from radixserve.server import session_table
 from radixserve.server.conversations import Conversations, Known
+from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
 
 CHAT = "/v1/chat/completions"
@@ -112,37 +117,38 @@ def test_a_whole_conversation_computes_only_what_is_new(served: LocalServer) -> 
     assert served.client.delete("/v1/sessions/whole?cache_salt=whole").status_code == 200
 
 
-def test_a_session_is_closed_when_its_time_is_over(runtime: Runtime) -> None:
+def test_a_session_is_closed_when_its_time_is_over(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(session_table, "time", SimpleNamespace(monotonic=lambda: now))
     before = runtime.cache_stats()["sessions"]
     with LocalServer(runtime, session_lease=2) as served:
         turn(served, [USER], session_id="short", max_tokens=1)
-        assert runtime.cache_stats()["sessions"] == before + 1
-        time.sleep(2.1)
-        served.server.sessions.close_expired()
-        assert runtime.cache_stats()["sessions"] == before
+        for now, num_open in ((101.9, 1), (102.1, 0)):  # noqa: B007
+            served.server.sessions.close_expired()
+            assert runtime.cache_stats()["sessions"] == before + num_open
         assert served.client.delete("/v1/sessions/short").status_code == 404
 
 
-def test_a_newer_request_takes_the_place_of_one_that_waits(served: LocalServer) -> None:
-    import threading
-
-    busy = {"prompt": [5, 6, 7], "max_tokens": 120, "ignore_eos": True, "n": 128}
-    threads = [threading.Thread(target=served.post, args=("/v1/completions", busy))]
-    statuses: list[int] = []
+def test_a_newer_request_takes_the_place_of_one_that_waits(
+    served: LocalServer, runtime: Runtime
+) -> None:
+    busy = {"prompt": [5, 6, 7], "max_tokens": 9, "ignore_eos": True, "n": 20}
     waits = {"prompt": "This one waits", "max_tokens": 1, "session_id": "s", "priority": -1}
+    with ThreadPoolExecutor(3) as pool:
 
-    def wait() -> None:
-        statuses.append(served.client.post("/v1/completions", json=waits).status_code)
+        def ask(body: dict[str, Any]) -> Future[httpx.Response]:
+            return pool.submit(served.client.post, "/v1/completions", json=body)
 
-    threads.append(threading.Thread(target=wait))
-    for thread in threads:
-        thread.start()
-        time.sleep(0.15)
-    newer = served.client.post("/v1/completions", json={**waits, "supersede": True})
-    for thread in threads:
-        thread.join()
-    assert statuses == [409]
-    assert newer.status_code == 200
+        with held(runtime):  # 16 run
+            first = ask(busy)
+            wait_until(lambda: runtime.status().waiting == 4)
+            older = ask(waits)
+            wait_until(lambda: runtime.status().waiting == 5)
+            newer = ask({**waits, "supersede": True})
+            assert older.result().status_code == 409
+        assert first.result().status_code == newer.result().status_code == 200
     served.client.delete("/v1/sessions/s")
 
 

@@ -6,48 +6,21 @@ import json
 import os
 import random
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
-import httpx
-
 from radixserve import Runtime
 from tests.checkpoints import make_checkpoint
+from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
 
 PATH = "/v1/completions"
 LONG = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True}
-
-
-def connect(served: LocalServer, body: dict[str, Any], buffer: int | None = None) -> socket.socket:
-    """A raw connection that has asked; `buffer`: bytes that its system keeps for it."""
-    host, port = served.url.removeprefix("http://").split(":")
-    sock = socket.socket()
-    if buffer is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    sock.connect((host, int(port)))
-    sock.settimeout(60)
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
-    )
-    sock.sendall(head.encode() + content)
-    return sock
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -56,42 +29,41 @@ def test_a_client_that_leaves_is_aborted(
 ) -> None:
     aborted = runtime.cache_stats()["aborted"]
     gone = served.server.counters.clients_gone
-    sock = connect(served, {**LONG, "stream": stream, "n": 2})
-    wait_for(lambda: runtime.status().running == 2)
-    steps = runtime.cache_stats()["steps"]
-    sock.close()
-    wait_for(lambda: runtime.status().is_idle)
-    stats = runtime.cache_stats()
-    assert stats["aborted"] == aborted + 2
-    assert stats["steps"] - steps <= 30, "it went on after its client had left"
-    wait_for(lambda: served.server.counters.clients_gone == gone + 1)
-    wait_for(lambda: not served.server.in_flight)
+    with held(runtime):
+        sock = served.connect(PATH, {**LONG, "stream": stream, "n": 2})
+        wait_until(lambda: runtime.cache_stats()["running"] == 2)
+        sock.close()
+        wait_until(lambda: runtime.cache_stats()["aborted"] == aborted + 2)
+    wait_until(lambda: runtime.status().is_idle)
+    wait_until(lambda: served.server.counters.clients_gone == gone + 1)
+    wait_until(lambda: not served.server.in_flight)
 
 
 def test_a_full_queue_is_answered_429(runtime: Runtime) -> None:
     """16 requests run; the limits count what waits behind them."""
     with LocalServer(runtime, max_queued_requests=3, max_queued_tokens=200) as served:
-        sock = connect(served, {**LONG, "n": 16})
-        wait_for(lambda: runtime.status().running == 16)
-        waiting = [connect(served, {"prompt": [number], "max_tokens": 1}) for number in range(3)]
-        wait_for(lambda: runtime.status().waiting == 3)
-        refused = served.client.post(PATH, json={"prompt": [9], "max_tokens": 1})
-        assert refused.status_code == 429
-        assert 1 <= int(refused.headers["retry-after"]) <= 60
-        assert "max_queued_requests=3" in refused.json()["error"]["message"]
-        waiting.pop().close()
-        wait_for(lambda: runtime.status().waiting == 2)
-        refused = served.client.post(PATH, json={"prompt": [1] * 200, "max_tokens": 1})
-        assert refused.status_code == 429
-        assert "max_queued_tokens=200" in refused.json()["error"]["message"]
-        refused = served.client.post(PATH, json={"prompt": [1], "max_tokens": 1, "n": 2})
-        assert refused.status_code == 429, "n does not count n times"
-        assert served.client.get("/health/ready").status_code == 200
-        sock.close()
+        with held(runtime):
+            sock = served.connect(PATH, {**LONG, "n": 16})
+            wait_until(lambda: runtime.status().running == 16)
+            waiting = [served.connect(PATH, {"prompt": [at], "max_tokens": 1}) for at in range(3)]
+            wait_until(lambda: runtime.status().waiting == 3)
+            refused = served.client.post(PATH, json={"prompt": [9], "max_tokens": 1})
+            assert refused.status_code == 429
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert "max_queued_requests=3" in refused.json()["error"]["message"]
+            waiting.pop().close()
+            wait_until(lambda: runtime.status().waiting == 2)
+            refused = served.client.post(PATH, json={"prompt": [1] * 200, "max_tokens": 1})
+            assert refused.status_code == 429
+            assert "max_queued_tokens=200" in refused.json()["error"]["message"]
+            refused = served.client.post(PATH, json={"prompt": [1], "max_tokens": 1, "n": 2})
+            assert refused.status_code == 429, "n does not count n times"
+            assert served.client.get("/health/ready").status_code == 200
+            sock.close()
         for one in waiting:
             assert b"200 OK" in one.recv(4096)
             one.close()
-        wait_for(lambda: runtime.status().waiting == 0)
+        wait_until(lambda: runtime.status().is_idle)
         served.post(PATH, {"prompt": [1] * 300, "max_tokens": 1})  # an empty queue takes it
         assert 'rejections_total{reason="queue_full"} 3.0' in served.client.get("/metrics").text
 
@@ -100,12 +72,11 @@ def test_a_slow_reader_disturbs_nobody_and_gets_everything(runtime: Runtime) -> 
     with LocalServer(runtime, send_buffer=8192) as served:
         body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "n": 8, "seed": 1}
         expected = served.post(PATH, body)
-        slow = connect(served, {**body, "stream": True}, buffer=4096)
-        wait_for(lambda: runtime.status().running == 8)
-        start = time.monotonic()
-        served.post(PATH, {"prompt": "quick", "max_tokens": 2})
-        assert time.monotonic() - start < 10
-        wait_for(lambda: runtime.status().is_idle, 60)
+        begun = runtime.cache_stats()["prompted_tokens"]
+        slow = served.connect(PATH, {**body, "stream": True}, buffer=4096)
+        wait_until(lambda: runtime.cache_stats()["prompted_tokens"] > begun)
+        served.post(PATH, {"prompt": "quick", "max_tokens": 2})  # while nobody reads the other
+        wait_until(lambda: runtime.status().is_idle)
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # it hurries from now on
         received = b""
         while part := slow.recv(65536):
@@ -124,12 +95,12 @@ def test_many_connections_that_leave_give_everything_back(
     served: LocalServer, runtime: Runtime
 ) -> None:
     rng = random.Random(3)
-    wait_for(lambda: not served.server.in_flight)
+    wait_until(lambda: not served.server.in_flight)
     before = len(os.listdir("/proc/self/fd"))
     socks = []
     for number in range(80):
         body = {"prompt": [number, 5], "max_tokens": 20, "stream": number % 2 == 0}
-        socks.append(connect(served, body))
+        socks.append(served.connect(PATH, body))
         if rng.random() < 0.5:
             socks.pop(rng.randrange(len(socks))).close()
     for sock in socks:
@@ -138,8 +109,8 @@ def test_many_connections_that_leave_give_everything_back(
             received += part
         assert b"finish_reason" in received
         sock.close()
-    wait_for(lambda: not served.server.in_flight and runtime.status().is_idle)
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+    wait_until(lambda: not served.server.in_flight and runtime.status().is_idle)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
 @pytest.fixture
@@ -151,16 +122,12 @@ def small(tmp_path: Path) -> Iterator[Runtime]:
 def test_a_dead_engine_answers_every_request(small: Runtime) -> None:
     """Those in flight and those that come; nothing hangs, and health says so."""
     with LocalServer(small) as served:
-        answers: list[httpx.Response] = []
         body = {"prompt": [1], "max_tokens": 400, "ignore_eos": True, "n": 64}
-        thread = threading.Thread(
-            target=lambda: answers.append(served.client.post(PATH, json=body))
-        )
-        thread.start()
-        wait_for(lambda: small.status().running > 0)
-        small.close()
-        thread.join(30)
-        (answer,) = answers
+        with ThreadPoolExecutor(1) as pool, held(small):
+            asked = pool.submit(served.client.post, PATH, json=body)
+            wait_until(lambda: small.status().running > 0)
+            small.close()
+            answer = asked.result()
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "engine_dead"
         assert served.client.post(PATH, json={"prompt": [1]}).status_code == 503

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 from radixserve import Runtime
 from radixserve.server.anthropic_messages.translate import chat_messages
 from radixserve.server.tenants import Tenants
+from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
 
 M, N = "/v1/messages", "/v1/messages/count_tokens"
@@ -257,22 +256,13 @@ def test_a_stream_that_fails(talking: LocalServer) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("path", [M, "/v1/responses"])
 def test_a_client_that_leaves_is_aborted(talking: LocalServer, path: str, streams: bool) -> None:
-    import httpx
-
     before = talking.server.counters.clients_gone
     fields = {"input": "a"} if path != M else {"max_tokens": 4_000, "messages": [USER]}
     body = {"model": "demo", "stream": streams, **fields}
-    with (
-        httpx.Client(timeout=0.2) as client,
-        contextlib.suppress(httpx.ReadTimeout),
-        client.stream("POST", talking.url + path, json=body) as answer,
-    ):
-        next(answer.iter_lines())
-    deadline = time.monotonic() + 10
-    while talking.server.in_flight and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert talking.server.counters.clients_gone == before + 1
-    assert not talking.server.in_flight
+    with held(talking.server.runtime), talking.connect(path, body):
+        wait_until(lambda: talking.server.runtime.status().running == 1)
+    wait_until(lambda: talking.server.counters.clients_gone == before + 1)
+    wait_until(lambda: not talking.server.in_flight)
 
 
 def test_an_answer_goes_on_from_its_beginning(served: LocalServer) -> None:

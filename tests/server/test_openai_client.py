@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 openai = pytest.importorskip("openai", reason="pip install openai==3.54.0")
 
+from tests.pacing import PATIENCE_S  # noqa: E402
 from tests.server.local_server import LocalServer  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
@@ -98,7 +99,7 @@ def test_the_openai_lines_of_the_readme(served: LocalServer) -> None:
     (code,) = re.findall(r"```py\n(.*?)```", SECTION, re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", code.replace("http://localhost:8000", served.url)],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     prompt, cached = map(int, done.stdout.split())
@@ -108,7 +109,9 @@ def test_the_openai_lines_of_the_readme(served: LocalServer) -> None:
 def test_the_curl_lines_of_the_readme(served: LocalServer) -> None:
     _, block = re.findall(r"```bash\n(.*?)```", SECTION, re.DOTALL)
     script = block.replace("localhost:8000", served.url.removeprefix("http://"))
-    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-ec", script], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     assert '"object":"chat.completion"' in done.stdout
     assert "data: [DONE]" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from radixserve.server.errors import ApiError
 from radixserve.server.snapshots import EVERY_S, LONGEST_S, SHARE, Snapshots, session_id
 from radixserve.server.state import Server
 from radixserve.server.tenants import Caller, Tenants
+from tests.pacing import held
 from tests.server.local_server import LocalServer
 from tests.server.test_tenants import KEYS, as_, write
 
@@ -113,13 +113,15 @@ def test_what_a_tenant_asks_for_leads_to_no_other(
     assert SECRETS["bob"] in json.dumps(guarded.post(ROUTE, body, headers=as_("bob")))
 
 
-def test_requests_of_a_tenant_as_they_run(guarded: LocalServer) -> None:
+def test_requests_of_a_tenant_as_they_run(guarded: LocalServer, own_runtime: Runtime) -> None:
     body = {"prompt": "One that takes its time", "max_tokens": 400, "ignore_eos": True,
             "stream": True}  # fmt: skip
     seen = []
     for name in ("ann", "bob", "root"):
-        time.sleep(1.0)  # the next snapshot may be taken at once
-        with guarded.client.stream("POST", "/v1/completions", json=body, headers=as_("ann")) as one:
+        with (
+            held(own_runtime),
+            guarded.client.stream("POST", "/v1/completions", json=body, headers=as_("ann")) as one,
+        ):
             lines = one.iter_lines()  # the stream is closed with its iterator
             next(lines)
             seen.append(snap(guarded, name))

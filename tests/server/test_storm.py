@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,22 +16,20 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs the extra [serve]")
 
 from radixserve import Runtime
+from tests.pacing import PATIENCE_S, wait_until
 from tests.server.local_server import LocalServer
 
 MINUTES = float(os.environ.get("RADIXSERVE_STORM_MINUTES", "20"))
 WORDS = ["json", "list", "sort", "def", "module", "the", "open", "file", "path", "class"]
 
 
-def storm(runtime: Runtime, seconds: float, seed: int) -> dict[int, int]:
-    """Answers by status; 0: the client left."""
+def storm(runtime: Runtime, seed: int, is_over: Callable[[int], bool]) -> dict[int, int]:
+    """Answers by status; 0: the client left. `is_over`: whether a client ends after so many."""
     counts: dict[int, int] = {}
     with LocalServer(runtime, max_queued_requests=40, max_n=8) as served:
         port = int(served.url.rpartition(":")[2])
-        asyncio.run(_clients(port, seconds, seed, counts))
-        deadline = time.monotonic() + 30
-        while served.server.in_flight or not runtime.status().is_idle:
-            assert time.monotonic() < deadline, "something goes on without clients"
-            time.sleep(0.01)
+        asyncio.run(_clients(port, seed, is_over, counts))
+        wait_until(lambda: not served.server.in_flight and runtime.status().is_idle)
         served.server.sessions.close_expired()
         assert served.client.get("/health/ready").status_code == 200
         assert served.client.get("/metrics").status_code == 200
@@ -38,12 +38,12 @@ def storm(runtime: Runtime, seconds: float, seed: int) -> dict[int, int]:
     return counts
 
 
-async def _clients(port: int, seconds: float, seed: int, counts: dict[int, int]) -> None:
-    end = time.monotonic() + seconds
-
+async def _clients(
+    port: int, seed: int, is_over: Callable[[int], bool], counts: dict[int, int]
+) -> None:
     async def client(number: int) -> None:
         rng = random.Random(seed * 1_000 + number)
-        while time.monotonic() < end:
+        for _ in itertools.takewhile(lambda turn: not is_over(turn), itertools.count()):
             path, body = request(rng)
             status = await ask(port, path, body, rng)
             counts[status] = counts.get(status, 0) + 1
@@ -94,7 +94,7 @@ async def ask(port: int, path: str, body: dict[str, Any], rng: random.Random) ->
             return 0
         if rng.random() < 0.2:
             await asyncio.sleep(rng.random())  # reads late
-        answer = await asyncio.wait_for(reader.read(), 120)
+        answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
         status = int(answer.split(b" ", 2)[1])
         assert status in (200, 400, 409, 429), answer
         if status == 200:
@@ -112,7 +112,7 @@ def check_drained(runtime: Runtime) -> None:
 
 
 def test_a_short_storm(runtime: Runtime) -> None:
-    counts = storm(runtime, 4.0, seed=1)
+    counts = storm(runtime, 1, lambda turn: turn == 4)
     check_drained(runtime)
     assert counts[200] > 5
     assert counts[0] > 2
@@ -122,6 +122,7 @@ def test_a_short_storm(runtime: Runtime) -> None:
 @pytest.mark.timeout(60 * MINUTES + 600)
 def test_a_long_storm(runtime: Runtime) -> None:
     for number in range(max(1, round(MINUTES))):
-        counts = storm(runtime, 60.0, seed=100 + number)
+        end = time.monotonic() + 60
+        counts = storm(runtime, 100 + number, lambda _, end=end: time.monotonic() > end)
         check_drained(runtime)
         assert counts[200] > 50

@@ -20,6 +20,7 @@ from radixserve.api.runtime import DEMO
 from radixserve.text import chat_template
 from radixserve.text.fast_tokenizer import FastTokenizer, load_fast_tokenizer
 from tests.checkpoints import make_tokenizer
+from tests.pacing import PATIENCE_S
 
 # Older ones add an <unk> to Llama's vocabularies, fill in "reasoning_content" and let templates set
 # attributes with an underscore.
@@ -132,7 +133,9 @@ class TestLoad:
             "from radixserve.text.tokenizer import Tokenizer\n"
             "print(Tokenizer.load(DEMO).render_chat([{'role': 'user', 'content': 'Hi'}]))\n"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, timeout=PATIENCE_S, capture_output=True
+        )
 
 
 def edit(folder: Path, **settings: Any) -> None:
