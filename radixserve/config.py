@@ -98,7 +98,8 @@ class EngineConfig(StrictFields):
     attention_backend   "cpu" (kernels compiled for this processor when they are first used),
                         "torch" (PyTorch's operations), on CUDA "flashinfer" and "triton", or
                         "auto": "cpu", on CUDA "flashinfer", else "triton", where it can be had
-    cuda_graphs         on CUDA, run decode steps as graphs that were captured at load
+    cuda_graphs         on CUDA, run decode steps as graphs that were captured at load, other
+                        steps of up to 512 tokens as graphs between their attention calls
     overlap             on CUDA, schedule the next step while the device computes the present one
     cascade_attention   read pages that running requests share once for all of them, where that pays
     hint_seconds        seconds that a pin or retain lasts where the hint names none, up to

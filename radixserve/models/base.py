@@ -85,3 +85,53 @@ class LanguageModel(ABC):
     @abstractmethod
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Logits [S, V] float32 after each of `batch.logits_indices`; `backend` is planned."""
+
+    def by_layers(self) -> LayeredModel | None:
+        """Itself, if `forward` can be had in parts."""
+        return None
+
+
+class LayeredModel(LanguageModel):
+    """A model whose `forward` can be had in parts, those with attention apart from those without.
+
+    embed, then of each layer project, attend and finish_layer; of the last one finish. number: of
+    the layer. T: any number of tokens, but for attend, which is for those of the planned batch.
+    """
+
+    @abstractmethod
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """input_ids [T] int64; returns the first layer's input and the residual, [T, H] both."""
+
+    @abstractmethod
+    def project(
+        self,
+        number: int,
+        x: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        slots: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Stores K and V of x [T, H]; returns the queries [T, Hq, D], in `out` if it is given.
+
+        positions, slot_mapping [T] int64; -1: not stored. slots [2, num_slots, Hkv, D]: the
+        layer's part of the pool.
+        """
+
+    @abstractmethod
+    def attend(self, number: int, queries: Tensor, backend: AttentionBackend) -> Tensor:
+        """queries [T, Hq, D]; returns [T, Hq * D]."""
+
+    @abstractmethod
+    def finish_layer(self, number: int, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        """From attended [T, Hq * D] and the layer's input x [T, H]: the next layer's input [T, H].
+        Adds to the residual in place."""
+
+    @abstractmethod
+    def finish(
+        self, attended: Tensor, x: Tensor, residual: Tensor, logits_indices: Tensor
+    ) -> Tensor:
+        """The last layer's `finish_layer`, and the logits [S, V] after logits_indices [S]."""
+
+    def by_layers(self) -> LayeredModel:
+        return self

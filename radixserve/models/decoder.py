@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
-from radixserve.models.base import LanguageModel, ModelInfo
+from radixserve.models.base import LayeredModel, ModelInfo
 from radixserve.models.decoder_shape import check_decoder, decoder_shape
 from radixserve.models.decoder_tensors import DecoderTensors, LayerTensors, read_decoder
 from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias
@@ -33,8 +33,8 @@ logger = logging.getLogger("radixserve")
 TABLE_BYTES = 256 << 20  # of rotations, unless more positions are asked for
 
 
-class Decoder(LanguageModel):
-    """See `LanguageModel`. Made by `load_decoder`. One of several ranks has an `info` of its own.
+class Decoder(LayeredModel):
+    """See `LayeredModel`. Made by `load_decoder`. One of several ranks has an `info` of its own.
 
     It stores K and V in the backend's pool, of as many key/value heads as `info` has, and calls
     `attend`.
@@ -56,30 +56,79 @@ class Decoder(LanguageModel):
         self.tables = tables
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        last = len(self._layers) - 1
         slots = backend.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
-        residual = F.embedding(batch.input_ids, self._embedding)  # [T, H]
+        x, residual = self.embed(batch.input_ids)
+        for number in range(len(self._layers) - 1):
+            q = self.project(number, x, batch.positions, batch.slot_mapping, slots[number])
+            x = self.finish_layer(number, self.attend(number, q, backend), x, residual)
+        last = len(self._layers) - 1
+        q = self.project(last, x, batch.positions, batch.slot_mapping, slots[last])
+        return self.finish(self.attend(last, q, backend), x, residual, batch.logits_indices)
+
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        residual = F.embedding(input_ids, self._embedding)
         if self._shape.embedding_scale != 1:
             residual = residual * self._shape.embedding_scale
-        x = self._normed(residual, self._layers[0].pre_attention_norm)
-        for number, layer in enumerate(self._layers):
-            attended = self._attend(layer, x, batch, backend, number, slots[number])  # [T, Hq * D]
-            if number == last:  # from here on every token is on its own
-                if not len(batch.logits_indices):
-                    return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
-                attended, residual = _sampled_rows(attended, batch), _sampled_rows(residual, batch)
-                x = _sampled_rows(x, batch) if self._shape.is_parallel else x
-            next_norm = (
-                self._norm if number == last else self._layers[number + 1].pre_attention_norm
-            )
-            if self._shape.is_parallel:
-                out = self._sum_over_ranks(layer.o(attended) + self._mlp(layer.mlp, x))
-            else:
-                out = self._sum_over_ranks(layer.o(attended))
-                x = self._add(out, residual, layer.post_attention_norm, layer.pre_mlp_norm)
-                out = self._sum_over_ranks(self._mlp(layer.mlp, x))
-            x = self._add(out, residual, layer.post_mlp_norm, next_norm)
-        return self._logits(x)
+        return self._normed(residual, self._layers[0].pre_attention_norm), residual
+
+    def project(
+        self,
+        number: int,
+        x: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        slots: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        shape, layer = self._shape, self._layers[number]
+        qkv, qk_norm = layer.qkv(x), layer.qk_norm
+        if qk_norm is not None and shape.has_whole_qk_norm:
+            q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+            weights = qk_norm.flatten()
+            for part, weight in ((qkv[:, :q], weights[:q]), (qkv[:, q : q + k], weights[q:])):
+                rms_norm(part, weight, shape.eps, part)
+            qk_norm = None
+        return rope_and_store(
+            qkv,
+            positions,
+            slot_mapping,
+            None if layer.rotary is None else self.tables[layer.rotary],
+            slots[0],
+            slots[1],
+            shape.num_heads,
+            shape.num_kv_heads,
+            qk_norm,
+            shape.eps,
+            out,
+            is_centered=shape.norm_type == "layer",
+        )
+
+    def attend(self, number: int, queries: Tensor, backend: AttentionBackend) -> Tensor:
+        features = self._layers[number].features
+        return backend.attend(queries, number, self._shape.attention_scale, features).flatten(1)
+
+    def finish_layer(self, number: int, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        layer = self._layers[number]
+        is_last = number == len(self._layers) - 1
+        next_norm = self._norm if is_last else self._layers[number + 1].pre_attention_norm
+        if self._shape.is_parallel:
+            out = self._sum_over_ranks(layer.o(attended) + self._mlp(layer.mlp, x))
+        else:
+            out = self._sum_over_ranks(layer.o(attended))
+            x = self._add(out, residual, layer.post_attention_norm, layer.pre_mlp_norm)
+            out = self._sum_over_ranks(self._mlp(layer.mlp, x))
+        return self._add(out, residual, layer.post_mlp_norm, next_norm)
+
+    def finish(
+        self, attended: Tensor, x: Tensor, residual: Tensor, logits_indices: Tensor
+    ) -> Tensor:
+        if not len(logits_indices):
+            return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
+        if len(logits_indices) < len(attended):  # from here on every token is on its own
+            attended = attended.index_select(0, logits_indices)
+            residual = residual.index_select(0, logits_indices)
+            x = x.index_select(0, logits_indices) if self._shape.is_parallel else x
+        return self._logits(self.finish_layer(len(self._layers) - 1, attended, x, residual))
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """A norm, or x itself."""
@@ -104,39 +153,6 @@ class Decoder(LanguageModel):
         if isinstance(mlp, GroupedExperts):
             return mlp(x)
         return mlp.down(act_and_mul(mlp.gate_up(x), self._shape.activation))
-
-    def _attend(
-        self,
-        layer: DecoderLayer[Linear, GroupedExperts],
-        x: Tensor,  # [T, H]
-        batch: ForwardBatch,
-        backend: AttentionBackend,
-        number: int,
-        slots: Tensor,  # [2, num_slots, Hkv, D]
-    ) -> Tensor:
-        shape = self._shape
-        qkv, qk_norm = layer.qkv(x), layer.qk_norm
-        if qk_norm is not None and shape.has_whole_qk_norm:
-            q, k = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-            weights = qk_norm.flatten()
-            for part, weight in ((qkv[:, :q], weights[:q]), (qkv[:, q : q + k], weights[q:])):
-                rms_norm(part, weight, shape.eps, part)
-            qk_norm = None
-        queries = rope_and_store(
-            qkv,
-            batch.positions,
-            batch.slot_mapping,
-            None if layer.rotary is None else self.tables[layer.rotary],
-            slots[0],
-            slots[1],
-            shape.num_heads,
-            shape.num_kv_heads,
-            qk_norm,
-            shape.eps,
-            is_centered=shape.norm_type == "layer",
-        )
-        scale, features = shape.attention_scale, layer.features
-        return backend.attend(queries, number, scale, features).flatten(1)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         return x if self._group is None else self._group.all_reduce(x)
@@ -262,9 +278,3 @@ def _with_positions(tensors: DecoderTensors, num_positions: int | None) -> Decod
         TABLE_BYTES >> 20,
     )
     return replace(tensors, info=replace(tensors.info, max_positions=allowed))
-
-
-def _sampled_rows(x: Tensor, batch: ForwardBatch) -> Tensor:
-    """The rows of x [T, n] after which a token is drawn: [S, n]."""
-    rows = batch.logits_indices
-    return x if len(rows) == len(x) else x.index_select(0, rows)

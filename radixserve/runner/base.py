@@ -49,11 +49,14 @@ class ResolvedConfig:
     attention_backend: str
     graph_sizes: tuple[int, ...]  # rows of the captured decode steps
     overlap: bool  # whether the next step is prepared while one runs
+    piecewise_tokens: int = 0  # steps of up to so many tokens are graphs but for their attention
 
     def __str__(self) -> str:
         parts = [self.device, self.dtype, f"{self.attention_backend} attention"]
         if self.graph_sizes:
             parts.append(f"graphs of decode steps of up to {self.graph_sizes[-1]} rows")
+        if self.piecewise_tokens:
+            parts.append(f"piecewise graphs of up to {self.piecewise_tokens} tokens")
         if self.overlap:
             parts.append("overlap")
         return ", ".join(parts)
@@ -122,7 +125,7 @@ class SingleDeviceRunner(ModelRunner):
             states_bytes=self.num_states * self.info.state_bytes,
         )
 
-    def _describe(self, graph_sizes: tuple[int, ...] = ()) -> None:
+    def _describe(self, graph_sizes: tuple[int, ...] = (), piecewise_tokens: int = 0) -> None:
         """Set the descriptive attributes once pool and backend are there, and log them."""
         self.num_pages, self.backend_name = self.pool.num_pages, self.backend.name
         self.resolved_config = ResolvedConfig(
@@ -131,6 +134,7 @@ class SingleDeviceRunner(ModelRunner):
             attention_backend=self.backend_name,
             graph_sizes=graph_sizes,
             overlap=self._config.overlap and self.overlap_depth > 0,
+            piecewise_tokens=piecewise_tokens,
         )
         logger.info(
             "%s, %d parameters, on %s; %d pages of %d tokens (%d MiB)",

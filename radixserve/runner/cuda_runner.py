@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend
+from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead, ModelNotSupported
@@ -29,6 +29,7 @@ from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import prepare_inputs
 from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capture_tokens
 from radixserve.runner.profile_run import (
     MemoryUse,
     fitting_pages,
@@ -108,12 +109,13 @@ class CudaModelRunner(SingleDeviceRunner):
         self._tp_group, self._draws = tp_group, tp_group is None or tp_group.rank == 0
         self._queue = DeviceQueue(device) if queue is None else queue
         self._graphs = DecodeGraphs()
+        self._piecewise: PiecewiseGraphs | None = None
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the last step
         self._is_known = np.zeros(0, bool)  # which of them the device has
         self._late: PendingStep | None = None  # the last step, while its draws are not queued
         with self._queue.active():
             self._start(parts.backend_name)
-        self._describe(self._graphs.sizes)
+        self._describe(self._graphs.sizes, max(self._piecewise.sizes) if self._piecewise else 0)
         if device.type != "cpu" and config.dtype == "auto" and self.info.dtype == torch.float32:
             logger.info('the checkpoint is in float32; dtype="bfloat16" is far faster on a GPU')
 
@@ -191,7 +193,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if graph is None:
             self.backend.plan(batch)
             prepared = time.perf_counter()
-            logits = self.model.forward(batch, self.backend)
+            logits = self._forward(batch)
         else:
             replay = graph.plan(batch)
             prepared = time.perf_counter()
@@ -211,6 +213,12 @@ class CudaModelRunner(SingleDeviceRunner):
         pending.seconds["forward"] = computed - prepared
         pending.seconds["sample"] = time.perf_counter() - computed
         return pending
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        graphs = self._piecewise
+        if graphs is not None and batch.num_tokens <= graphs.sizes[-1]:
+            return graphs.forward(batch, self.backend)
+        return self.model.forward(batch, self.backend)
 
     def _receive_tokens(self, num_rows: int) -> PendingStep:
         """Of a rank that does not draw."""
@@ -283,6 +291,12 @@ class CudaModelRunner(SingleDeviceRunner):
                 shares=self._shares,
             )
             logger.info("decode steps captured in %.1f s", time.perf_counter() - began)
+        layered = self.model.by_layers()
+        if sizes and layered is not None:
+            most = config.chunked_prefill_size + max_rows
+            began = time.perf_counter()
+            self._piecewise = PiecewiseGraphs(layered, self.backend, capture_tokens(most))
+            logger.info("pieces of steps captured in %.1f s", time.perf_counter() - began)
 
     def _given_pages(self) -> int | None:
         """The pool's pages where the settings or the CPU's memory decide them; None: measure."""
@@ -325,7 +339,7 @@ class CudaModelRunner(SingleDeviceRunner):
         pool_bytes, backend_name = self.pool.num_bytes, self.backend.name
         self._release_pool()
         logger.info("warmed up in %.1f s", time.perf_counter() - began)
-        graphs = graph_bytes(max(sizes, default=0), self.info.vocab_size)
+        graphs = graph_bytes(max(sizes), self.info.vocab_size) + GRAPH_BYTES if sizes else 0
         return measure(self._device, pool_bytes, graphs), backend_name
 
     def _release_pool(self) -> None:

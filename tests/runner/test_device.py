@@ -316,5 +316,5 @@ def test_what_the_log_says(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> 
     assert "decode steps captured in" in text
     assert f"on {runner.resolved_config}; 100 pages of 1 tokens" in text
     assert runner.resolved_config == ResolvedConfig(
-        "cpu", "float32", "triton", (1, 2, 4, 8), overlap=True
+        "cpu", "float32", "triton", (1, 2, 4, 8), overlap=True, piecewise_tokens=72
     )

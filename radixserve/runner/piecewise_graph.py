@@ -1,0 +1,115 @@
+"""Steps of a few hundred tokens with all but their attention as captured graphs.
+
+A layer between two attention calls is one graph per number of tokens; the smallest that fits is
+replayed on padded tokens, whose K and V are not stored. Attention runs as planned, on the tokens
+that there are: its kernels and their grid depend on the rows. Of a step of prefill that the host
+would launch more slowly than the device computes it, three launches a layer are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.models.base import LayeredModel
+from radixserve.runner.cuda_graph import GraphCapturer
+
+CAPTURE_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+GRAPH_BYTES = 256 << 20  # about what the graphs of an 8B model take on the device
+
+
+def capture_tokens(max_tokens: int) -> tuple[int, ...]:
+    """Numbers of tokens to capture, ascending, of steps of up to max_tokens: larger ones keep a
+    device busy without graphs."""
+    most = min(max_tokens, CAPTURE_TOKENS[-1])
+    return (*[size for size in CAPTURE_TOKENS if size < most], most)
+
+
+@dataclass(slots=True)
+class _Activations:
+    """What one graph leaves for the next: the layer's input and the residual [T, H]."""
+
+    x: Tensor | None = None
+    residual: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """The graphs for one number of tokens, of each layer up to its attention."""
+
+    replays: tuple[Callable[[], None], ...]
+    last: _Activations
+
+
+class PiecewiseGraphs:
+    """All graphs of a runner over one set of buffers: a step is computed at a time."""
+
+    @torch.inference_mode()
+    def __init__(
+        self, model: LayeredModel, backend: AttentionBackend, sizes: tuple[int, ...]
+    ) -> None:
+        """Capture; sizes: numbers of tokens, ascending. K and V have their final place by now."""
+        device, most = backend.kv.device, sizes[-1]
+        self._model, self._slots = model, backend.kv.flatten(2, 3)
+        self._input_ids, self._positions = torch.zeros((2, most), dtype=torch.int64, device=device)
+        self._slot_mapping = torch.full_like(self._positions, -1)
+        heads = backend.num_heads, backend.head_dim
+        self._queries = torch.zeros((most, *heads), dtype=backend.kv.dtype, device=device)
+        self._attended = torch.zeros_like(self._queries).flatten(1)
+        capturer = GraphCapturer(device) if device.type == "cuda" else None
+        # From the largest down: the smaller ones reuse its memory.
+        self._graphs = {size: self._capture(size, capturer) for size in reversed(sizes)}
+        self.sizes = sizes
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+        """The model's `forward` of at most sizes[-1] tokens; `backend` is planned."""
+        num_tokens = batch.num_tokens
+        size = next(size for size in self.sizes if size >= num_tokens)
+        self._input_ids[:num_tokens].copy_(batch.input_ids)
+        self._positions[:num_tokens].copy_(batch.positions)
+        self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
+        self._slot_mapping[num_tokens:size].fill_(-1)
+        graphs, queries = self._graphs[size], self._queries[:num_tokens]
+        attended = self._attended[:num_tokens]
+        for number, replay in enumerate(graphs.replays):
+            if number:
+                self._attended[:num_tokens].copy_(attended)
+            replay()
+            attended = self._model.attend(number, queries, backend)
+        x, residual = graphs.last.x, graphs.last.residual
+        assert x is not None
+        assert residual is not None
+        rows = slice(num_tokens)
+        return self._model.finish(attended, x[rows], residual[rows], batch.logits_indices)
+
+    def _capture(self, size: int, capturer: GraphCapturer | None) -> _Graphs:
+        replays: list[Callable[[], None]] = []
+        before = _Activations()
+        for number in range(self._model.info.num_layers):
+            after = _Activations()
+            run = partial(self._run, number, size, before, after)
+            if capturer is None:
+                replays.append(run)
+            else:
+                replays.append(capturer.capture(run))
+                before.x = None  # the graphs to come may use its memory
+            before = after
+        return _Graphs(tuple(replays), before)
+
+    def _run(self, number: int, size: int, before: _Activations, after: _Activations) -> None:
+        """The layer before from its attention on, and this one up to its own."""
+        model = self._model
+        if number == 0:
+            after.x, after.residual = model.embed(self._input_ids[:size])
+        else:
+            assert before.x is not None
+            assert before.residual is not None
+            attended, after.residual = self._attended[:size], before.residual
+            after.x = model.finish_layer(number - 1, attended, before.x, before.residual)
+        index = self._positions[:size], self._slot_mapping[:size]
+        model.project(number, after.x, *index, self._slots[number], self._queries[:size])
