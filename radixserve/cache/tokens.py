@@ -33,7 +33,6 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
     if (type(tokens) is list or type(tokens) is tuple) and tokens and type(tokens[0]) is int:
         packed = pack_int32(tokens)
         if packed is not None:  # else numpy tells what is wrong
-            check_not_negative(packed.tobytes())
             return packed
     try:
         ids = np.asarray(tokens)

@@ -125,10 +125,10 @@ class TestReuse:
         cache = kind.for_tokens(200)
         with cache.acquire([1, 2, 3]) as seq:
             for bad in ([4, -5], np.array([-1], np.int32), [7] * 2_000 + [-1]):
-                with pytest.raises(InvalidRequest, match="must be >= 0, got -"):
+                with pytest.raises(InvalidRequest, match=r"must be >= 0.*, got -"):
                     seq.extend(bad)
             seq.append_placeholders(1)
-            with pytest.raises(InvalidRequest, match="must be >= 0, got -1"):
+            with pytest.raises(InvalidRequest, match=r"must be >= 0.*, got -1"):
                 seq.fill([-1])
             assert (seq.length, seq.num_unknown) == (1, 1)
         cache.check()
