@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead
-from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.runner.tensor_parallel import worker_group
 from radixserve.runner.tensor_parallel.worker_group import WorkerGroup
 from radixserve.runner.tensor_parallel.worker_process import WorkerArgs
@@ -45,7 +45,8 @@ SERVE = """link.send("ready")
 
 
 def job(rank: int) -> WorkerArgs:
-    return WorkerArgs(rank, 3, 1, "model", EngineConfig(), CpuModelRunner, 1)
+    no_runner: Any = object  # a process that reads of none does not import torch
+    return WorkerArgs(rank, 3, 1, "model", EngineConfig(), no_runner, 1)
 
 
 @contextlib.contextmanager
