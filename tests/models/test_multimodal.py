@@ -24,20 +24,28 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-CASES = {  # wrapper -> family of its text model, kind of its vision model
-    "Gemma3": ("gemma3", "siglip_vision_model"),
-    "Idefics3": ("llama", "idefics3_vision"),
-    "Llava": ("qwen2", "clip_vision_model"),
-    "Mistral3": ("mistral", "pixtral"),
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # family of the text model, vision model
+    "Gemma3": ("gemma3", {"model_type": "siglip_vision_model", **VISION}),
+    "Idefics3": ("llama", {"model_type": "idefics3_vision", **VISION}),
+    "Llava": ("qwen2", {"model_type": "clip_vision_model", **VISION}),
+    "Mistral3": ("mistral", {"model_type": "pixtral", **VISION}),
+    "Qwen2VL": ("qwen2", {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64}),
+    "Qwen2_5_VL": ("qwen2", QWEN_VISION),
+    "Qwen3VL": ("qwen3", {**QWEN_VISION, "deepstack_visual_indexes": [0]}),
 }
 
 
 def make(folder: Path, wrapper: str) -> Any:
     """A tiny seeded wrapper in float32, saved in `folder`."""
     family, vision = CASES[wrapper]
+    text = make_config(family).to_dict()
+    if wrapper.startswith("Qwen"):  # its config knows its text model's type
+        del text["model_type"]
+        text["rope_parameters"]["mrope_section"] = [2, 3, 3]
     config = getattr(transformers, f"{wrapper}Config")(
-        text_config=make_config(family).to_dict(),
-        vision_config={"model_type": vision, **VISION},
+        text_config=text,
+        vision_config=vision,
         image_token_index=287,
         image_token_id=287,
         pad_token_id=None,
