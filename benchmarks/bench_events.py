@@ -9,21 +9,21 @@ together. Repeats are interleaved; medians. Needs radixserve[kv-events]. No mode
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
-from harness.machine import describe_machine
-from harness.report import Table, format_settings
+from harness.processes import take_turns
+from harness.report import parse_sizes, print_table
 
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixCache
 from radixserve.kv_events.publisher import KVEventPublisher
 
 COLUMNS = ("us a step", "owner's thread", "all threads")
+KINDS = {"none": "no log", "log": "a log, taken", "published": "published in blocks of 16"}
 
 
 def make_prompts(count: int, num_tokens: int) -> list[IntArray]:
@@ -34,7 +34,7 @@ def make_prompts(count: int, num_tokens: int) -> list[IntArray]:
     return [np.concatenate([heads[at % 16], one]) for at, one in enumerate(own)]
 
 
-def run(prompts: list[IntArray], kind: str) -> tuple[float, float]:
+def run(prompts: list[IntArray], kind: str, _turn: int) -> tuple[float, float]:
     """Processor microseconds a step: of this thread, of all."""
     cache = RadixCache(40 * len(prompts[0]))
     hand_on: Callable[[], object] | None = None
@@ -60,24 +60,11 @@ def run(prompts: list[IntArray], kind: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--prompts", type=int, default=1_000)
-    parser.add_argument("--tokens", type=int, default=2_000)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parse_sizes(__doc__, prompts=1_000, tokens=2_000, repeats=9)
     prompts = make_prompts(args.prompts, args.tokens)
-    names = {"none": "no log", "log": "a log, taken", "published": "published in blocks of 16"}
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in names}
-    for _ in range(args.repeats):
-        for kind, runs in found.items():
-            runs.append(run(prompts, kind))
-    rows = [[names[kind], *np.median(runs, axis=0).tolist()] for kind, runs in found.items()]
-    settings = {**describe_machine(("msgspec",)), **vars(args)}
-    if args.json:
-        print(json.dumps({"settings": settings, "rows": rows}))
-    else:
-        print(format_settings(settings), Table(COLUMNS, rows).text(""), sep="\n")
+    runs = take_turns({kind: partial(run, prompts, kind) for kind in KINDS}, args.repeats)
+    rows = [[KINDS[kind], *np.median(found, axis=0).tolist()] for kind, found in runs.items()]
+    print_table(args, COLUMNS, rows, ("msgspec",))
 
 
 if __name__ == "__main__":

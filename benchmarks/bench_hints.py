@@ -3,18 +3,16 @@
     python benchmarks/bench_hints.py [--prompts N] [--tokens N] [--shared N] [--json]
 
 One owner has `prompts` prompts of `tokens` tokens, the first `shared` of which are the same, and
-gives each verb for each of them. Medians and the slowest tenth, in microseconds. No model.
+gives each verb for each of them. Medians and 90th percentiles, in microseconds. No model.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from functools import partial
 from timeit import timeit
 
 import numpy as np
-from harness.machine import describe_machine
+from harness.report import parse_sizes, print_table
 
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixCache
@@ -25,16 +23,13 @@ from radixserve.scheduler.sessions import Sessions
 VERBS = ("retain", "pin", "demote", "share")
 
 
-def measure(num_prompts: int, num_tokens: int, num_shared: int) -> dict[str, list[float]]:
-    """{verb: [median, 90th percentile] in us}."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, 50_000, num_shared, dtype=np.int32)
-    size = num_tokens - num_shared
-    prompts = [
-        np.concatenate([shared, rng.integers(0, 50_000, size, dtype=np.int32)])
-        for _ in range(num_prompts)
-    ]
-    cache = RadixCache(4 * (num_shared + num_prompts * size))
+def main() -> None:
+    args = parse_sizes(__doc__, prompts=75, tokens=12_000, shared=2_000)
+    rng, num_own = np.random.default_rng(0), args.tokens - args.shared
+    shared = rng.integers(0, 50_000, args.shared, dtype=np.int32)
+    own = rng.integers(0, 50_000, (args.prompts, num_own), dtype=np.int32)
+    prompts = [np.concatenate([shared, one]) for one in own]
+    cache = RadixCache(4 * (args.shared + args.prompts * num_own))
     for tokens in prompts:
         with cache.acquire(tokens) as sequence:
             sequence.extend(tokens[sequence.cached_len :])
@@ -46,28 +41,12 @@ def measure(num_prompts: int, num_tokens: int, num_shared: int) -> dict[str, lis
         assert answer.answer == "accepted", answer
 
     operations = {"look-up": cache.lookup, **{verb: partial(give, verb) for verb in VERBS}}
-    found = {
-        name: np.quantile([timeit(partial(call, one), number=1) for one in prompts], (0.5, 0.9))
-        for name, call in operations.items()
-    }
+    rows = []
+    for name, call in operations.items():
+        seconds = [timeit(partial(call, one), number=1) for one in prompts]
+        rows.append([name, *(1e6 * np.quantile(seconds, (0.5, 0.9))).round(1).tolist()])
     cache.check()
-    return {name: (1e6 * both).round(1).tolist() for name, both in found.items()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--prompts", type=int, default=75)
-    parser.add_argument("--tokens", type=int, default=12_000)
-    parser.add_argument("--shared", type=int, default=2_000)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    found = measure(args.prompts, args.tokens, args.shared)
-    if args.json:
-        print(json.dumps({**describe_machine(), **vars(args), "us": found}))
-        return
-    print(f"{args.prompts} prompts of {args.tokens} tokens, {args.shared} shared; us")
-    for name, (median, slow) in found.items():
-        print(f"{name:10} median {median:8.1f}   p90 {slow:8.1f}")
+    print_table(args, ("us", "median", "p90"), rows)
 
 
 if __name__ == "__main__":

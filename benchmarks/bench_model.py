@@ -1,7 +1,7 @@
 """A real model on real text, beside llama.cpp's server: CPU seconds, first token, memory.
 
     python benchmarks/bench_model.py [--model smollm2] [--form file,bfloat16] [--llama DIR]
-        [--workload system,chat] [--threads N] [--slots N] [--repeats N] [--quick] [--save DIR]
+        [--workload system,chat] [--threads N] [--repeats N] [--quick] [--save DIR]
 
     system   one system prompt, many questions     chat     sessions of several turns
     fewshot  long examples, short questions        docs     popular documents, two a prompt
@@ -10,7 +10,7 @@
 
 The text is Python's standard library, cut into pieces of exact length; both engines get the same
 token ids and generate the same number of tokens, greedily, end tokens ignored. file: the weights as
-the GGUF file holds them; bfloat16 and q8_0: the same, written again by llama-quantize. DIR holds
+the GGUF file holds them; bfloat16: the same, written again by llama-quantize. DIR holds
 llama-server and llama-quantize (one unified K/V cache, prompt cache and host cache on); without it
 radixserve runs alone. Each engine runs in a process of its own, whose CPU time is counted; they
 take turns.
@@ -21,12 +21,12 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from engine.base import Setup, Work
+from engine.llama import quantize
 from engine.serving import serving
 from engine.turns import Record, run_engines
 from harness.machine import describe_machine
@@ -38,8 +38,8 @@ from radixserve.models.source import find_model
 from radixserve.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 32_768  # of each engine's cache
-SLOTS = 16
-FORMS = {"file": "", "bfloat16": "BF16", "q8_0": "Q8_0"}  # llama-quantize's names
+SLOTS = 16  # of llama-server
+FORMS = {"file": None, "bfloat16": "BF16"}  # llama-quantize's names
 TITLES = {
     "system": "a system prompt of 600 tokens, 16 questions of 40, 32 new tokens",
     "chat": "6 sessions of 5 turns of 60 tokens, 32 new tokens",
@@ -135,28 +135,17 @@ def llama_command(args: argparse.Namespace, file: Path) -> tuple[str, ...]:
     threads = str(args.threads)
     return (
         *(str(args.llama / "llama-server"), "-m", str(file), "--no-ui", "--log-disable"),
-        *("-t", threads, "-tb", threads, "-np", str(args.slots), "-kvu"),
+        *("-t", threads, "-tb", threads, "-np", str(SLOTS), "-kvu"),
         *("-c", str(NUM_TOKENS), "--cache-ram", "2048"),
     )
-
-
-def requantize(args: argparse.Namespace, form: str, file: Path, folder: Path) -> Path:
-    """The file with weights of that form."""
-    if form == "file":
-        return file
-    made = folder / f"{form}.gguf"
-    quantize = [str(args.llama / "llama-quantize"), "--allow-requantize"]
-    subprocess.run([*quantize, file, made, FORMS[form]], check=True, capture_output=True)
-    return made
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2 (default)")
-    parser.add_argument("--form", default="file", help="of the weights: file,bfloat16,q8_0")
+    parser.add_argument("--form", default="file", help="of the weights: file,bfloat16")
     parser.add_argument("--llama", type=Path, metavar="DIR", help="where llama-server lies")
     parser.add_argument("--workload", default=",".join(TITLES), metavar="NAMES")
-    parser.add_argument("--slots", type=int, default=SLOTS, help="of llama-server (default: 16)")
     add_run_arguments(parser)
     args = parse_run(parser)
     args.form = parse_names(parser, "form", args.form, FORMS)
@@ -177,7 +166,7 @@ def main() -> None:
     data = {}
     with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:
         for form in args.form:
-            file = requantize(args, form, path, Path(folder))
+            file = quantize(args.llama, path, FORMS[form], Path(folder))
             command = llama_command(args, file) if args.llama else ()
             for name in args.workload:
                 scale = 0.2 if args.quick else 1.0

@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from harness.machine import cpu_s, describe_machine
-from harness.report import Table, format_settings
+from harness.machine import cpu_s
+from harness.processes import take_turns
+from harness.report import parse_sizes, print_table
 
 from radixserve import Runtime, SamplingParams
 from radixserve.cluster.ray_serve import start_replicas
 
 COLUMNS = ("", "hit rate", "tokens/s", "first token ms, median", "p90", "seconds", "CPU seconds")
 Script = list[list[int]]  # of a chat: what each turn adds
+Figures = list[float]  # of COLUMNS
+Opener = Callable[[argparse.Namespace], AbstractContextManager[Runtime]]
 
 
 def make_chats(args: argparse.Namespace, vocab: int, seed: int) -> list[Script]:
@@ -52,8 +52,7 @@ def make_chats(args: argparse.Namespace, vocab: int, seed: int) -> list[Script]:
 
 async def run_chats(
     runtime: Runtime, chats: list[Script], args: argparse.Namespace, *, named: bool
-) -> list[float]:
-    """The figures of COLUMNS."""
+) -> Figures:
     params = SamplingParams(max_tokens=args.new, temperature=0.0, ignore_eos=True)
     waiting, waits, counts = iter(enumerate(chats)), [], np.zeros(2)
 
@@ -96,10 +95,8 @@ def tree_cpu_s() -> float:
     return sum(map(cpu_s, found))
 
 
-@contextmanager
-def one_engine(args: argparse.Namespace) -> Iterator[Runtime]:
-    with Runtime(args.model, num_pages=args.pages) as runtime:
-        yield runtime
+def one_engine(args: argparse.Namespace) -> Runtime:
+    return Runtime(args.model, num_pages=args.pages)
 
 
 @contextmanager
@@ -111,38 +108,28 @@ def replicas(args: argparse.Namespace) -> Iterator[Runtime]:
         yield runtime
 
 
+def measure(open_runtime: Opener, args: argparse.Namespace, turn: int, *, named: bool) -> Figures:
+    with open_runtime(args) as runtime:
+        for seed in (0, 1 + turn):  # the first one is to warm up
+            chats = make_chats(args, runtime.model.vocab_size, seed)
+            runtime.flush_cache()
+            figures = asyncio.run(run_chats(runtime, chats, args, named=named))
+    return figures
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="demo")
     sizes = {"replicas": 2, "pages": 12_000, "agents": 8, "sessions": 6, "turns": 4}
     sizes |= {"shared": 600, "own": 40, "new": 24, "clients": 12, "repeats": 3}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parse_sizes(__doc__, model="demo", **sizes)
+    several = f"{args.replicas} replicas"
     contenders = {
-        "one engine": partial(one_engine, args),
-        f"{args.replicas} replicas": partial(replicas, args),
-        f"{args.replicas} replicas, sessions named": partial(replicas, args),
+        "one engine": lambda turn: measure(one_engine, args, turn, named=False),
+        several: lambda turn: measure(replicas, args, turn, named=False),
+        f"{several}, sessions named": lambda turn: measure(replicas, args, turn, named=True),
     }
-    found: dict[str, list[list[float]]] = {name: [] for name in contenders}
-    for repeat in range(args.repeats):
-        for name, open_runtime in contenders.items():
-            with open_runtime() as runtime:
-                for seed in (0, 1 + repeat):  # the first one is to warm up
-                    chats = make_chats(args, runtime.model.vocab_size, seed)
-                    runtime.flush_cache()
-                    figures = asyncio.run(
-                        run_chats(runtime, chats, args, named=name.endswith("named"))
-                    )
-            found[name].append(figures)
-    rows: list[list[Any]] = [[name, *np.median(of, axis=0).tolist()] for name, of in found.items()]
-    settings = {**describe_machine(("torch", "ray")), **vars(args)}
-    if args.json:
-        print(json.dumps({"settings": settings, "rows": rows, "all": found}))
-        return
-    print(format_settings(settings))
-    print(Table(COLUMNS, rows).text(""))
+    found = take_turns(contenders, args.repeats)
+    rows = [[name, *np.median(figures, axis=0).tolist()] for name, figures in found.items()]
+    print_table(args, COLUMNS, rows, ("torch", "ray"))
 
 
 if __name__ == "__main__":

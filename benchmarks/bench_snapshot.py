@@ -1,16 +1,15 @@
 """What a snapshot for the server's page costs: trees of several sizes, 200 running sequences.
 
-python benchmarks/bench_snapshot.py [--nodes 1000,100000] [--page-size 16]
+    python benchmarks/bench_snapshot.py [--nodes 1000,100000] [--page-size 16] [--json]
 
-Prints the milliseconds of processor time that one takes (median of 15), those of a dump of 400
-nodes beside it, and how often a page may move with all snapshots below 1 % of the time.
+Milliseconds of processor time that one takes (median of 15) and that its JSON takes, those of a
+dump of 400 nodes beside them, and how often a page may move with all snapshots below 1 % of the
+time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from statistics import median
 from timeit import repeat
 
 import numpy as np
+from harness.report import parse_sizes, print_table
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache, SnapshotView
@@ -25,24 +25,20 @@ from radixserve.server.snapshots import EVERY_S, SHARE
 
 RUNNING = 200
 REPEATS = 15
+COLUMNS = ("nodes", "pages", "snapshot ms", "JSON ms", "dump ms", "a page moves every, s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", default="1000,10000,100000", help="sizes of the trees")
-    parser.add_argument("--page-size", type=int, default=16)
-    options = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, numpy {np.__version__}, seed 0")
-    print("    nodes     pages  snapshot ms  JSON ms  dump ms  a page moves every")
-    for size in map(int, options.nodes.split(",")):
-        cache = grow(size, options.page_size)
+    args = parse_sizes(__doc__, nodes="1000,10000,100000", page_size=16)
+    rows = []
+    for size in map(int, args.nodes.split(",")):
+        cache = grow(size, args.page_size)
         snapshot = milliseconds(partial(cache.snapshot, SnapshotView()))
         text = milliseconds(partial(json.dumps, cache.snapshot(SnapshotView())))
         dump = milliseconds(partial(cache.dump, 400))
         every = max(EVERY_S, (snapshot + text) / 1e3 / SHARE)
-        nodes = cache.gauges()["nodes"]
-        figures = f"{snapshot:12.1f} {text:8.1f} {dump:8.1f} {every:17.1f}"
-        print(f"{nodes:9,} {cache.num_pages:9,} {figures} s")
+        rows.append([cache.gauges()["nodes"], cache.num_pages, snapshot, text, dump, every])
+    print_table(args, COLUMNS, rows)
 
 
 def grow(num_nodes: int, page_size: int) -> RadixCache:

@@ -11,7 +11,6 @@ no network; the model is read once for each form.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import sysconfig
@@ -20,14 +19,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness.cpu_model import CpuModel
+from harness.report import parse_sizes, print_table
 from torch import Tensor
 
-from radixserve.attention.base import ForwardBatch, HostIndex
-from radixserve.attention.cpu import CpuBackend
 from radixserve.models.cpu_decoder import CpuDecoder, load_cpu_decoder
 from radixserve.models.source import ModelSource, find_model
 from radixserve.text.tokenizer import Tokenizer
 
+COLUMNS = ("", "KL mean", "KL at 99 %", "same best token %", "perplexity")
 REFERENCE = "widened to float32"
 FORMS = (  # name, weight_dtype, dtype of activations, K and V
     ("as stored, activations float32", "auto", torch.float32),
@@ -39,28 +39,21 @@ FORMS = (  # name, weight_dtype, dtype of activations, K and V
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--num-tokens", type=int, default=20_000)
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--text", type=Path)
-    args = parser.parse_args()
+    args = parse_sizes(__doc__, model="smollm2", num_tokens=20_000, window=512, text="")
     source = find_model(args.model)
-    windows = list(read_windows(source, args.text, args.num_tokens, args.window))
-    print(f"{args.model}, {sum(map(len, windows)):,} tokens in windows of {args.window}")
+    path = Path(args.text) if args.text else None
+    windows = list(read_windows(source, path, args.num_tokens, args.window))
     reference = load_cpu_decoder(source, torch.float32, None)
     models = {name: load_cpu_decoder(source, dtype, form) for name, form, dtype in FORMS}
     tallies = {name: Tally() for name in (REFERENCE, *models)}
     for number, tokens in enumerate(windows):
-        table = all_logprobs(reference, tokens)
         half = tokens[len(tokens) // 2 :]
-        table = table[-len(half) :]
-        tallies[REFERENCE].add(table, table, half)
+        expected = all_logprobs(reference, tokens)[-len(half) :]
+        tallies[REFERENCE].add(expected, expected, half)
         for name, model in models.items():
-            tallies[name].add(table, all_logprobs(model, tokens)[-len(half) :], half)
+            tallies[name].add(expected, all_logprobs(model, tokens)[-len(half) :], half)
         print(f"window {number + 1} of {len(windows)}", file=sys.stderr, flush=True)
-    for name, tally in tallies.items():
-        print(f"{name:34} {tally}")
+    print_table(args, COLUMNS, [[name, *tally.cells()] for name, tally in tallies.items()])
 
 
 class Tally:
@@ -88,27 +81,19 @@ class Tally:
         """The share of tokens with the same most likely successor."""
         return float(torch.cat(self._same).float().mean())
 
-    def __str__(self) -> str:
+    def cells(self) -> list[str]:
+        """Of COLUMNS."""
         worst = torch.cat(self._divergences).quantile(0.99)
-        return (
-            f"KL {self.mean_kl:.5f} mean, {worst:.4f} at 99 %; "
-            f"same best token {100 * self.agreement:.2f} %; "
-            f"perplexity {math.exp(self._surprise / self._count):.3f}"
-        )
+        perplexity = math.exp(self._surprise / self._count)
+        figures = f"{self.mean_kl:.5f} {worst:.4f} {100 * self.agreement:.2f} {perplexity:.3f}"
+        return figures.split()
 
 
-@torch.inference_mode()
 def all_logprobs(model: CpuDecoder, tokens: list[int]) -> Tensor:
     """[n, V] after every token."""
-    info, size = model.info, len(tokens)
-    shape = (info.num_layers, 2, size, 1, info.num_kv_heads, info.head_dim)
-    backend = CpuBackend(torch.zeros(shape, dtype=info.dtype), info.num_heads)
-    ends = np.array([0, size])
-    host = HostIndex(ends[:1], ends, ends, ends[1:], [np.arange(size, dtype=np.int32)])
-    every = torch.arange(size)
-    batch = ForwardBatch(torch.tensor(tokens), every, every, every, host, 1)
-    backend.plan(batch)
-    return model.forward(batch, backend).log_softmax(-1)
+    rows = CpuModel(model, 1, len(tokens))
+    logits = rows.forward(range(1), np.array(tokens, np.int32), 0, len(tokens))
+    return logits.log_softmax(-1)
 
 
 def read_windows(

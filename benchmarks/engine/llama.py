@@ -1,8 +1,9 @@
-"""llama.cpp's server as an `Engine`: over HTTP, a connection a request."""
+"""llama.cpp's server as an `Engine`, over HTTP, a connection a request; its files of weights."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import tempfile
 import time
 import urllib.request
@@ -56,3 +57,15 @@ class LlamaServer:
     def close(self) -> None:
         self._server.close()
         self._folder.cleanup()
+
+
+def quantize(programs: Path, file: Path, kind: str | None, folder: Path) -> Path:
+    """A GGUF file with the weights of `file` in llama-quantize's type `kind`, written into `folder`
+    once; `file` itself without one."""
+    if not kind:
+        return file
+    made = folder / f"{file.stem}-{kind}.gguf"
+    if not made.exists():
+        command = [programs / "llama-quantize", "--allow-requantize", file, made, kind]
+        subprocess.run(command, check=True, capture_output=True)
+    return made

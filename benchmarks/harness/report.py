@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.machine import describe_machine
+
 Cell = str | int | float | None
 
 
@@ -134,6 +136,30 @@ def parse_run(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if min(args.threads, args.repeats) < 1:
         parser.error("--threads and --repeats must be at least 1")
     return args
+
+
+def parse_sizes(doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """The arguments of a benchmark with one table: an option for each default, and --json."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name, default in defaults.items():
+        flag, kind = "--" + name.replace("_", "-"), type(default)
+        parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser.parse_args()
+
+
+def print_table(
+    args: argparse.Namespace,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    packages: Sequence[str] = (),
+) -> None:
+    """Hardware, versions and arguments, then the rows; with --json as one document."""
+    settings = {**describe_machine(packages), **vars(args)}
+    if args.json:
+        print(json.dumps({"settings": settings, "columns": columns, "rows": rows}))
+    else:
+        print(format_settings(settings), Table(columns, rows).text(""), sep="\n")
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
