@@ -49,6 +49,12 @@ TITLES = {
     "agent": "4 agents of 6 calls, tools of 500 tokens, results of 120, 24 new tokens",
     "alone": "12 prompts of 400 tokens that share nothing, 32 new tokens",
 }
+ONE_HEAD = {  # tokens that all prompts begin with, own tokens, prompts
+    "system": (600, 40, 16),
+    "fewshot": (1_600, 50, 12),
+    "branch": (900, 8, 12),
+    "alone": (0, 400, 12),
+}
 NUM_NEW = {"fewshot": 16, "docs": 24, "agent": 24}  # tokens of an answer; others: 32
 NOTES = (
     "Medians of the repeats. CPU s: of all threads of the engine's process. first: mean time to the"
@@ -82,27 +88,20 @@ class Library:
             return [[*first], *([cut(length) for _ in first] for _ in range(count))]
 
         head: Prompt = ()
-        if name == "system":
-            head = cut(size(600))
-            rounds = [[head + cut(40) for _ in range(size(16))]]
+        if name in ONE_HEAD:
+            shared, own, count = ONE_HEAD[name]
+            head = cut(size(shared)) if shared else ()
+            rounds = [[head + cut(own) for _ in range(size(count))]]
         elif name == "chat":
             rounds = turns([cut(60) for _ in range(size(6))], size(5) - 1, 60)
-        elif name == "fewshot":
-            head = cut(size(1_600))
-            rounds = [[head + cut(50) for _ in range(size(12))]]
-        elif name == "docs":
-            documents = [cut(size(400)) for _ in range(6)]
-            weights = [1 / (rank + 1) for rank in range(6)]
-            pairs = [rng.choices(documents, weights, k=2) for _ in range(size(10))]
-            rounds = [[first + second + cut(20) for first, second in pairs]]
-        elif name == "branch":
-            head = cut(size(900))
-            rounds = [[head + cut(8) for _ in range(size(12))]]
         elif name == "agent":
             head = cut(size(500))
             rounds = turns([head + cut(60) for _ in range(4)], size(5), 120)
         else:
-            rounds = [[cut(size(400)) for _ in range(size(12))]]
+            documents = [cut(size(400)) for _ in range(6)]
+            weights = [1 / (rank + 1) for rank in range(6)]
+            pairs = [rng.choices(documents, weights, k=2) for _ in range(size(10))]
+            rounds = [[first + second + cut(20) for first, second in pairs]]
         return Workload(
             name, TITLES[name], tuple(map(tuple, rounds)), NUM_NEW.get(name, 32), len(head)
         )

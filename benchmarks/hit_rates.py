@@ -9,7 +9,6 @@ Everything but the seconds is deterministic.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import platform
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.report import replace_block
+from harness.report import parse_traces, replace_block
 
 from radixserve import __version__
 from radixserve.replay import (
@@ -50,13 +49,8 @@ DRAWN = {("lru", 1), ("lru+sessions", 1), ("arc", 1), ("lfu", 1), ("hash", 16), 
 NUM_SCHEDULED = 1_000  # requests of each trace
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR")
-    parser.add_argument("--only", default=",".join(SIZES), metavar="NAMES")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    args = parser.parse_args()
+def main() -> None:
+    args = parse_traces(__doc__, SIZES)
     (args.out / "img").mkdir(parents=True, exist_ok=True)
     for name in args.only.split(","):
         path = args.traces / f"{name}.jsonl.gz"
@@ -68,7 +62,6 @@ def main() -> int:
         seconds = time.perf_counter() - start
         say(f"{name}: {seconds:,.0f} s")
         save(study, orders, name, seconds, args.out)
-    return 0
 
 
 def measure(name: str, path: Path, limit: int | None) -> tuple[Study, Study]:
@@ -143,4 +136,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

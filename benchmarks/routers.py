@@ -8,13 +8,11 @@ real, times modelled; everything but the seconds is deterministic.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from harness.report import replace_block
+from harness.report import parse_traces, replace_block
 
 from radixserve.replay import CacheSpec, Cluster, read_trace
 from radixserve.replay.replicas import cluster_finding, replay_clusters
@@ -30,13 +28,8 @@ NUMBERS = (4, 16, 64)
 _LOADS = (1, 1.5, 2, 4, 8, 16, 64)  # ticks
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR")
-    parser.add_argument("--only", default=",".join(SIZES), metavar="NAMES")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    args = parser.parse_args()
+def main() -> None:
+    args = parse_traces(__doc__, SIZES)
     clusters = [Cluster(number, router) for number in NUMBERS for router in ROUTERS]
     results = args.out / "routers.json"
     for name in args.only.split(","):
@@ -47,7 +40,6 @@ def main() -> int:
         found = {one: known[one] for one in SIZES if one in known}
         results.write_text(json.dumps(found, indent=1) + "\n")
         save(found, args.out)
-    return 0
 
 
 def save(found: dict[str, Any], out: Path) -> None:
@@ -84,4 +76,4 @@ def save(found: dict[str, Any], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

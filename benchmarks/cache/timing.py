@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from harness.processes import take_turns
+
 Operation = Callable[[], object]
 Samples = dict[str, list[float]]  # by contender
 
@@ -52,12 +54,12 @@ def interleaved(
 ) -> Iterator[Figure]:
     """Each contender's operation, all of them once a round, so that noise of the machine reaches
     all of them alike. Each is called twice before."""
-    calls = {}
-    for name, operation in operations.items():
-        operation()
-        calls[name] = int(min(_MAX_CALLS, max(1.0, _SAMPLE_US / max(micros(operation), 0.1))))
-    samples: Samples = {name: [] for name in operations}
-    for _ in range(repeats):
-        for name, operation in operations.items():
-            samples[name].append(micros(operation, calls[name]))
-    yield from figures(key, what, samples)
+    timers = {name: _timer(operation) for name, operation in operations.items()}
+    yield from figures(key, what, take_turns(timers, repeats))
+
+
+def _timer(operation: Operation) -> Callable[[int], float]:
+    """Microseconds of a call: the mean of as many as a sample has time for."""
+    operation()
+    calls = int(min(_MAX_CALLS, max(1.0, _SAMPLE_US / max(micros(operation), 0.1))))
+    return lambda _: micros(operation, calls)

@@ -11,10 +11,12 @@ llama.cpp          its server, started by `Setup.command`; only for bench_model.
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from harness.workloads import Workload
 
@@ -34,27 +36,31 @@ class Answer:
     prompt: tuple[int, ...] = ()  # of a chat's turn, the whole history
 
 
-class Engine(Protocol):
-    """One engine with a model loaded. Some also have `sample`, `beam_search` and `chat`.
+class Engine(ABC):
+    """One engine with a model loaded. Some also have `sample`, `beam_search` and `chat`."""
 
-    `num_computed`: prompt tokens computed since `reset`, padding included. `pid`: of the process
-    that computes.
-    """
+    num_computed = 0  # prompt tokens computed since `reset`, padding included
 
-    num_computed: int
-    pid: int
+    @property
+    def pid(self) -> int:
+        """Of the process that computes."""
+        return os.getpid()
 
+    @abstractmethod
     def serve(self, prompts: Prompts, sessions: Sequence[int], num_new: int) -> list[Answer]:
         """Answer prompts that are sent at the same moment, each of one session."""
 
     def reset(self) -> None:
         """Forget every prompt; never timed."""
+        self.num_computed = 0
 
     def stats(self) -> dict[str, float]:
         """Counters since it was opened that only grow; of engines that tell the seconds spent in
         each part of their steps, also these: steps, schedule_s ..."""
+        return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """End what it has started."""
 
 
 @dataclass(frozen=True)

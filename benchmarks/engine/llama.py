@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.base import Answer, Prompts, Setup, Unavailable
+from engine.base import Answer, Engine, Prompts, Setup, Unavailable
 from harness.processes import ServerProcess
 
 _OPTIONS = {"temperature": 0.0, "ignore_eos": True, "stream": True, "cache_prompt": True,
             "return_tokens": True}  # fmt: skip
 
 
-class LlamaServer:
+class LlamaServer(Engine):
     """The program of `setup.command`. It cannot forget: give it other prompts in each turn."""
 
     def __init__(self, setup: Setup) -> None:
@@ -28,8 +28,11 @@ class LlamaServer:
             self._server = ServerProcess(setup.command, "/health", log)
         except (OSError, RuntimeError) as error:
             raise Unavailable(str(error)) from error
-        self.pid, self.num_computed = self._server.pid, 0
         self._pool = ThreadPoolExecutor(64)
+
+    @property
+    def pid(self) -> int:
+        return self._server.pid
 
     def serve(self, prompts: Prompts, _sessions: Sequence[int], num_new: int) -> list[Answer]:
         return list(self._pool.map(lambda prompt: self._ask(prompt, num_new), prompts))
@@ -47,12 +50,6 @@ class LlamaServer:
                     tokens += event.get("tokens", [])
         self.num_computed += event["timings"]["prompt_n"]
         return Answer(tokens, first)
-
-    def reset(self) -> None:
-        self.num_computed = 0
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         self._server.close()

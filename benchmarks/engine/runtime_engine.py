@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.base import Answer, Prompts, Setup, Unavailable
+from engine.base import Answer, Engine, Prompts, Setup, Unavailable
 
 from radixserve import ChatSession, InvalidRequest, Runtime, SamplingParams
 from radixserve.commands.terminal import PARTS
@@ -18,9 +17,9 @@ from radixserve.commands.terminal import PARTS
 BLOCK = 16  # tokens a page of the hash cache
 
 
-class RuntimeEngine:
+class RuntimeEngine(Engine):
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self.num_computed, self.pid = runtime, 0, os.getpid()
+        self._runtime = runtime
 
     @classmethod
     def open(cls, setup: Setup, cache: str, **settings: str) -> RuntimeEngine:
@@ -73,7 +72,7 @@ class RuntimeEngine:
 
     def reset(self) -> None:
         self._runtime.flush_cache()
-        self.num_computed = 0
+        super().reset()
 
     def stats(self) -> dict[str, float]:
         found = self._runtime.cache_stats()

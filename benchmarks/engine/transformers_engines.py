@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from engine.base import Answer, Prompts, Setup, Unavailable
+from engine.base import Answer, Engine, Prompts, Setup, Unavailable
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -31,7 +30,7 @@ _BLOCK = 256  # tokens a page of continuous batching: its default
 _BATCH_TOKENS = 512  # of one of its steps; radixserve's default
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """A checkpoint in transformers, and how many tokens went through it."""
 
     def __init__(self, setup: Setup) -> None:
@@ -43,19 +42,9 @@ class TransformersEngine:
         self._model.generation_config.pad_token_id = PAD
         self._model.register_forward_pre_hook(self._count, with_kwargs=True)
         self._work, self._workload = setup.work, setup.work.workload
-        self.num_computed, self.pid = 0, os.getpid()
 
     def _count(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_computed += (args[0] if args else kwargs["input_ids"]).numel()
-
-    def reset(self) -> None:
-        self.num_computed = 0
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 class _FirstToken(StoppingCriteria):

@@ -10,12 +10,14 @@ sharegpt   Llama-3-8B shapes, 1,000 requests with lengths from log-normal distri
            161 tokens in, 338 out; tokens are random, so that nothing is shared. Published for
            Llama-3.1-8B in bf16 on one H100, 1,000 prompts of ShareGPT offline, output tokens a
            second: SGLang 16,215, LMDeploy 16,132, vLLM 12,553
+beam       Llama-3-8B shapes, beam searches of 256 tokens in and out; few prompts first, then many
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -23,8 +25,9 @@ import numpy as np
 from engine.runtime_engine import RuntimeEngine
 from engine.serving import serving
 from gpu.bench import LLAMA, QWEN, Bench, Times
-from gpu.limits import serving_s
-from harness.workloads import Size, Workload, ideal_computed, make_workload
+from gpu.limits import beams_s, serving_s
+from harness.processes import take_turns
+from harness.workloads import QUICK, Size, Workload, ideal_computed, make_workload
 
 from radixserve import Runtime, SamplingParams
 
@@ -40,17 +43,15 @@ FULL = {
     "W3": Size(2_048, 64, 128, 16),
     "W4": Size(0, 1_024, 256, 64),
 }
-DRY = {
-    "W1": Size(16, 4, 4, 3),
-    "W2": Size(0, 6, 2, 3, rounds=2),
-    "W3": Size(24, 2, 2, 2),
-    "W4": Size(0, 12, 4, 3),
-}
+PUBLISHED_BEAMS = 551.8  # tokens a second on an H100, 100 prompts of the same lengths
+WIDTH = 4  # of a beam search
 
 
 def run(bench: Bench, group: str) -> None:
     if group == "workloads":
         measure_workloads(bench)
+    elif group == "beam":
+        measure_beams(bench)
     elif group == "sharegpt":
         lengths = draw_lengths(bench.pick(1_000, 4), bench.settings.seed)
         if bench.is_dry:
@@ -132,10 +133,10 @@ def measure_workloads(bench: Bench) -> None:
         bench.open_runtime(QWEN, cache="radix", engines=2, **settings) as on,
         bench.open_runtime(QWEN, cache="off", **settings) as off,
     ):
-        engines = RuntimeEngine(on), RuntimeEngine(off)
-        for name, size in bench.pick(FULL, DRY).items():
+        engines = {"on": RuntimeEngine(on), "off": RuntimeEngine(off)}
+        for name, size in FULL.items():
             with bench.case(name, CACHE_SECTION):
-                _compare(bench, name, size, engines, on.model.vocab_size)
+                _compare(bench, name, bench.pick(size, QUICK[name]), engines, on.model.vocab_size)
 
 
 class Played(NamedTuple):
@@ -146,7 +147,8 @@ class Played(NamedTuple):
     first_s: float  # mean time to the first token
 
 
-def _play(engine: RuntimeEngine, workload: Workload) -> Played:
+def _play(engine: RuntimeEngine, workloads: Sequence[Workload], pair: int) -> Played:
+    workload = workloads[pair]
     before, began = engine.num_computed, time.perf_counter()
     answers = serving(workload, workload, is_burst=True).run(engine)
     spent = time.perf_counter() - began
@@ -155,24 +157,23 @@ def _play(engine: RuntimeEngine, workload: Workload) -> Played:
 
 
 def _compare(
-    bench: Bench, name: str, size: Size, engines: tuple[RuntimeEngine, RuntimeEngine], vocab: int
+    bench: Bench, name: str, size: Size, engines: dict[str, RuntimeEngine], vocab: int
 ) -> None:
     """A workload with the cache and without it, in turns; the first pair warms up."""
-    found: list[tuple[Played, Played]] = []
-    excess = []  # computed with the cache over what an ideal one leaves to compute
-    for pair in range(bench.pick(10 if name == UNSHARED else 4, 1)):
-        workload = make_workload(name, size, vocab, seed=1_000 + pair)
-        runs = [_play(engine, workload) for engine in engines[:: -1 if pair % 2 else 1]]
-        on, off = runs[:: -1 if pair % 2 else 1]
-        found.append((on, off))
-        excess.append(on.num_computed / ideal_computed(workload))
-    del found[: bench.pick(1, 0)], excess[: bench.pick(1, 0)]
-    on, off = (sorted(side)[len(side) // 2] for side in zip(*found, strict=True))
+    warm_up, turns = bench.pick((1, 9 if name == UNSHARED else 3), (0, 1))
+    workloads = [make_workload(name, size, vocab, 1_000 + at) for at in range(warm_up + turns)]
+    plays = {label: partial(_play, engine, workloads) for label, engine in engines.items()}
+    runs = take_turns(plays, turns, warm_up)
+    on, off = (sorted(runs[label])[turns // 2] for label in ("on", "off"))
+    ideal = map(ideal_computed, workloads[warm_up:])
+    excess = [one.num_computed / least for one, least in zip(runs["on"], ideal, strict=True)]
+    gains = [off.seconds / on.seconds for on, off in zip(runs["on"], runs["off"], strict=True)]
+    workload = workloads[-1]
     num_out = workload.num_requests * workload.num_new
     cells = {
         "on s": on.seconds,
         "off s": off.seconds,
-        "off / on": f"{median(off.seconds / on.seconds for on, off in found):.3f}",
+        "off / on": f"{median(gains):.3f}",
         "on tok/s": num_out / on.seconds,
         "off tok/s": num_out / off.seconds,
         "on first ms": on.first_s * 1e3,
@@ -180,7 +181,7 @@ def _compare(
         "computed": f"{on.num_computed / off.num_computed:.1%}",
         "of ideal": f"{max(excess):.3f}",
     }
-    loss = median(on.seconds / off.seconds for on, off in found) - 1
+    loss = 1 / median(gains) - 1
     check = bench.at_most("loss without reuse", loss, MOST_LOSS)
     bench.row(
         workload.what,
@@ -188,7 +189,7 @@ def _compare(
         *([check] if name == UNSHARED else []),
         section=CACHE_SECTION,
         failed=judge(excess, bench),
-        details={"pairs_s": [[on.seconds, off.seconds] for on, off in found]},
+        details={label: [one.seconds for one in played] for label, played in runs.items()},
     )
 
 
@@ -199,3 +200,40 @@ def judge(excess: list[float], bench: Bench) -> str:
     if min(excess) < 1 - NEAR_IDEAL and not bench.is_dry:  # few tokens in all, which may repeat
         return "tokens of other runs were found cached"
     return ""
+
+
+def measure_beams(bench: Bench) -> None:
+    prompt, new = bench.pick((256, 256), (5, 4))
+    rows, pool = bench.pick((256, 262_144), (8, 1_024))
+    lengths = {"max_running_requests": rows, "max_seq_len": prompt + new + 8, "pool": pool}
+    with bench.open_runtime(LLAMA, **lengths) as rt:
+        bench.note(f"{rt.resolved_config}")
+        bench.note("tok/s counts the best answer of each prompt alone; the beams of one make four")
+        for count in bench.pick((2, 16, 100), (1, 2)):
+            with bench.case(name := f"{count} prompts, {prompt} in, {new} out"):
+                _search(bench, rt, name, count, prompt, new)
+
+
+def _search(bench: Bench, rt: Runtime, name: str, count: int, prompt: int, new: int) -> None:
+    rng = np.random.default_rng([bench.settings.seed, count])
+    prompts = rng.integers(0, rt.model.vocab_size, (count, prompt)).tolist()
+    before = rt.cache_stats().get("preemptions", 0)
+    began = time.perf_counter()
+    answers = rt.beam_search(prompts, beam_width=WIDTH, max_tokens=new, ignore_eos=True)
+    spent = time.perf_counter() - began
+    lengths = {len(one.token_ids) for found in answers for one in found}
+    widths = {len(found) for found in answers}
+    scores = [[one.score for one in found] for found in answers]
+    failed = ""
+    if lengths != {new} or widths != {WIDTH}:
+        failed = f"answers of {sorted(lengths)} tokens, {sorted(widths)} of a prompt"
+    elif any(sorted(found, reverse=True) != found for found in scores):
+        failed = "answers are not in the order of their scores"
+    limit = beams_s(bench.shape(LLAMA), bench.ceilings, count, WIDTH, prompt, new)
+    rate = count * new / spent
+    cells = {"s": spent, "limit s": limit, "of limit": f"{limit / spent:.0%}", "tok/s": rate,
+             "all beams": WIDTH * rate}  # fmt: skip
+    check = bench.at_least("tok/s of the best answers", rate, PUBLISHED_BEAMS)
+    details = {"preemptions": rt.cache_stats().get("preemptions", 0) - before}
+    checks = [check] if count >= 24 or bench.is_dry else []
+    bench.row(name, cells, *checks, failed=failed, details=details)

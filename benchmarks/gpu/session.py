@@ -53,7 +53,7 @@ PARTS = {
     "sharegpt": Spec(
         f"1,000 requests as long as ShareGPT's, {_8B}", 240, ("sharegpt",), module="throughput"
     ),
-    "beam": Spec(f"beam search, width 4, {_8B}", 300),
+    "beam": Spec(f"beam search, width 4, {_8B}", 300, ("beam",), module="throughput"),
 }
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,16 @@ def parse_sizes(doc: str | None, **defaults: Any) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def parse_traces(doc: str | None, names: Iterable[str]) -> argparse.Namespace:
+    """The arguments of benchmarks over recorded traces."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR")
+    parser.add_argument("--only", default=",".join(names), metavar="NAMES")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    return parser.parse_args()
+
+
 def print_table(
     args: argparse.Namespace,
     columns: Sequence[str],
@@ -155,7 +165,8 @@ def print_table(
     packages: Sequence[str] = (),
 ) -> None:
     """Hardware, versions and arguments, then the rows; with --json as one document."""
-    settings = {**describe_machine(packages), **vars(args)}
+    given = {name: value for name, value in vars(args).items() if name != "json"}
+    settings = {**describe_machine(packages), **given}
     if args.json:
         print(json.dumps({"settings": settings, "columns": columns, "rows": rows}))
     else:
