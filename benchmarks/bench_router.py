@@ -17,7 +17,7 @@ import numpy as np
 from harness.report import parse_sizes, print_table
 
 from radixserve.arrays import IntArray
-from radixserve.cache.events import Dropped, Event, EventBatch, EventSnapshot, Stored
+from radixserve.cache.events import Event, EventBatch, EventSnapshot, Removed, Stored
 from radixserve.routing.tree_router import TreeRouter
 
 TURN = 64  # tokens
@@ -105,7 +105,7 @@ def churn(world: World, number: int, router: TreeRouter) -> tuple[str, EventBatc
         generation = (turn * (BATCH // 2) + pair) // world.per_replica
         node = world.node(at, last) + generation * 10**9
         tokens = world.turns(replica, at)[last].tobytes()
-        events.append(Dropped(node, TURN))
+        events.append(Removed(node, TURN))
         events.append(Stored(node + 10**9, world.node(at, last - 1), "", tokens))
     name = f"r{replica}"
     first = router.index.stands_at(name) + turn * BATCH

@@ -29,7 +29,7 @@ class Stored(NamedTuple):
     tokens: bytes  # int32
 
 
-class Grown(NamedTuple):
+class Appended(NamedTuple):
     """`tokens` were appended to a node without children."""
 
     node: int
@@ -44,14 +44,14 @@ class Split(NamedTuple):
     num_tokens: int
 
 
-class Cut(NamedTuple):
+class Truncated(NamedTuple):
     """A node without children has lost its last `num_tokens` tokens, not all."""
 
     node: int
     num_tokens: int
 
 
-class Dropped(NamedTuple):
+class Removed(NamedTuple):
     """A node without children is gone, and its last `num_tokens` tokens are nowhere else. Siblings
     hold those before, less than a page. Of a block that a hash cache drops they are all."""
 
@@ -65,7 +65,7 @@ class Reset(NamedTuple):
     namespace: str
 
 
-Event = Stored | Grown | Split | Cut | Dropped | Reset
+Event = Stored | Appended | Split | Truncated | Removed | Reset
 
 
 class EventBatch(NamedTuple):
@@ -133,11 +133,11 @@ class EventLog:
 
     def add(self, event: Event) -> None:
         """For the cache: something happened."""
-        if isinstance(event, Stored | Grown):
+        if isinstance(event, Stored | Appended):
             at = self._growing.get(event.node)
             if at is not None:
                 known = self._pending[at]
-                assert isinstance(known, Stored | Grown)
+                assert isinstance(known, Stored | Appended)
                 self._pending[at] = known._replace(tokens=known.tokens + event.tokens)
                 self._size += len(event.tokens)
                 return

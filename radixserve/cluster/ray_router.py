@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from radixserve.cluster import fronts
+from radixserve.cluster import frontends
 
 
 class ReplicaRequestRouter(RequestRouter):
-    """Calls go to the replica that they name; who is there is told to the process's fronts."""
+    """Calls go to the replica that they name; who is there is told to the process's frontends."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         names = [one.replica_id.unique_id for one in replicas]
-        fronts.note(self._deployment_id.app_name, names)
+        frontends.note(self._deployment_id.app_name, names)
 
     async def choose_replicas(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from radixserve.cluster import fronts
+from radixserve.cluster import frontends
 from radixserve.cluster.ray_router import ReplicaRequestRouter
 from radixserve.cluster.replica import EngineReplica, Report
 from radixserve.cluster.routing import ByTree
@@ -43,9 +43,11 @@ class ReplicaDeployment:
         self._check(replica)
         return await getattr(self._replica, method)(*args)
 
-    async def reports(self, replica: str, front: str, stream: int) -> AsyncGenerator[Report, None]:
+    async def reports(
+        self, replica: str, frontend: str, stream: int
+    ) -> AsyncGenerator[Report, None]:
         self._check(replica)
-        async for report in self._replica.reports(front, stream):
+        async for report in self._replica.reports(frontend, stream):
             yield report
 
     async def check_health(self) -> None:
@@ -66,19 +68,19 @@ class _RayLink:
     async def facts(self) -> EngineFacts:
         return await self._handle.ask.remote(self.name, "facts")
 
-    async def reports(self, front: str, stream: int) -> AsyncGenerator[Report, None]:
+    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
         call = self._handle.options(method_name="reports", stream=True)
-        async for report in call.remote(self.name, front, stream):
+        async for report in call.remote(self.name, frontend, stream):
             yield report
 
-    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool:
-        return await self._handle.ask.remote(self.name, "submit", front, stream, requests)
+    async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
+        return await self._handle.ask.remote(self.name, "submit", frontend, stream, requests)
 
-    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
-        await self._handle.ask.remote(self.name, "end", front, stream, request_ids)
+    async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
+        await self._handle.ask.remote(self.name, "end", frontend, stream, request_ids)
 
-    async def resync(self, front: str, stream: int) -> None:
-        await self._handle.ask.remote(self.name, "resync", front, stream)
+    async def resync(self, frontend: str, stream: int) -> None:
+        await self._handle.ask.remote(self.name, "resync", frontend, stream)
 
     async def call(self, message: Message[Any]) -> Any:
         return await self._handle.ask.remote(self.name, "call", message)
@@ -145,13 +147,13 @@ def start_replicas(
         worker.set_replicas([_RayLink(handle, one) for one in names])
 
     def close() -> None:
-        fronts.forget(name)
+        frontends.forget(name)
         serve.delete(name)
         if is_new:
             serve.shutdown()
             ray.shutdown()
 
-    fronts.follow(name, note)
+    frontends.follow(name, note)
     app = deployment.bind(model, dict(settings))
     try:
         handle = serve.run(app, name=name, route_prefix=None)

@@ -22,13 +22,13 @@ from radixserve.output import EngineStatus, RequestOutput
 from radixserve.request import Request
 from radixserve.text.tokenizer import Tokenizer
 
-REPORT_EVERY_S = 1.0  # at least, so that a front knows that the replica lives
+REPORT_EVERY_S = 1.0  # at least, so that a frontend knows that the replica lives
 _MAX_EVENTS = 100_000  # in one report
-FRONT_TIMEOUT_S = 30.0  # a front that says nothing for so long has ended
+FRONTEND_TIMEOUT_S = 30.0  # a frontend that says nothing for so long has ended
 
 
 class Report(NamedTuple):
-    """What a replica tells a front: all that came since the last report, in order."""
+    """What a replica tells a frontend: all that came since the last report, in order."""
 
     outputs: list[RequestOutput]
     failures: list[tuple[str, BaseException]]  # by request id
@@ -37,25 +37,25 @@ class Report(NamedTuple):
 
 
 class EngineReplica:
-    """A Runtime for fronts: processes that hold the callers' requests and texts.
+    """A Runtime for frontends: processes that hold the callers' requests and texts.
 
-    A front reads one stream of reports, about one a step. A new stream of the same front ends the
-    one before, and the requests that it was to report on. Owned by one event loop.
+    A frontend reads one stream of reports, about one a step. Its next stream ends the one before
+    and the requests reported there. Owned by one event loop.
     """
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
         self._runtime = _ReplicaRuntime(model, **settings)
-        self._fronts: dict[str, _Front] = {}
+        self._frontends: dict[str, _Frontend] = {}
 
     async def facts(self) -> EngineFacts:
         return self._runtime.facts
 
-    async def reports(self, front: str, stream: int) -> AsyncIterator[Report]:
+    async def reports(self, frontend: str, stream: int) -> AsyncIterator[Report]:
         """`stream`: its number, which `submit` names, too."""
-        self._drop(front)
-        found = self._fronts[front] = _Front(stream, self._runtime.wakers)
+        self._drop(frontend)
+        found = self._frontends[frontend] = _Frontend(stream, self._runtime.wakers)
         try:
-            while self._fronts.get(front) is found:
+            while self._frontends.get(frontend) is found:
                 await found.wait()
                 if found.asking is None or found.asking.done():
                     found.asking = asyncio.create_task(self._take_events(found))
@@ -64,35 +64,35 @@ class EngineReplica:
         finally:
             if found.asking is not None:
                 found.asking.cancel()
-            if self._fronts.get(front) is found:
-                self._drop(front)
+            if self._frontends.get(frontend) is found:
+                self._drop(frontend)
 
-    async def _take_events(self, front: _Front) -> None:
-        """Of the cache, for all fronts; `front` gets a snapshot where it needs one."""
-        needs_snapshot = front.end is None
+    async def _take_events(self, frontend: _Frontend) -> None:
+        """Of the cache, for all frontends; `frontend` gets a snapshot where it needs one."""
+        needs_snapshot = frontend.end is None
         with contextlib.suppress(EngineDead):
             batch, snapshot = await self.call(TakeEvents(needs_snapshot))
-            for one in self._fronts.values():
+            for one in self._frontends.values():
                 one.put_events(batch)
             if snapshot is not None:
-                front.put_snapshot(snapshot)
+                frontend.put_snapshot(snapshot)
 
-    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool:
+    async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
         """Queue requests so that they arrive together; False where the stream has ended."""
-        found = self._find(front, stream)
+        found = self._find(frontend, stream)
         if found is not None:
             await asyncio.to_thread(self._runtime.submit_for, found, requests)
         return found is not None
 
-    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
-        """End requests with finish_reason "abort"; with none of them it says that the front
+    async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
+        """End requests with finish_reason "abort"; with none of them it says that the frontend
         lives."""
-        if self._find(front, stream) is not None and request_ids:
+        if self._find(frontend, stream) is not None and request_ids:
             self._runtime.end(request_ids)
 
-    async def resync(self, front: str, stream: int) -> None:
-        """The front has missed events: a snapshot of the cache comes with a later report."""
-        found = self._find(front, stream)
+    async def resync(self, frontend: str, stream: int) -> None:
+        """The frontend has missed events: a snapshot of the cache comes with a later report."""
+        found = self._find(frontend, stream)
         if found is not None:
             found.end = None
 
@@ -101,21 +101,21 @@ class EngineReplica:
         return await self._runtime.ask(message)
 
     async def check_health(self) -> None:
-        """Raises EngineDead. Ends the requests of fronts that have ended."""
+        """Raises EngineDead. Ends the requests of frontends that have ended."""
         self._runtime.check_alive()
-        for name, front in list(self._fronts.items()):
-            if time.monotonic() - front.seen_at > FRONT_TIMEOUT_S:
+        for name, frontend in list(self._frontends.items()):
+            if time.monotonic() - frontend.seen_at > FRONTEND_TIMEOUT_S:
                 self._drop(name)
 
-    def _find(self, front: str, stream: int) -> _Front | None:
-        found = self._fronts.get(front)
+    def _find(self, frontend: str, stream: int) -> _Frontend | None:
+        found = self._frontends.get(frontend)
         if found is None or found.stream != stream:
             return None
         found.seen_at = time.monotonic()
         return found
 
-    def _drop(self, front: str) -> None:
-        found = self._fronts.pop(front, None)
+    def _drop(self, frontend: str) -> None:
+        found = self._frontends.pop(frontend, None)
         if found is not None:
             self._runtime.end(list(found.open_ids))
 
@@ -123,8 +123,8 @@ class EngineReplica:
         self._runtime.close()
 
 
-class _Front:
-    """What waits for a front: put by the engine's thread, taken in the loop."""
+class _Frontend:
+    """What waits for a frontend: put by the engine's thread, taken in the loop."""
 
     def __init__(self, stream: int, wakers: LoopWakers) -> None:
         self.stream = stream
@@ -192,15 +192,15 @@ class _ReplicaRuntime(Runtime):
     def wakers(self) -> LoopWakers:
         return self._client.wakers
 
-    def submit_for(self, front: _Front, requests: Sequence[Request]) -> None:
+    def submit_for(self, frontend: _Frontend, requests: Sequence[Request]) -> None:
         """Blocks while grammars are compiled."""
         tickets = []
         for request in requests:
             structured = request.params.structured_output
             if structured is not None:
                 request = replace(request, grammar=self._builder.grammars.compile(structured))
-            front.open_ids.add(request.request_id)
-            tickets.append(_RelayTicket(request, self.tokenizer, front))
+            frontend.open_ids.add(request.request_id)
+            tickets.append(_RelayTicket(request, self.tokenizer, frontend))
         self._worker.submit(tickets)
 
     def end(self, request_ids: Sequence[str]) -> None:
@@ -216,21 +216,21 @@ class _ReplicaRuntime(Runtime):
 class _RelayTicket(Ticket):
     """Hands outputs on; makes text only to find stop strings."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, front: _Front) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, frontend: _Frontend) -> None:
         stops = request.params.stop if tokenizer is not None else ()
         super().__init__(request, tokenizer if stops else None, _ignore, streams=False)
-        self._front = front
+        self._frontend = frontend
         if request.beams is not None and tokenizer is not None and stops:
             self.is_stopped = stop_check(tokenizer, tuple(stops))
 
     def push(self, output: RequestOutput) -> bool:
-        self._front.put(output)
+        self._frontend.put(output)
         if self.request.beams is not None or output.finish is not None:
             return False
         return super().push(output)
 
     def fail(self, error: BaseException) -> None:
-        self._front.fail(self.request.request_id, error)
+        self._frontend.fail(self.request.request_id, error)
 
 
 def _ignore(event: Event) -> None:

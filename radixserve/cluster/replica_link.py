@@ -20,13 +20,13 @@ class ReplicaLink(Protocol):
 
     async def facts(self) -> EngineFacts: ...
 
-    def reports(self, front: str, stream: int) -> AsyncGenerator[Report, None]: ...
+    def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]: ...
 
-    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool: ...
+    async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool: ...
 
-    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None: ...
+    async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None: ...
 
-    async def resync(self, front: str, stream: int) -> None:
+    async def resync(self, frontend: str, stream: int) -> None:
         """Events were lost: send a snapshot."""
         ...
 
@@ -34,7 +34,7 @@ class ReplicaLink(Protocol):
 
 
 class Replica:
-    """What the front knows of a replica while there is one."""
+    """What the frontend knows of a replica while there is one."""
 
     def __init__(self, link: ReplicaLink) -> None:
         self.link = link

@@ -46,7 +46,7 @@ class ClusterWorker:
         """`silence_s`: a replica that says nothing for so long is taken for lost."""
         self._router = router
         self._silence_s = silence_s
-        self._front = uuid.uuid4().hex  # names this process to the replicas
+        self._frontend = uuid.uuid4().hex  # names this process to the replicas
         self._numbers = itertools.count()
         self._replicas: dict[str, Replica] = {}
         self._open: dict[str, OpenRequest] = {}  # by the id that replicas know
@@ -177,7 +177,7 @@ class ClusterWorker:
     def _place(self, one: OpenRequest) -> None:
         """Choose a replica for what is left of it."""
         self._open.pop(one.id, None)
-        one.id = f"{self._front} {next(self._numbers)}"
+        one.id = f"{self._frontend} {next(self._numbers)}"
         self._open[one.id] = one
         request = one.rest()
         one.replica = self._router.choose(request)
@@ -270,7 +270,7 @@ class ClusterWorker:
     async def _read(self, replica: Replica) -> None:
         facts = None if self._facts.done() else await replica.link.facts()
         async with contextlib.aclosing(
-            replica.link.reports(self._front, replica.stream)
+            replica.link.reports(self._frontend, replica.stream)
         ) as reports:
             while True:
                 async with asyncio.timeout(self._silence_s):
@@ -283,20 +283,20 @@ class ClusterWorker:
 
     async def _send(self, replica: Replica) -> None:
         """Pass on what waits, and a sign of life, until the replica knows the stream no more."""
-        link, front, stream = replica.link, self._front, replica.stream
+        link, frontend, stream = replica.link, self._frontend, replica.stream
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(replica.is_due.wait(), _KEEP_S)
             replica.is_due.clear()
             requests, replica.outbox = replica.outbox, []
             ended, replica.ended = replica.ended, []
-            if requests and not await link.submit(front, stream, requests):
+            if requests and not await link.submit(frontend, stream, requests):
                 return
             if replica.lacks_snapshot:
                 replica.lacks_snapshot = False
-                await link.resync(front, stream)
+                await link.resync(frontend, stream)
             if ended or not requests:
-                await link.end(front, stream, ended)
+                await link.end(frontend, stream, ended)
 
     def _note(self, replica: Replica, report: Report) -> None:
         name = replica.link.name

@@ -19,7 +19,7 @@ from hashlib import blake2b
 import numpy as np
 
 from radixserve.cache import EventBatch, EventSnapshot
-from radixserve.cache.events import ROOT, Cut, Event, Grown, Reset, Split, Stored
+from radixserve.cache.events import ROOT, Appended, Event, Reset, Split, Stored, Truncated
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.kv_events.schema import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 
@@ -77,13 +77,13 @@ class BlockView:
             self._namespaces.setdefault(event.namespace, set()).add(event.node)
             return self._hash_new(node)
         node = self._nodes[event.node]
-        if isinstance(event, Grown):
+        if isinstance(event, Appended):
             node.tokens += event.tokens
             return self._hash_new(node)
         if isinstance(event, Split):
             self._split(node, event)
             return None
-        if isinstance(event, Cut):
+        if isinstance(event, Truncated):
             del node.tokens[-event.num_tokens * TOKEN_BYTES :]
         else:
             del self._nodes[event.node]

@@ -23,12 +23,12 @@ class RotaryTable:
     """The rotation of every position, [n, 1, D/2] complex64; as many as were needed so far."""
 
     def __init__(self, inv_freq: Tensor, scaling: float, head_dim: int | None = None) -> None:
-        """`inv_freq` [R/2] float32 of the first R features of a head; the others are not turned.
+        """`inv_freq` [R/2] float32 of the first R features of a head; the others are not rotated.
 
         Cosines and sines of these R are multiplied by `scaling`. head_dim: D, R if None.
         """
         self._inv_freq, self._scaling = inv_freq, scaling
-        self._num_unturned = 0 if head_dim is None else head_dim // 2 - len(inv_freq)
+        self._num_unrotated = 0 if head_dim is None else head_dim // 2 - len(inv_freq)
         self._rows = self._make(FIRST_POSITIONS)
 
     def up_to(self, end: int) -> Tensor:
@@ -44,9 +44,9 @@ class RotaryTable:
 
     def _make(self, num_positions: int) -> Tensor:
         positions = torch.arange(num_positions, device=self._inv_freq.device)
-        turned = rotations(positions, self._inv_freq, self._scaling)
-        unturned = turned.new_ones((num_positions, 1, self._num_unturned))
-        return torch.cat((turned, unturned), -1) if self._num_unturned else turned
+        rotated = rotations(positions, self._inv_freq, self._scaling)
+        unrotated = rotated.new_ones((num_positions, 1, self._num_unrotated))
+        return torch.cat((rotated, unrotated), -1) if self._num_unrotated else rotated
 
 
 def rope_frequencies(

@@ -33,7 +33,7 @@ class ReplayRouter(Protocol):
     def end(self, index: int, num_output: int) -> None: ...
 
 
-class _Blind:
+class _CacheUnaware:
     """Knows nothing of the caches."""
 
     def __init__(self, num_replicas: int) -> None:
@@ -49,17 +49,17 @@ class _Blind:
         pass
 
 
-class RoundRobin(_Blind):
+class RoundRobin(_CacheUnaware):
     def choose(self, request: TraceRequest) -> int:
         return request.index % self._num_replicas
 
 
-class Random(_Blind):
+class Random(_CacheUnaware):
     def choose(self, request: TraceRequest) -> int:
         return random.Random(request.index).randrange(self._num_replicas)
 
 
-class BySession(_Blind):
+class BySession(_CacheUnaware):
     """Consistent hashing of the session, of the request itself where it has none."""
 
     def __init__(self, num_replicas: int) -> None:
@@ -76,7 +76,7 @@ class BySession(_Blind):
         return self._points[bisect(self._points, (key, -1)) % len(self._points)][1]
 
 
-class Approximate(_Blind):
+class Approximate(_CacheUnaware):
     """As SGLang's router describes its cache-aware policy: a tree of its own choices, which knows
     nothing of evictions. Where loads differ too much, to the replica with the fewest requests; else
     where most of the prompt was sent before, if that is enough of it; else where the tree is

@@ -17,16 +17,16 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.cache.events import (
     ROOT,
-    Cut,
-    Dropped,
+    Appended,
     Event,
     EventBatch,
     EventCursor,
     EventSnapshot,
-    Grown,
+    Removed,
     Reset,
     Split,
     Stored,
+    Truncated,
 )
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.routing.index_node import NO_CHILDREN, IndexNode, Reserved, Root
@@ -141,15 +141,15 @@ class TokenIndex:
         if isinstance(event, Stored):
             above = self._root(event.namespace) if event.parent == ROOT else ends[event.parent]
             ends[event.node] = self._store(above, event.tokens, 1 << holder.number)
-        elif isinstance(event, Grown):
+        elif isinstance(event, Appended):
             ends[event.node] = self._grow(ends[event.node], event.tokens, 1 << holder.number)
-        elif isinstance(event, Dropped):
+        elif isinstance(event, Removed):
             node = ends.pop(event.node)
             holder.evicted_at = node.used_at
             self._clear(node, event.num_tokens, 1 << holder.number)
         elif isinstance(event, Split):
             ends[event.upper] = self._above(ends[event.node], event.num_tokens)
-        elif isinstance(event, Cut):
+        elif isinstance(event, Truncated):
             node = self._above(ends[event.node], event.num_tokens)
             holder.evicted_at = node.used_at
             self._clear(ends[event.node], event.num_tokens, 1 << holder.number)

@@ -52,7 +52,7 @@ GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a ro
 
 
 @dataclass(frozen=True, slots=True)
-class LateSample:
+class DeferredSample:
     """Draws that are not queued yet: masks may need tokens that the host does not know."""
 
     plan: SamplePlan
@@ -67,7 +67,7 @@ class PendingStep:
 
     sample: PendingSample | None  # None: nothing is drawn here, or not yet
     num_outputs: int
-    late: LateSample | None = None  # what is left to queue, once the step before is collected
+    deferred: DeferredSample | None = None  # queued when the step before is collected
     error: Exception | None = None  # of queueing that: `collect` raises it
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("prepare", "forward", "sample"), 0.0)
@@ -112,7 +112,7 @@ class CudaModelRunner(SingleDeviceRunner):
         self._piecewise: PiecewiseGraphs | None = None
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the last step
         self._is_known = np.zeros(0, bool)  # which of them the device has
-        self._late: PendingStep | None = None  # the last step, while its draws are not queued
+        self._deferred: PendingStep | None = None  # the last step, while its draws are not queued
         with self._queue.active():
             self._start(parts.backend_name)
         self._describe(self._graphs.sizes, max(self._piecewise.sizes) if self._piecewise else 0)
@@ -128,7 +128,7 @@ class CudaModelRunner(SingleDeviceRunner):
         """
         began = time.perf_counter()
         with self._queue.active(), self._checked():
-            self._sample_late(None)
+            self._sample_deferred(None)
             if schedule.rows:
                 return self._launch(schedule, began)
             if len(schedule.cow_copies):
@@ -141,8 +141,8 @@ class CudaModelRunner(SingleDeviceRunner):
         """Wait for a launched step and read what it drew; then queue the draws of the step after it
         that wait for these tokens."""
         with self._queue.active(), self._checked():
-            if pending is self._late:
-                self._sample_late(None)
+            if pending is self._deferred:
+                self._sample_deferred(None)
             if pending.error is not None:
                 raise pending.error
         if pending.sample is None:
@@ -153,7 +153,7 @@ class CudaModelRunner(SingleDeviceRunner):
             pending.sample.transfer.event.wait()
             arrived = time.perf_counter()
             outputs = self._sampler.collect(pending.sample)
-            self._sample_late(outputs)
+            self._sample_deferred(outputs)
         pending.seconds["forward"] += arrived - began
         pending.seconds["sample"] += time.perf_counter() - arrived
         return ModelRunnerOutput(outputs, pending.seconds)
@@ -204,11 +204,11 @@ class CudaModelRunner(SingleDeviceRunner):
             pending = self._receive_tokens(len(schedule.rows))
         else:
             pending = PendingStep(None, plan.num_outputs)
-            late = LateSample(plan, logits, device_tensors, graph is not None)
+            deferred = DeferredSample(plan, logits, device_tensors, graph is not None)
             if plan.awaits_tokens:
-                pending.late, self._late = late, pending
+                pending.deferred, self._deferred = deferred, pending
             else:
-                pending.sample = self._queue_draws(late, masks)
+                pending.sample = self._queue_draws(deferred, masks)
         pending.seconds["prepare"] = prepared - began
         pending.seconds["forward"] = computed - prepared
         pending.seconds["sample"] = time.perf_counter() - computed
@@ -228,23 +228,23 @@ class CudaModelRunner(SingleDeviceRunner):
         self._tp_group.broadcast(self._tokens)
         return PendingStep(None, num_rows)
 
-    def _sample_late(self, previous: Sequence[SampleOutput | None] | None) -> None:
+    def _sample_deferred(self, previous: Sequence[SampleOutput | None] | None) -> None:
         """Queue the draws that were left, if there are any. previous: the outputs of the step
         before; None where it failed, and its requests with it."""
-        pending, self._late = self._late, None
+        pending, self._deferred = self._deferred, None
         if pending is not None:
-            assert pending.late is not None
+            assert pending.deferred is not None
             began = time.perf_counter()
             try:
-                masks = begin_device_masks(pending.late.plan, self.info.vocab_size, previous)
-                pending.sample = self._queue_draws(pending.late, masks)
+                masks = begin_device_masks(pending.deferred.plan, self.info.vocab_size, previous)
+                pending.sample = self._queue_draws(pending.deferred, masks)
             except Exception as error:  # of that step, not of the one that is collected now
                 pending.error = error
                 self._is_known = np.zeros(pending.num_outputs, bool)
-            pending.late = None
+            pending.deferred = None
             pending.seconds["sample"] += time.perf_counter() - began
 
-    def _queue_draws(self, draws: LateSample, masks: StepMasks | None) -> PendingSample:
+    def _queue_draws(self, draws: DeferredSample, masks: StepMasks | None) -> PendingSample:
         plan = draws.plan
         sample = self._sampler.launch(
             *(draws.logits, plan, draws.device_tensors, self._tokens),

@@ -103,7 +103,7 @@ def add_bias(logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     return logits.index_put(places, tensors["bias"].to(logits.dtype), accumulate=True)
 
 
-class _LateBan(NamedTuple):
+class _ConditionalBan(NamedTuple):
     """A token forbidden only if the token that the step in flight draws is `needed`."""
 
     row: int
@@ -126,20 +126,24 @@ def ban_arrays(
         arrays["allowed_places"] = np.repeat(np.arange(len(allowed)), [len(one) for one in ids])
         arrays["allowed_ids"] = np.concatenate(ids)
     banned: list[tuple[int, int]] = []
-    late: list[_LateBan] = []
+    conditional: list[_ConditionalBan] = []
     for row, spec in enumerate(specs):
         if spec.matcher is None:  # else its mask says so
             banned += [(row, token_id) for token_id in spec.banned_ids]
         if spec.bad_words_ids:
-            found, later = _bad_words(spec)
+            found, conditional_pairs = _bad_words(spec)
             banned += [(row, token_id) for token_id in found]
-            late += [_LateBan(row, *pair) for pair in later]
+            conditional += [_ConditionalBan(row, *pair) for pair in conditional_pairs]
     if banned:
         arrays["banned_draws"], arrays["banned_ids"] = _columns(banned)
-    if late:
-        columns = _columns(late)
-        arrays["late_draws"], arrays["late_ids"], arrays["late_needed"] = columns
-        arrays["late_outputs"] = np.array([future_indices[ban.row] for ban in late], np.int64)
+    if conditional:
+        columns = _columns(conditional)
+        arrays["conditional_draws"], arrays["conditional_ids"], arrays["conditional_needed"] = (
+            columns
+        )
+        arrays["conditional_outputs"] = np.array(
+            [future_indices[ban.row] for ban in conditional], np.int64
+        )
     return arrays
 
 
@@ -155,12 +159,12 @@ def forbid(logits: Tensor, tensors: dict[str, Tensor], previous: Tensor | None =
     if "banned_ids" in tensors:
         places = tensors["banned_draws"], tensors["banned_ids"]
         logits = logits.index_put(places, logits.new_full((), -torch.inf))
-    if "late_ids" in tensors:
+    if "conditional_ids" in tensors:
         assert previous is not None
-        drawn = previous.index_select(0, tensors["late_outputs"])
+        drawn = previous.index_select(0, tensors["conditional_outputs"])
         zeros = torch.zeros_like(drawn, dtype=logits.dtype)
-        change = zeros.masked_fill(drawn == tensors["late_needed"], -torch.inf)
-        places = tensors["late_draws"], tensors["late_ids"]
+        change = zeros.masked_fill(drawn == tensors["conditional_needed"], -torch.inf)
+        places = tensors["conditional_draws"], tensors["conditional_ids"]
         logits = logits.index_put(places, change, accumulate=True)
     return logits
 
@@ -168,17 +172,17 @@ def forbid(logits: Tensor, tensors: dict[str, Tensor], previous: Tensor | None =
 def _bad_words(spec: SampleSpec) -> tuple[list[int], list[tuple[int, int]]]:
     """Tokens that would complete a bad word; and (token, the unknown last token that is needed)."""
     output = spec.token_ids[spec.num_prompt :]
-    banned, late = [], []
+    banned, conditional = [], []
     assert spec.num_unknown <= 1, "more than one step is in flight"
     for *before, last in spec.bad_words_ids:
         known = before[: len(before) - spec.num_unknown]
         if len(before) > spec.num_drawn or output[len(output) - len(known) :].tolist() != known:
             continue
         if before and spec.num_unknown:
-            late.append((last, before[-1]))
+            conditional.append((last, before[-1]))
         else:
             banned.append(last)
-    return banned, late
+    return banned, conditional
 
 
 def _columns(pairs: Sequence[tuple[int, ...]]) -> tuple[IndexArray, ...]:

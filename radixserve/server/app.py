@@ -25,12 +25,12 @@ from radixserve.server import (
 )
 from radixserve.server.anthropic_messages import routes as anthropic_messages
 from radixserve.server.comparison import Comparison
+from radixserve.server.disconnect import ClientGone
 from radixserve.server.errors import ApiError, as_api_error
-from radixserve.server.gate import Gate, error_response
+from radixserve.server.middleware import RequestMiddleware, error_response
 from radixserve.server.responses import routes as responses
 from radixserve.server.snapshots import Snapshots
 from radixserve.server.state import Server, server_of
-from radixserve.server.watched import ClientGone
 
 _GONE = 499  # the client closed the connection; it never sees this
 
@@ -48,7 +48,7 @@ def make_app(server: Server) -> FastAPI:
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, _failed)
     app.add_exception_handler(ClientGone, _gone)
-    app.add_middleware(Gate, server=server)
+    app.add_middleware(RequestMiddleware, server=server)
     return app
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from radixserve.arrays import IntArray
 from radixserve.errors import InvalidRequest
 from radixserve.output import Completion
-from radixserve.server.conversations import Known
+from radixserve.server.conversations import RenderedChat
 from radixserve.server.errors import invalid
 from radixserve.server.messages import Message, answer_key, call_message
 from radixserve.server.output_parser import ParsedAnswer
@@ -44,7 +44,7 @@ class ChatPrompt:
             return
         if answer.content == one.text:
             said, text = _said(server, self.token_ids, one)
-            found = Known(self.text + text, self._with(said), one.text)
+            found = RenderedChat(self.text + text, self._with(said), one.text)
         else:
             known = await in_thread_if(
                 is_much_text(self.text), lambda: self._of_parts(server, answer, one)
@@ -54,7 +54,9 @@ class ChatPrompt:
             found = known
         server.conversations.note(self.namespace, found)
 
-    def _of_parts(self, server: Server, answer: ParsedAnswer, one: Completion) -> Known | None:
+    def _of_parts(
+        self, server: Server, answer: ParsedAnswer, one: Completion
+    ) -> RenderedChat | None:
         """An answer that comes back in parts, which the template renders in its own way: with other
         white space in the JSON, say. The generated ids stand for the text that it makes of them.
 
@@ -93,7 +95,7 @@ class ChatPrompt:
             return None
         said = _without_end(server, list(one.token_ids), one)
         key = answer_key(answer.content or "", calls)
-        return Known(self.text + rendered, self._with(said), key)
+        return RenderedChat(self.text + rendered, self._with(said), key)
 
     def _with(self, said: Sequence[int]) -> IntArray:
         return np.concatenate([self.token_ids, np.asarray(said, np.int32)])

@@ -17,7 +17,7 @@ from radixserve.arrays import IntArray
 _MAX_CHARACTERS = 64_000_000
 
 
-class Known(NamedTuple):
+class RenderedChat(NamedTuple):
     """A rendered conversation up to the end of an answer."""
 
     text: str
@@ -30,14 +30,14 @@ class Conversations:
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._by_text: SortedDict = SortedDict()  # (namespace, text) -> Known
+        self._by_text: SortedDict = SortedDict()  # (namespace, text) -> RenderedChat
         self._recent: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._num_characters = 0
 
     def __len__(self) -> int:
         return len(self._recent)
 
-    def note(self, namespace: str, known: Known) -> None:
+    def note(self, namespace: str, known: RenderedChat) -> None:
         """Remember an answer; one of the same text replaces it. O(log n) comparisons."""
         if not self._max_entries or len(known.text) > _MAX_CHARACTERS:
             return
@@ -52,7 +52,7 @@ class Conversations:
             del self._by_text[oldest]
             self._num_characters -= len(oldest[1])
 
-    def find(self, namespace: str, text: str, answers: Collection[str]) -> Known | None:
+    def find(self, namespace: str, text: str, answers: Collection[str]) -> RenderedChat | None:
         """The longest one that `text` begins with and whose answer is one of `answers`.
 
         All beginnings of a text come before it in the order of texts, longer ones after shorter
@@ -63,7 +63,7 @@ class Conversations:
             at = self._by_text.bisect_right((namespace, text)) - 1
             if at < 0:
                 return None
-            known: Known
+            known: RenderedChat
             (space, found), known = self._by_text.peekitem(at)
             if space != namespace:
                 return None

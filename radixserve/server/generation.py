@@ -11,13 +11,13 @@ from radixserve.api.request_handle import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
+from radixserve.server.disconnect import CancelOnDisconnect
 from radixserve.server.hints import OwnHints
 from radixserve.server.state import Server
 from radixserve.server.usage import Group, as_groups, grouped, usage_of
-from radixserve.server.watched import Watched
 
 
-class Generation(Watched):
+class Generation(CancelOnDisconnect):
     """Enter it, then take `groups` or iterate over `chunks`. Leaving aborts what has not ended."""
 
     def __init__(

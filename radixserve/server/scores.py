@@ -11,13 +11,13 @@ from starlette.responses import Response
 from radixserve.checks import shown
 from radixserve.errors import InvalidRequest
 from radixserve.output import add_usages
+from radixserve.server.disconnect import CancelOnDisconnect
 from radixserve.server.errors import ApiError, invalid
 from radixserve.server.json_response import answer
 from radixserve.server.prompts import read_prompts
 from radixserve.server.schema import ScoreRequest
 from radixserve.server.state import caller_of, server_of
 from radixserve.server.usage import usage_body
-from radixserve.server.watched import Watched
 
 router = APIRouter()
 
@@ -49,7 +49,7 @@ async def score(request: Request, body: ScoreRequest) -> Response:
         )
     server.limits.check(server.runtime.status(), len(candidates), len(prompt))
     try:
-        with Watched(server, request) as watched:
+        with CancelOnDisconnect(server, request) as watched:
             scores = await server.runtime.ascore(prompt, candidates, namespace=namespace)
     except InvalidRequest as error:
         raise invalid(error, param="candidates") from None

@@ -9,10 +9,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from radixserve.server.disconnect import ClientGone
 from radixserve.server.errors import ApiError, as_api_error
 from radixserve.server.generation import Generation
 from radixserve.server.json_response import dump
-from radixserve.server.watched import ClientGone
 
 DONE = "data: [DONE]\n\n"
 quote: Callable[[str], str] = json.dumps  # a text as JSON

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from radixserve.cache import EventBatch, EventCursor, EventSnapshot
-from radixserve.cache.events import ROOT, Cut, Dropped, Event, Grown, Reset, Split, Stored
+from radixserve.cache.events import ROOT, Appended, Event, Removed, Reset, Split, Stored, Truncated
 
 Prefix = tuple[int, ...]
 
@@ -57,13 +57,13 @@ class Mirror:
             edge.parent, edge.tokens = event.upper, edge.tokens[-event.num_tokens :]
             return
         assert not any(other.parent == event.node for other in edges.values())
-        if isinstance(event, Grown):
+        if isinstance(event, Appended):
             edge.tokens += _ids(event.tokens)
-        elif isinstance(event, Cut):
+        elif isinstance(event, Truncated):
             assert 0 < event.num_tokens < len(edge.tokens)
             edge.tokens = edge.tokens[: -event.num_tokens]
         else:
-            assert isinstance(event, Dropped)
+            assert isinstance(event, Removed)
             gone = self.path(event.node)
             del edges[event.node]
             covered = max((_common(gone, path) for path in self.paths(edge.namespace)), default=0)

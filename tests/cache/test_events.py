@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, rule
 
 import radixserve.cache.events as events
 from radixserve.cache import EventBatch, EventCursor, EventSnapshot, HashBlockCache, RadixCache
-from radixserve.cache.events import Cut, Dropped, Grown, Reset, Split, Stored
+from radixserve.cache.events import Appended, Removed, Reset, Split, Stored, Truncated
 from radixserve.errors import InvalidRequest
 from tests.cache.hash_world import HashWorld
 from tests.cache.mirror import Mirror, contents, ids
@@ -152,7 +152,7 @@ def test_the_events_of_a_tree() -> None:
     cache.evict(4)
     batch = log.take()
     assert batch.first == 4
-    assert batch.events == [Reset("b"), Dropped(1, 1), Dropped(4, 1), Dropped(3, 2)]
+    assert batch.events == [Reset("b"), Removed(1, 1), Removed(4, 1), Removed(3, 2)]
     assert log.take().events == []
 
 
@@ -168,7 +168,7 @@ def test_tokens_of_one_node_are_one_event_until_something_else_happens_to_it() -
     sequence.commit(5)
     sequence.release()
     cache.evict(2)
-    assert log.take().events == [Grown(1, ids([5])), Cut(1, 2)]
+    assert log.take().events == [Appended(1, ids([5])), Truncated(1, 2)]
 
 
 def test_a_snapshot_holds_what_is_pending_and_no_event_afterwards_changes_the_past() -> None:
@@ -191,7 +191,7 @@ def test_a_page_that_a_sibling_holds_in_part_is_said_to_stay() -> None:
     put(cache, [1, 2, 5, 6])
     log.take()
     cache.evict(4)
-    assert log.take().events == [Dropped(1, 2)]
+    assert log.take().events == [Removed(1, 2)]
 
 
 def test_what_nobody_takes_is_bounded_and_missed(monkeypatch: pytest.MonkeyPatch) -> None:

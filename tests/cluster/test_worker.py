@@ -49,9 +49,9 @@ class Link:
         self.check()
         return await self.replica.facts()
 
-    async def reports(self, front: str, stream: int) -> AsyncGenerator[Report, None]:
+    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
         self.check()
-        async for report in self.replica.reports(front, stream):
+        async for report in self.replica.reports(frontend, stream):
             while self.hangs:
                 await asyncio.sleep(0.05)
             self.check()
@@ -60,18 +60,18 @@ class Link:
             if self.cut_after is not None and self.num_outputs >= self.cut_after:
                 self.cut_after, self.is_cut = None, True
 
-    async def submit(self, front: str, stream: int, requests: Sequence[Request]) -> bool:
+    async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
         self.check()
-        return await self.replica.submit(front, stream, requests)
+        return await self.replica.submit(frontend, stream, requests)
 
-    async def end(self, front: str, stream: int, request_ids: Sequence[str]) -> None:
+    async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
         self.check()
-        await self.replica.end(front, stream, request_ids)
+        await self.replica.end(frontend, stream, request_ids)
 
-    async def resync(self, front: str, stream: int) -> None:
+    async def resync(self, frontend: str, stream: int) -> None:
         self.check()
         self.num_resyncs += 1
-        await self.replica.resync(front, stream)
+        await self.replica.resync(frontend, stream)
 
     async def call(self, message: Message[Any]) -> Any:
         self.check()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from radixserve.cache import EventBatch, EventSnapshot, HashBlockCache, RadixCache
-from radixserve.cache.events import Cut, Dropped, Event, Reset, Split, Stored
+from radixserve.cache.events import Event, Removed, Reset, Split, Stored, Truncated
 from radixserve.routing.token_index import Reservation, TokenIndex
 from tests.cache.hash_world import HashWorld
 from tests.cache.mirror import Prefix, contents, ids
@@ -152,9 +152,9 @@ def test_one_edge_for_what_replicas_share() -> None:
     feed(index, "b", Split(7, 8, 2), Stored(9, 8, "", ids([5])))
     assert (index.num_edges, index.num_tokens) == (3, 5)
     assert matched(index, ["a", "b"], (1, 2, 5), "") == [2, 3]
-    feed(index, "b", Dropped(7, 2))
+    feed(index, "b", Removed(7, 2))
     assert matched(index, ["a", "b"], (1, 2, 3, 4), "") == [4, 2]
-    feed(index, "a", Cut(1, 3))
+    feed(index, "a", Truncated(1, 3))
     assert matched(index, ["a", "b"], (1, 2, 3, 4), "") == [1, 2]
     index.check()
 

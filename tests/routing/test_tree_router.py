@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from radixserve.cache import EventBatch, EventSnapshot, RadixCache
-from radixserve.cache.events import Dropped, Event, Stored
+from radixserve.cache.events import Event, Removed, Stored
 from radixserve.routing.tree_router import StepCosts, TreeRouter
 from tests.cache.mirror import ids
 
@@ -85,9 +85,9 @@ def test_new_prompts_push_out_what_was_used_longest_ago() -> None:
     for name, first in (("r1", 0), ("r0", 10_000)):
         feed(router, name, Stored(1, 0, "", tokens(first, 100)), Stored(2, 1, "", tokens(7, 9)))
         clock.now += 50
-    feed(router, "r0", Dropped(2, 9))
+    feed(router, "r0", Removed(2, 9))
     clock.now += 50
-    feed(router, "r1", Dropped(2, 9))  # used 100 seconds before; r0's 50 seconds
+    feed(router, "r1", Removed(2, 9))  # used 100 seconds before; r0's 50 seconds
     assert router.choose("a", tokens(20_000, 500)) == "r1"
     router.end("a")
 

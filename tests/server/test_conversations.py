@@ -16,7 +16,7 @@ import httpx
 
 from radixserve import Runtime
 from radixserve.server import session_table
-from radixserve.server.conversations import Conversations, Known
+from radixserve.server.conversations import Conversations, RenderedChat
 from tests.pacing import held, wait_until
 from tests.server.local_server import LocalServer
 
@@ -179,7 +179,7 @@ def test_the_longest_beginning_is_found() -> None:
         for _ in range(rng.randint(0, 60)):
             space, answer = rng.choice("xy"), rng.choice("pq")
             text = "".join(rng.choice("ab") for _ in range(rng.randint(1, 9)))
-            table.note(space, Known(text, np.empty(0, np.int32), answer))
+            table.note(space, RenderedChat(text, np.empty(0, np.int32), answer))
             texts = [one for one in texts if one[:2] != (space, text)]
             texts = [*texts, (space, text, answer)][-40:]
         assert len(table) == len(texts)

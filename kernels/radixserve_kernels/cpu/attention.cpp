@@ -88,7 +88,7 @@ void Attention<T, A>::run_splits(const TeamThread &thread, const PagedKv<T> &kv,
     share(0, thread.claim(), num_heads, [&](const Task &task, const SplitBuffers<T> &buffers, int64_t head) {
         const TaskState<T> state = make_state(task, buffers.state, scratch);
         load_state(state, head);
-        reader.weigh(state, buffers, head);
+        reader.online_softmax(state, buffers, head);
         if (!head) buffers.mixed->store(0);
     });
     share(0, thread.claim(), reader.num_units, [&](const Task &task, const SplitBuffers<T> &buffers, int64_t unit) {

@@ -50,7 +50,7 @@ template <class T> class SplitReader {
     }
 
     // The rows of one head.
-    void weigh(const TaskState<T> &state, const SplitBuffers<T> &buffers, int64_t head) {
+    void online_softmax(const TaskState<T> &state, const SplitBuffers<T> &buffers, int64_t head) {
         const HeadState<T> part = state.head(head);
         for (int64_t row = 0; row < state.rows; row++)
             for (int64_t from = state.first_block(KEYS); from < state.end; from += KEYS) {

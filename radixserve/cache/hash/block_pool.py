@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from radixserve.cache.events import ROOT, Dropped, EventLog, Reset, Stored
+from radixserve.cache.events import ROOT, EventLog, Removed, Reset, Stored
 from radixserve.cache.hash.block import Block, BlockNamespace, BlockRun
 from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
 from radixserve.cache.hash.unused import UnusedBlocks
@@ -130,7 +130,7 @@ class BlockPool:
             if self._watched:
                 self.watch_registry.notify(key)
             if self.events is not None:
-                self.events.add(Dropped(block.block_id, self.block_size))
+                self.events.add(Removed(block.block_id, self.block_size))
             freed.append(block.page)
             if not namespace.blocks:
                 self.prune(namespace)

@@ -7,7 +7,16 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, cast
 
-from radixserve.cache.events import ROOT, Cut, Dropped, EventLog, Grown, Reset, Split, Stored
+from radixserve.cache.events import (
+    ROOT,
+    Appended,
+    EventLog,
+    Removed,
+    Reset,
+    Split,
+    Stored,
+    Truncated,
+)
 from radixserve.cache.radix.child_index import closest_child
 from radixserve.cache.radix.node import Node
 from radixserve.cache.radix.radix_tree import RadixTree
@@ -34,13 +43,13 @@ class PublishingTree(RadixTree):
     def extend(self, leaf: Node, tokens: bytearray, pages: array[int]) -> None:
         super().extend(leaf, tokens, pages)
         if not leaf.namespace.is_dead:
-            self.events.add(Grown(int(leaf.node_id), bytes(tokens)))
+            self.events.add(Appended(int(leaf.node_id), bytes(tokens)))
 
     def cut(self, leaf: Node, keep: int) -> array[int]:
         before = leaf.num_tokens
         pages = super().cut(leaf, keep)
         if not leaf.namespace.is_dead:
-            self.events.add(Cut(int(leaf.node_id), before - leaf.num_tokens))
+            self.events.add(Truncated(int(leaf.node_id), before - leaf.num_tokens))
         return pages
 
     def remove(self, node: Node) -> array[int]:
@@ -48,7 +57,7 @@ class PublishingTree(RadixTree):
         pages = super().remove(node)
         if not node.namespace.is_dead and parent is not None:
             shared = closest_child(parent, node.key)[1] if self.page_size > 1 else 0
-            self.events.add(Dropped(int(node.node_id), node.num_tokens - shared))
+            self.events.add(Removed(int(node.node_id), node.num_tokens - shared))
         return pages
 
     def reset(self, name: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`Watched`: a block of a request's task that ends when its client leaves, or when told to."""
+"""`CancelOnDisconnect`: a block of a request's task that ends when its client leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ClientGone(Exception):
     """The client closed its connection: there is nobody to answer."""
 
 
-class Watched:
+class CancelOnDisconnect:
     """While it is entered, a client that closes its connection, and `end`, cancel what the task
     awaits: the block then raises ClientGone or the error given to `end`.
     """

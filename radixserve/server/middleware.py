@@ -1,4 +1,4 @@
-"""`Gate`: what every request passes: key, shutdown, content type, body limit, request id, log."""
+"""What every request passes: key, shutdown, content type, body limit, request id, log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BODY_TIMEOUT_S = 60.0
 _DISCARD_S = 1.0
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware. The body is read here, whole, before a route sees it."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
