@@ -14,9 +14,8 @@ from radixserve.request import SamplingParams
 from radixserve.server.chat_prompt import ChatPrompt, read_chat
 from radixserve.server.errors import ApiError
 from radixserve.server.generation import Generation
-from radixserve.server.hints import own_hints
 from radixserve.server.output_parser import Delta, OutputParser, OutputParserConfig, ParsedAnswer
-from radixserve.server.sampling import check_stream, keep_last, read_sampling, session_of
+from radixserve.server.sampling import check_stream, keep_last, read_sampling
 from radixserve.server.schema import ChatRequest
 from radixserve.server.state import Server, caller_of
 from radixserve.server.structured import compile_structured, with_structured
@@ -76,14 +75,7 @@ class ChatTurn:
             params = replace(params, structured=await compile_structured(server, fields, "tools"))
         streams = check_stream(body, params)
         generation = Generation(
-            server,
-            request,
-            [prompt.token_ids],
-            params,
-            session=session_of(server, body, namespace),
-            supersedes=bool(body.supersede),
-            streams=streams,
-            hints=own_hints(request, body.cache_hints, namespace),
+            server, request, [prompt.token_ids], params, body, namespace, streams=streams
         )
         return cls(server, prompt, params, parser_config, generation, streams=streams)
 

@@ -16,10 +16,9 @@ from radixserve.request import SamplingParams
 from radixserve.server import logprobs
 from radixserve.server.errors import ApiError
 from radixserve.server.generation import Generation
-from radixserve.server.hints import own_hints
 from radixserve.server.json_response import answer, dump
 from radixserve.server.prompts import read_prompts
-from radixserve.server.sampling import check_stream, keep_last, read_sampling, session_of
+from radixserve.server.sampling import check_stream, keep_last, read_sampling
 from radixserve.server.schema import CompletionRequest
 from radixserve.server.sse import EventStream, event, quote
 from radixserve.server.state import Server, caller_of, request_id_of, server_of
@@ -53,16 +52,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     params = builder.params(namespace)
     params = await with_structured(server, body, params)
     streams = check_stream(body, params)
-    generation = Generation(
-        server,
-        request,
-        prompts,
-        params,
-        session=session_of(server, body, namespace),
-        supersedes=bool(body.supersede),
-        streams=streams,
-        hints=own_hints(request, body.cache_hints, namespace),
-    )
+    generation = Generation(server, request, prompts, params, body, namespace, streams=streams)
     if streams:
         return EventStream(generation, builder.events)
     with generation:

@@ -14,10 +14,9 @@ from radixserve.output import Completion
 from radixserve.request import SamplingParams
 from radixserve.server.errors import ApiError
 from radixserve.server.generation import Generation
-from radixserve.server.hints import own_hints
 from radixserve.server.json_response import answer
 from radixserve.server.prompts import read_prompts
-from radixserve.server.sampling import keep_last, read_sampling, session_of
+from radixserve.server.sampling import keep_last, read_sampling
 from radixserve.server.schema import GenerateRequest, NativeSampling, Sampling
 from radixserve.server.sse import EventStream, event
 from radixserve.server.state import Server, caller_of, request_id_of, server_of
@@ -52,14 +51,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     if body.stream and (is_list or params.num_samples > 1):
         raise ApiError(400, "stream takes one prompt and n=1", param="stream")
     generation = Generation(
-        server,
-        request,
-        prompts,
-        params,
-        session=session_of(server, body, namespace),
-        supersedes=bool(body.supersede),
-        streams=bool(body.stream),
-        hints=own_hints(request, body.cache_hints, namespace),
+        server, request, prompts, params, body, namespace, streams=bool(body.stream)
     )
     builder = _ResponseBuilder(body, request_id_of(request), is_native=name != "prompt")
     if body.stream:

@@ -12,7 +12,9 @@ from radixserve.arrays import IntArray
 from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
 from radixserve.server.disconnect import CancelOnDisconnect
-from radixserve.server.hints import OwnHints
+from radixserve.server.hints import own_hints
+from radixserve.server.sampling import session_of
+from radixserve.server.schema import GenerateRequest, GenerationFields
 from radixserve.server.state import Server
 from radixserve.server.usage import Group, as_groups, grouped, usage_of
 
@@ -26,18 +28,19 @@ class Generation(CancelOnDisconnect):
         request: Request,
         prompts: Sequence[IntArray],
         params: SamplingParams,
+        body: GenerationFields | GenerateRequest,
+        namespace: str,
         *,
-        session: str = "",
-        supersedes: bool = False,
-        streams: bool = False,
-        hints: OwnHints | None = None,
+        streams: bool,
     ) -> None:
-        """`session`: the name of a cache session; `supersedes`: see `SessionTable.begin`. `hints`
-        take effect when all has ended, before the last chunks are given out.
+        """`body` may name a cache session, see `SessionTable.begin`, and hints, which take effect
+        when all has ended, before the last chunks are given out.
 
         Raises ApiError 429 where the queue is full, InvalidRequest for wrong parameters.
         """
         super().__init__(server, request)
+        session = session_of(server, body, namespace)
+        self._hints = own_hints(request, body.cache_hints, namespace)
         runtime = server.runtime
         num_tokens = sum(map(len, prompts))
         server.limits.check(runtime.status(), len(prompts) * params.num_samples, num_tokens)
@@ -46,9 +49,8 @@ class Generation(CancelOnDisconnect):
             prompts, params, streams=streams, session=session
         )
         self._session = session
-        self._supersedes = supersedes
+        self._supersedes = bool(body.supersede)
         self._num_samples = params.num_samples
-        self._hints = hints
         self.hint_answers: list[dict[str, Any]] = []  # after the end, one a hint
         self._completions: dict[int, Completion] = {}  # of a stream, by index
 
@@ -79,7 +81,7 @@ class Generation(CancelOnDisconnect):
         return groups
 
     async def _apply_hints(self) -> None:
-        if self._hints is not None and self._hints.hints:
+        if self._hints.hints:
             self.hint_answers = await self._hints.apply(self.prompts)
 
     def with_hints(self, body: dict[str, Any]) -> dict[str, Any]:

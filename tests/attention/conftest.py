@@ -68,7 +68,7 @@ def make_featured(request: pytest.FixtureRequest, make_cpu: Make) -> Make:
 
 @pytest.fixture(params=["flashinfer", "triton"])
 def make_paged(request: pytest.FixtureRequest) -> MakePaged:
-    """CUDA's backends: flashinfer over a fake FlashInfer, triton over its kernels' twins."""
+    """CUDA's backends: flashinfer over a fake FlashInfer, triton over its kernels' references."""
     if request.param == "flashinfer":
         return request.getfixturevalue("make_flashinfer")
     return TritonBackend

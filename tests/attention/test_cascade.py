@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -225,16 +225,13 @@ def test_however_rows_are_grouped(
 # -- rows as the scheduler makes them -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16])
-def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks, twins and beams of one prompt, under memory pressure: plans hold in every step."""
-    monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
+def scheduled_rows(page_size: int) -> Iterator[list[ScheduledRequest]]:
+    """A scheduler's rows, step by step: forks and beams of one prompt, under memory pressure."""
     rng = random.Random(page_size)
     driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running_requests=10)
     prompt = [rng.randrange(2, 50) for _ in range(100)]
     driver.add("first", prompt, max_tokens=6, ignore_eos=True)
     known = [prompt]
-    levels, num_shared = 0, 0
     for step in range(80):
         if step % 3 == 1 and step < 40:
             known.append(random_prompt(rng, known, 160))
@@ -244,15 +241,22 @@ def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch)
             driver.add(f"beams {step}", [*prompt, 7], beams=beams, max_tokens=9, ignore_eos=True)
         if step == 30:
             driver.abort("beams 20")
-        schedule = driver.step()
-        if schedule is None:
-            continue
-        batch = check_plans(list(schedule.rows), page_size)
+        if (schedule := driver.step()) is not None:
+            yield list(schedule.rows)
+    driver.run()
+    driver.drain()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans hold in every step."""
+    monkeypatch.setattr(cpu_backend, "MERGE_TOKENS", 0)
+    levels, num_shared = 0, 0
+    for rows in scheduled_rows(page_size):
+        batch = check_plans(rows, page_size)
         nodes = find_shared(batch.host, page_size, PAYS["always"])
         num_shared += len(nodes)
         levels = max([levels, *(node.level + 1 for node in nodes)])
-    driver.run()
-    driver.drain()
     assert num_shared > 10
     assert levels >= 2
 

@@ -65,7 +65,7 @@ def test_auto_takes_what_can_be_had(
 
 
 def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Never triton, which is only its kernels' twins there."""
+    """Never triton, which is only its kernels' references there."""
     assert choose_backend("auto", BF16, CPU) == "cpu"
     monkeypatch.setattr(choice.cpu_ops, "unsupported_reason", lambda _: "there is no compiler")
     assert choose_backend("auto", BF16, CPU) == "torch"

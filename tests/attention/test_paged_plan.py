@@ -29,13 +29,11 @@ from radixserve.attention.cuda.plan import (
     plan_rows,
     tree_order,
 )
-from radixserve.request import BeamParams
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
 from tests.attention.cases import CPU
 from tests.attention.cells import cells_of_paged, expected_cells
-from tests.attention.test_cascade import PAYS, random_rows
-from tests.scheduler.fake import Driver, random_prompt
+from tests.attention.test_cascade import PAYS, random_rows, scheduled_rows
 
 FREE = CascadeCost(1, 0)
 
@@ -407,32 +405,14 @@ def test_page_views() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 def test_rows_of_the_real_cache(page_size: int) -> None:
-    """Forks, twins and beams of one prompt, under memory pressure: plans hold in every step."""
-    rng = random.Random(page_size)
-    driver = Driver(num_pages=-(-700 // page_size), page_size=page_size, max_running_requests=10)
-    prompt = [rng.randrange(2, 50) for _ in range(100)]
-    driver.add("first", prompt, max_tokens=6, ignore_eos=True)
-    known, num_shared, num_graphs = [prompt], 0, 0
-    for step in range(60):
-        if step % 3 == 1 and step < 30:
-            known.append(random_prompt(rng, known, 160))
-            driver.add(f"fork {step}", known[-1], max_tokens=rng.randint(1, 12), ignore_eos=True)
-        if step in (6, 20):
-            beams = BeamParams(width=3)
-            driver.add(f"beams {step}", [*prompt, 7], beams=beams, max_tokens=9, ignore_eos=True)
-        if step == 25:
-            driver.abort("beams 20")
-        schedule = driver.step()
-        if schedule is None:
-            continue
-        rows = list(schedule.rows)
+    """Plans hold in every step."""
+    num_shared, num_graphs = 0, 0
+    for rows in scheduled_rows(page_size):
         nodes = find_nodes(host_of(rows, page_size), page_size, FREE)
         num_shared += len(check_plan(rows, page_size, nodes, page_size).shared)
         decodes = [row for row in rows if len(row.token_ids) == 1]
         if decodes:
             plan = check_graph(decodes, page_size, page_size, num_groups=5)
             num_graphs += any(part.num_pages for part in plan.shared)
-    driver.run()
-    driver.drain()
     assert num_shared > 10
     assert num_graphs > 3

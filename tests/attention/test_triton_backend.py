@@ -117,7 +117,7 @@ def test_nothing_of_layers_with_features_is_left_to_be_compiled(
     assert len(seen) > 8
 
 
-def test_half_precision_over_the_twins() -> None:
+def test_half_precision_over_the_references() -> None:
     case = Case(LENGTHS["everything"], 2, **SHAPE, dtype=torch.float16)
     out = run(TritonBackend(case.kv.clone(), 4), case)
     torch.testing.assert_close(out.double(), case.expected(1)[0], atol=4e-3, rtol=4e-2)

@@ -112,30 +112,6 @@ class TestReuse:
 
 
 class TestCommit:
-    def test_the_second_to_publish_gives_its_pages_back(self, cache: RadixCache) -> None:
-        tokens = list(range(128))
-        one, two = cache.acquire(tokens), cache.acquire(tokens)
-        one.extend(tokens)
-        two.extend(tokens)
-        one.commit(128)
-        two.commit(128)
-        assert two.pages.tolist() == one.pages.tolist()
-        assert cache.stats()["pages_tree"] == 128 // cache.page_size
-        assert cache.stats()["pages_private"] == 0
-        cache.check()
-
-    def test_one_token_at_a_time_by_two_sequences(self, cache: RadixCache) -> None:
-        tokens = list(range(100))
-        one, two = cache.acquire(tokens), cache.acquire(tokens)
-        for at, token in enumerate(tokens):
-            for seq in (one, two):
-                seq.extend([token])
-                seq.commit(at + 1)
-                cache.check()
-        one.release()
-        two.release()
-        assert cache.stats()["pages_tree"] == -(-100 // cache.page_size)
-
     def test_length_must_be_within_what_has_room(self, cache: RadixCache) -> None:
         seq = put(cache, [1, 2, 3])
         for length in (2, 4):

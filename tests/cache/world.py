@@ -118,14 +118,14 @@ class World:
 
     def fork(self, seq: CachedSequence) -> None:
         try:
-            twin = seq.fork()
+            fork = seq.fork()
         except OutOfPages:
             return
-        assert tuple(twin.tokens) == tuple(seq.tokens[: seq.committed_len])
+        assert tuple(fork.tokens) == tuple(seq.tokens[: seq.committed_len])
         if id(seq) in self.stale:
-            self.stale.add(id(twin))
-        self.owner[id(twin)] = self.owner[id(seq)]
-        self.add_sequence(twin, self.spaces[id(seq)])
+            self.stale.add(id(fork))
+        self.owner[id(fork)] = self.owner[id(seq)]
+        self.add_sequence(fork, self.spaces[id(seq)])
 
     def truncate(self, seq: CachedSequence, length: int) -> None:
         tokens = tuple(seq.tokens[:length])

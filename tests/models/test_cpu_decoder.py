@@ -24,15 +24,14 @@ from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
 from radixserve.models.rope import FIRST_POSITIONS
 from radixserve.models.source import checkpoint
-from radixserve.request import SamplingParams
 from radixserve.runner.input_batch import build_forward_batch
-from radixserve.schedule import SampleSpec, ScheduledRequest
+from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import NATIVE, NATIVE_PARTS, make_checkpoint
+from tests.models.forward_steps import SAMPLED, VOCAB, forward_steps
 from tests.pacing import PATIENCE_S, wait_until
 
 CPU = torch.device("cpu")
-VOCAB = 101
 ODD: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 ODD |= {"intermediate_size": 100, "hidden_size": 40, "head_dim": 20}
 LLAMA3 = {
@@ -102,43 +101,6 @@ def worlds(
     )
 
 
-SPEC = SampleSpec(SamplingParams(), 0, 1, np.ones(1, np.int32), ())
-
-
-def steps(seed: int, page_size: int, vocab: int = VOCAB) -> list[list[ScheduledRequest]]:
-    """Chunks and decodes of sequences that fork off each other, mixed; some draw, some score."""
-    rng = random.Random(seed)
-    unused = iter(rng.sample(range(1_500), 1_500))
-    sequences: list[tuple[list[int], list[int]]] = []  # pages, and [tokens computed]
-    plan = []
-    for _ in range(9):
-        if len(sequences) < 6:
-            pages, done = [], 0
-            if sequences and rng.random() < 0.6:
-                other, (num_done,) = rng.choice(sequences)
-                whole = rng.randint(0, num_done // page_size)
-                pages, done = other[:whole], whole * page_size
-            sequences.append((pages, [done]))
-        rows = []
-        for number, (pages, at) in enumerate(sequences):
-            if rng.random() < 0.2 and rows:
-                continue
-            count = rng.choice([1, 1, 1, rng.randint(2, 9), rng.randint(20, 70)])
-            while len(pages) * page_size < at[0] + count:
-                pages.append(next(unused))
-            ids = np.array([rng.randrange(vocab) for _ in range(count)], np.int32)
-            used = np.array(pages[: -(-(at[0] + count) // page_size)], np.int32)
-            sample = SPEC if rng.random() < 0.7 or number == 0 else None
-            targets = ids[:2] if count > 2 and rng.random() < 0.3 else None
-            rows.append(ScheduledRequest(f"r{number}", ids, at[0], used, sample, targets))
-            at[0] += count
-        rng.shuffle(rows)
-        if not any(row.sample or row.logprob_targets is not None for row in rows):
-            rows[0] = rows[0]._replace(sample=SPEC)
-        plan.append(rows)
-    return plan
-
-
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_same_as_torch(tmp_path: Path, name: str, page_size: int) -> None:
@@ -146,7 +108,7 @@ def test_same_as_torch(tmp_path: Path, name: str, page_size: int) -> None:
     make_checkpoint(tmp_path, family, seed=len(name), **{**ODD, **fields})
     own, plain = worlds(tmp_path, page_size)
     assert own.model.info == plain.model.info
-    for rows in steps(len(name), page_size):
+    for rows in forward_steps(len(name), page_size):
         logits, expected = own.run(rows), plain.run(rows)
         assert (logits.dtype, logits.shape) == (torch.float32, expected.shape)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
@@ -161,7 +123,7 @@ def test_bfloat16_is_closer_than_torch(tmp_path: Path, name: str, cpu_level: str
     own, plain = worlds(tmp_path, 2, torch.bfloat16)
     _, exact = worlds(tmp_path, 2)
     errors = torch.zeros(2, dtype=torch.float64)
-    for rows in steps(5, 2):
+    for rows in forward_steps(5, 2):
         right = exact.run(rows).double()
         for at, world in enumerate((own, plain)):
             errors[at] += ((world.run(rows) - right) ** 2).mean() / (right**2).mean()
@@ -189,7 +151,8 @@ def test_any_number_of_threads(tmp_path: Path, dtype: torch.dtype) -> None:
     sizes = {"hidden_size": 384, "intermediate_size": 1000, "head_dim": 64, "num_hidden_layers": 3}
     folder = make_checkpoint(tmp_path, "qwen3", dtype=dtype, **{**ODD, **sizes})
     own, _ = worlds(folder, 2, dtype)
-    for rows in [*steps(1, 2), *([row] for row in steps(3, 2)[-1][:2])]:
+    alone = [[row] for row in forward_steps(3, 2)[-1][:2]]
+    for rows in [*forward_steps(1, 2), *alone]:
         answers = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
@@ -204,7 +167,7 @@ def test_any_number_of_threads(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_step_of_one_row_is_worth_several_threads(tmp_path: Path) -> None:
     """They are made when they are needed, and go with the thread that computes."""
     own, _ = worlds(big_checkpoint(tmp_path, hidden_size=512, intermediate_size=2000))
-    row = steps(3, 2)[-1][:1]
+    row = forward_steps(3, 2)[-1][:1]
     before = set(os.listdir("/proc/self/task"))
     fresh: list[set[str]] = []
 
@@ -245,8 +208,8 @@ def check_rows_alone(folder: Path, dtype: torch.dtype) -> None:
     """Logits and K/V of each row are the same to the bit alone and in a batch, without sharing."""
     own, _ = worlds(big_checkpoint(folder, dtype), 2, dtype)
     own.backend = CpuBackend(own.kv, own.model.info.num_heads, shares=False)
-    for rows in steps(2, 2):
-        rows = [row._replace(sample=SPEC, logprob_targets=None) for row in rows]
+    for rows in forward_steps(2, 2):
+        rows = [row._replace(sample=SAMPLED, logprob_targets=None) for row in rows]
         together = own.run(rows)
         kv = own.kv.clone()
         for number in random.Random(0).sample(range(len(rows)), len(rows)):
@@ -270,7 +233,7 @@ def test_positions_beyond_the_first_table(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     ids, pages = generator.integers(0, VOCAB, long).astype(np.int32), np.arange(170, dtype=np.int32)
     for start, end in ((0, long - 1), (long - 1, long)):
-        row = ScheduledRequest("r", ids[start:end], start, pages[: -(-end // 16)], SPEC)
+        row = ScheduledRequest("r", ids[start:end], start, pages[: -(-end // 16)], SAMPLED)
         torch.testing.assert_close(own.run([row]), plain.run([row]), atol=1e-4, rtol=1e-4)
 
 
@@ -281,7 +244,7 @@ def test_many_models_do_not_mix(tmp_path: Path) -> None:
         folder = make_checkpoint(tmp_path / str(number), family, **{**ODD, **fields})
         pairs.append(worlds(folder))
         worlds(folder)  # dropped at once
-    for rows in steps(4, 2):
+    for rows in forward_steps(4, 2):
         for own, plain in pairs:
             torch.testing.assert_close(own.run(rows), plain.run(rows), atol=1e-4, rtol=1e-4)
 
@@ -290,7 +253,7 @@ def test_many_models_do_not_mix(tmp_path: Path) -> None:
 def test_torchs_default_dtype_does_not_matter(tmp_path: Path, dtype: torch.dtype) -> None:
     make_checkpoint(tmp_path, "llama", **ODD)
     own, plain = worlds(tmp_path)
-    (rows, *_) = steps(0, 2)
+    (rows, *_) = forward_steps(0, 2)
     expected = plain.run(rows)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -304,7 +267,7 @@ def test_torchs_default_dtype_does_not_matter(tmp_path: Path, dtype: torch.dtype
 def test_runs_on_the_cpu_backend_only(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", **ODD)
     own, plain = worlds(tmp_path)
-    (rows, *_) = steps(0, 2)
+    (rows, *_) = forward_steps(0, 2)
     own.backend = plain.backend
     with pytest.raises(AssertionError, match="not on the torch backend"):
         own.run(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,15 @@ from radixserve.models.base import LanguageModel
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.decoder import load_decoder
 from radixserve.models.source import ModelSource, checkpoint
-from radixserve.request import SamplingParams
 from radixserve.runner.input_batch import build_forward_batch
-from radixserve.schedule import SampleSpec, ScheduledRequest
+from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import EXPERTS, NATIVE, NATIVE_PARTS, make_checkpoint
+from tests.models.forward_steps import SAMPLED, forward_steps
 from tests.models.test_decoder import ROPE
 
 CPU = torch.device("cpu")
 NUM_PAGES = 700
-DRAWS = SampleSpec(SamplingParams(), 0, 1, np.ones(1, np.int32), ())
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in NATIVE},
     "wide heads": ("llama", {"hidden_size": 72, "head_dim": 48}),
@@ -64,35 +62,6 @@ class World:
         return self.model.forward(batch, self.backend)
 
 
-def steps(seed: int, page_size: int, vocab: int = 288) -> list[list[ScheduledRequest]]:
-    """Chunks and decodes of sequences that fork off each other, mixed; some draw, some do not."""
-    rng = random.Random(seed)
-    unused = iter(rng.sample(range(NUM_PAGES), NUM_PAGES))
-    sequences: list[tuple[list[int], list[int]]] = []  # pages, [tokens computed]
-    plan = []
-    for _ in range(7):
-        if len(sequences) < 5:
-            pages, done = [], 0
-            if sequences and rng.random() < 0.6:
-                other, (num_done,) = rng.choice(sequences)
-                whole = rng.randint(0, num_done // page_size)
-                pages, done = other[:whole], whole * page_size
-            sequences.append((pages, [done]))
-        rows = []
-        for number, (pages, at) in enumerate(sequences):
-            count = rng.choice([1, 1, 1, rng.randint(2, 9), rng.randint(20, 60)])
-            while len(pages) * page_size < at[0] + count:
-                pages.append(next(unused))
-            ids = np.array([rng.randrange(vocab) for _ in range(count)], np.int32)
-            used = np.array(pages[: -(-(at[0] + count) // page_size)], np.int32)
-            targets = np.zeros(min(2, count - 1), np.int32) if rng.random() < 0.2 else None
-            draws = DRAWS if rng.random() < 0.7 else None
-            rows.append(ScheduledRequest(str(number), ids, at[0], used, draws, targets))
-            at[0] += count
-        plan.append(rows)
-    return plan
-
-
 def compiled(source: ModelSource, dtype: torch.dtype) -> LanguageModel:
     """The same model on the CPU kernels; without them the test is skipped."""
     if reason := unsupported_reason(dtype):
@@ -110,7 +79,7 @@ def compare(
 ) -> None:
     """Step for step the same logits, up to `tolerance` of their norm, and the same pool."""
     ours, theirs = World(model, backend, page_size), World(expected, expected_backend, page_size)
-    for rows in steps(page_size, page_size):
+    for rows in forward_steps(page_size, page_size, NUM_PAGES, vocab=288):
         got, wanted = ours.run(rows), theirs.run(rows)
         assert got.shape == wanted.shape
         assert got.dtype == torch.float32
@@ -157,10 +126,10 @@ def test_kernels_themselves(tmp_path: Path, family: str) -> None:
     for rows in (
         [
             ScheduledRequest("a", ids[:5], 0, pages[:3], None),
-            ScheduledRequest("b", ids[3:5], 0, pages[4:], DRAWS),
+            ScheduledRequest("b", ids[3:5], 0, pages[4:], SAMPLED),
         ],
-        [ScheduledRequest("a", ids[5:8], 5, pages[:4], DRAWS)],
-        [ScheduledRequest("c", ids[:3], 0, pages[4:] + 1 + np.arange(2, dtype=np.int32), DRAWS)],
+        [ScheduledRequest("a", ids[5:8], 5, pages[:4], SAMPLED)],
+        [ScheduledRequest("c", ids[:3], 0, pages[4:] + 1 + np.arange(2, dtype=np.int32), SAMPLED)],
     ):
         assert torch.allclose(ours.run(rows), theirs.run(rows), atol=1e-4, rtol=1e-4)
     assert torch.allclose(ours.kv, theirs.kv, atol=1e-4)

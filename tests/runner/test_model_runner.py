@@ -138,14 +138,16 @@ def test_shared_pages_and_copied_heads(checkpoints: dict[str, Path], page_size: 
     check_parity(driver.sequences, load_reference(checkpoints["llama"]))
 
 
-def test_twins_share_a_page_that_its_owner_still_fills(checkpoints: dict[str, Path]) -> None:
+def test_forks_share_a_page_that_its_owner_still_fills(checkpoints: dict[str, Path]) -> None:
     driver = Driver(runner_of(checkpoints["qwen2"], 16), 16)
     first = driver.add(prompts_of([20])[0])
     driver.step([(first, 20)])
-    twin = driver.add([*first.tokens[:20], 5, 6], share=(first, 20))
-    for _ in range(3):  # the owner writes behind the head while the twin copies and reads it
-        driver.step([(first, 1), (twin, len(twin.tokens) - twin.computed)])
-    check_parity([first, twin], load_reference(checkpoints["qwen2"]))
+    fork = driver.add([*first.tokens[:20], 5, 6], share=(first, 20))
+    for _ in range(
+        3
+    ):  # the owner writes after the shared tokens while the fork copies and reads it
+        driver.step([(first, 1), (fork, len(fork.tokens) - fork.computed)])
+    check_parity([first, fork], load_reference(checkpoints["qwen2"]))
 
 
 def test_bfloat16_stays_close(checkpoints: dict[str, Path]) -> None:

@@ -185,7 +185,7 @@ class Threaded(Runtime):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_ranks_on_a_device_give_the_tokens_of_one(overlap: bool) -> None:
-    """The path of a CUDA device, with twins of its kernels: also where the tokens of a step feed
+    """A CUDA device's path over references of its kernels: also where the tokens of a step feed
     the next one before the host has seen them."""
     with Runtime(MODEL, **SETTINGS) as one:
         wanted = Answers(one).all()

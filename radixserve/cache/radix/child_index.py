@@ -41,15 +41,18 @@ def remove_key(node: Node, key: bytes) -> None:
         del first_token_index[token]
 
 
+def _with_first_token(node: Node, key: bytes) -> Iterable[bytes]:
+    """The children's keys that begin with the same token; without an index all of them."""
+    index = node.first_token_index
+    return node.children if index is None else index.get(key[:TOKEN_BYTES], ())
+
+
 def closest_child(node: Node, key: bytes) -> tuple[Node | None, int]:
     """The child that shares most leading tokens with `key`, and how many (None, 0 if none)."""
-    candidates: Iterable[bytes] = node.children
-    if node.first_token_index is not None:
-        keys = node.first_token_index.get(key[:TOKEN_BYTES], ())
-        candidates = keys
-        if isinstance(keys, SortedList):
-            at = keys.bisect_left(key)
-            candidates = keys[max(0, at - 1) : at + 1]
+    candidates = _with_first_token(node, key)
+    if isinstance(candidates, SortedList):
+        at = candidates.bisect_left(key)
+        candidates = candidates[max(0, at - 1) : at + 1]
     best, most = None, 0
     for candidate in candidates:
         agreed = common_head(candidate, key)
@@ -66,24 +69,19 @@ def child_covering(node: Node, prefix: bytes) -> Node | None:
 
 def has_longer(node: Node, key: bytes) -> bool:
     """Whether another child's first page begins with all of the child `key` and is longer."""
-    candidates: Iterable[bytes] = node.children
-    if node.first_token_index is not None:
-        keys = node.first_token_index.get(key[:TOKEN_BYTES], ())
-        candidates = keys
-        if isinstance(keys, SortedList):
-            at = keys.bisect_right(key)
-            candidates = keys[at : at + 1]
+    candidates = _with_first_token(node, key)
+    if isinstance(candidates, SortedList):
+        at = candidates.bisect_right(key)
+        candidates = candidates[at : at + 1]
     return any(len(other) > len(key) and other.startswith(key) for other in candidates)
 
 
 def covered_children(node: Node, key: bytes) -> list[Node]:
     """The children whose tokens are a proper prefix of `key`: leaves shorter than a page."""
-    candidates: Iterable[bytes] = node.children
-    if node.first_token_index is not None:
-        candidates = node.first_token_index.get(key[:TOKEN_BYTES], ())
-        if isinstance(candidates, SortedList):
-            ends = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
-            candidates = [key[:end] for end in ends if key[:end] in node.children]
+    candidates = _with_first_token(node, key)
+    if isinstance(candidates, SortedList):
+        ends = range(TOKEN_BYTES, len(key), TOKEN_BYTES)
+        candidates = [key[:end] for end in ends if key[:end] in node.children]
     size = len(key)
     found = [other for other in candidates if len(other) < size and key.startswith(other)]
     return [node.children[other] for other in found]
@@ -97,10 +95,8 @@ def siblings_with_head(node: Node, length: int) -> list[Node]:
     if not 0 < size <= len(node.key):
         return [node]
     head = node.key[:size]
-    candidates: Iterable[bytes] = parent.children
-    if parent.first_token_index is not None:
-        candidates = parent.first_token_index.get(node.key[:TOKEN_BYTES], ())
-    return [parent.children[key] for key in candidates if key.startswith(head)]
+    keys = _with_first_token(parent, node.key)
+    return [parent.children[key] for key in keys if key.startswith(head)]
 
 
 def check_index(node: Node) -> None:

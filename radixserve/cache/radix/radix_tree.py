@@ -162,13 +162,7 @@ class RadixTree:
             leaf.session_refs = SessionRefs(is_public=False)
         self.num_pages += size
         namespace.num_pages += size
-        children = parent.children
-        assert key not in children
-        if children is NO_CHILDREN:
-            children = parent.children = {}
-        children[key] = leaf
-        if self.page_size > 1:
-            add_key(parent, key)
+        self._link(parent, leaf)
         if self._watched:
             self.watch_registry.notify(parent.node_id, key[:TOKEN_BYTES])
         if held is parent:  # its lock keeps it locked, as that of a locked child
