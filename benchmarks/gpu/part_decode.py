@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from gpu.bench import LLAMA, Bench
 from gpu.limits import decode_s
-from gpu.stage import Stage
+from gpu.timed_engine import TimedEngine
 from torch.profiler import ProfilerActivity, profile
 
 from radixserve.arrays import IntArray
@@ -30,35 +30,35 @@ def run(bench: Bench, group: str) -> None:
     sizes = bench.pick(OTHERS, {16: (2,), 48: (2,)}) if group else bench.pick(
         SIZES, {16: (1, 4), 48: (1, 4)}
     )  # fmt: skip
-    with Stage(
+    with TimedEngine(
         bench,
         LLAMA,
         max_running_requests=max(max(some) for some in sizes.values()),
         max_seq_len=max(sizes) + bench.pick(ROOM, 400),
         pool=bench.pick(None, 2_048),
         **settings,
-    ) as stage:
+    ) as engine:
         missed: dict[str, list[IntArray]] = {}
         for context, size in [(one, size) for one, some in sizes.items() for size in some]:
-            name = f"{stage.resolved_config.attention_backend}, batch {size}, context {context:,}"
+            name = f"{engine.resolved_config.attention_backend}, batch {size}, context {context:,}"
             with bench.case(name):
-                stage.check_room(size * (context + ROOM // 4), "rows and keys")
-                if not _measure(bench, stage, name, size, context):
-                    missed[name] = stage.prompts(size, context)
+                engine.check_room(size * (context + ROOM // 4), "rows and keys")
+                if not _measure(bench, engine, name, size, context):
+                    missed[name] = engine.prompts(size, context)
         for name, prompts in missed.items():
             with bench.case(f"{name}, profile"):
-                kernels = profile_steps(bench, stage, prompts)
+                kernels = profile_steps(bench, engine, prompts)
                 longest = list(kernels.items())[:NUM_NOTED]
                 told = ", ".join(f"{kernel[:36]} {ms:.3g}" for kernel, ms in longest)
                 bench.note(f"{name}: ms by kernel: {told}")
                 bench.row(f"{name}, profile", section="profiles", details={"profile": kernels})
 
 
-def _measure(bench: Bench, stage: Stage, name: str, size: int, context: int) -> bool:
+def _measure(bench: Bench, engine: TimedEngine, name: str, size: int, context: int) -> bool:
     """Whether all targets are met; in a dry run those of one row are."""
     # Those of a smaller batch are among them, and cached by now.
-    prompts = stage.prompts(size, context)
-    found = stage.decode(prompts, *bench.pick((32, 6), (4, 2)))
+    prompts = engine.prompts(size, context)
+    found = engine.decode(prompts, *bench.pick((32, 6), (4, 2)))
     limit = decode_s(bench.shape(LLAMA), bench.ceilings, size, found.num_keys)
     of_limit = limit / found.step.median
     checks = [bench.at_least("of the limit", of_limit, TARGET)] if size <= MOST_ROWS else []
@@ -76,15 +76,17 @@ def _measure(bench: Bench, stage: Stage, name: str, size: int, context: int) -> 
     return size == 1 if bench.is_dry else all(check.is_met for check in checks)
 
 
-def profile_steps(bench: Bench, stage: Stage, prompts: Sequence[IntArray]) -> dict[str, float]:
+def profile_steps(
+    bench: Bench, engine: TimedEngine, prompts: Sequence[IntArray]
+) -> dict[str, float]:
     """Milliseconds a decode step by kernel, the longest first."""
-    stage.start(prompts, 16 * NUM_PROFILED)
+    engine.start(prompts, 16 * NUM_PROFILED)
     activity = ProfilerActivity.CPU if bench.is_dry else ProfilerActivity.CUDA
     spent: dict[str, float] = {}
     try:
         with profile(activities=[activity]) as record:
             for _ in range(NUM_PROFILED):
-                stage.step()
+                engine.step()
             bench.clock.wait()
         for one in record.key_averages():
             total = one.self_cpu_time_total if bench.is_dry else one.self_device_time_total
@@ -92,5 +94,5 @@ def profile_steps(bench: Bench, stage: Stage, prompts: Sequence[IntArray]) -> di
                 spent[one.key[:80]] = round(total / 1e3 / NUM_PROFILED, 4)
     except RuntimeError as error:  # no profiler here; the figures are there already
         bench.note(f"no profile, {error}")
-    stage.abort_all()
+    engine.abort_all()
     return dict(sorted(spent.items(), key=lambda item: -item[1])[:NUM_KERNELS])

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 from gpu.bench import LLAMA, Bench, Times
 from gpu.limits import prefill_s
-from gpu.stage import Stage
+from gpu.timed_engine import TimedEngine
 
 TARGET = 0.7  # of the limit, cold
 GAIN = 10.0  # cold over cached
@@ -25,49 +25,51 @@ def run(bench: Bench, group: str) -> None:
     settings = bench.of_group(group)
     if group:
         cold, cached = cold[:2], cached[:1]
-    with Stage(
+    with TimedEngine(
         bench,
         LLAMA,
         max_running_requests=8,
         max_seq_len=max(*cold, *cached) + bench.pick(1_024, 64),
         pool=bench.pick(None, 2_048),
         **settings,
-    ) as stage:
-        stage.first_token(stage.tokens(new))
-        backend = stage.resolved_config.attention_backend
+    ) as engine:
+        engine.first_token(engine.tokens(new))
+        backend = engine.resolved_config.attention_backend
         for length in cold:
             with bench.case(name := f"{backend}, {length:,} cold"):
-                times = _cold(bench, stage, length)
+                times = _cold(bench, engine, length)
                 limit = prefill_s(bench.shape(LLAMA), bench.ceilings, length)
                 check = bench.at_least("of the limit", limit / times.median, TARGET)
                 bench.row(name, _cells(times, limit, length), check)
         for length in cached:
             with bench.case(name := f"{backend}, {new:,} after {length:,} cached"):
-                _measure_cached(bench, stage, name, length, new)
+                _measure_cached(bench, engine, name, length, new)
 
 
-def _cold(bench: Bench, stage: Stage, length: int) -> Times:
+def _cold(bench: Bench, engine: TimedEngine, length: int) -> Times:
     """Every prompt is a new one."""
-    stage.check_room(length + 1, "a prompt and its answer")
-    found = [stage.first_token(stage.tokens(length)) for _ in range(_repeats(bench, length))]
+    engine.check_room(length + 1, "a prompt and its answer")
+    found = [engine.first_token(engine.tokens(length)) for _ in range(_repeats(bench, length))]
     if any(num_cached > 8 for _, num_cached in found):  # random tokens may begin alike
         raise AssertionError(f"parts of random prompts were cached: {found}")
     return Times.of([seconds for seconds, _ in found])
 
 
-def _measure_cached(bench: Bench, stage: Stage, name: str, length: int, new: int) -> None:
-    stage.check_room(2 * (length + new), "a prompt and its answers")
-    prefix = stage.tokens(length)
-    stage.first_token(prefix)
-    prompts = [np.concatenate([prefix, stage.tokens(new)]) for _ in range(_repeats(bench, new) + 1)]
-    found = [stage.first_token(prompt) for prompt in prompts][1:]
+def _measure_cached(bench: Bench, engine: TimedEngine, name: str, length: int, new: int) -> None:
+    engine.check_room(2 * (length + new), "a prompt and its answers")
+    prefix = engine.tokens(length)
+    engine.first_token(prefix)
+    prompts = [
+        np.concatenate([prefix, engine.tokens(new)]) for _ in range(_repeats(bench, new) + 1)
+    ]
+    found = [engine.first_token(prompt) for prompt in prompts][1:]
     times = Times.of([seconds for seconds, _ in found])
     num_cached = median(count for _, count in found)
     failed = "" if num_cached in (length, length + 1) else f"{num_cached:,} tokens were cached"
     cells = _cells(times, prefill_s(bench.shape(LLAMA), bench.ceilings, new, length), new)
     checks = []
     if length <= bench.pick(8_192, 128):
-        gain = _cold(bench, stage, length + new).median / times.median
+        gain = _cold(bench, engine, length + new).median / times.median
         cells["cold / cached"] = f"{gain:.1f} x"
         checks.append(bench.at_least("cold over cached", gain, GAIN))
     bench.row(name, cells, *checks, failed=failed)

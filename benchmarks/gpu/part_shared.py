@@ -19,7 +19,7 @@ import numpy as np
 from gpu.bench import DTYPE, LLAMA, Bench, Times
 from gpu.jobs import Skip
 from gpu.limits import cascade_s, decode_s, flat_s, kv_bytes, matrices_s
-from gpu.stage import DecodeFigures, Stage
+from gpu.timed_engine import DecodeFigures, TimedEngine
 from harness.shared_prefix import SharedPrefix
 
 from radixserve.attention.base import AttentionBackend
@@ -164,20 +164,20 @@ def _steps(
 ) -> dict[int, DecodeFigures]:
     if bench.is_dry and is_on:
         always_share()  # tiny rows would not pay
-    with Stage(
+    with TimedEngine(
         bench,
         LLAMA,
         max_running_requests=max(sizes),
         max_seq_len=shared + bench.pick(2_048, 256),
         pool=bench.pick(262_144, 2_048),
         cascade_attention=is_on,
-    ) as stage:
-        stage.check_room(shared + max(sizes) * (own + 2 * max(sizes)), "the rows")
-        prefix = stage.tokens(shared)
-        stage.first_token(prefix)
+    ) as engine:
+        engine.check_room(shared + max(sizes) * (own + 2 * max(sizes)), "the rows")
+        prefix = engine.tokens(shared)
+        engine.first_token(prefix)
         found = {}
         for size in sizes:
             with bench.case(f"{size} rows, {'cascade' if is_on else 'flat'}", "whole step"):
-                prompts = [np.concatenate([prefix, tail]) for tail in stage.prompts(size, own)]
-                found[size] = stage.decode(prompts, *bench.pick((32, 6), (3, 2)))
+                prompts = [np.concatenate([prefix, tail]) for tail in engine.prompts(size, own)]
+                found[size] = engine.decode(prompts, *bench.pick((32, 6), (3, 2)))
     return found

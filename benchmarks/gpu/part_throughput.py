@@ -139,7 +139,7 @@ def measure_workloads(bench: Bench) -> None:
                 _compare(bench, name, bench.pick(size, QUICK[name]), engines, on.model.vocab_size)
 
 
-class Played(NamedTuple):
+class RunResult(NamedTuple):
     """One run of a workload."""
 
     seconds: float
@@ -147,13 +147,13 @@ class Played(NamedTuple):
     first_s: float  # mean time to the first token
 
 
-def _play(engine: RuntimeEngine, workloads: Sequence[Workload], pair: int) -> Played:
+def _run(engine: RuntimeEngine, workloads: Sequence[Workload], pair: int) -> RunResult:
     workload = workloads[pair]
     before, began = engine.num_computed, time.perf_counter()
     answers = serving(workload, workload, is_burst=True).run(engine)
     spent = time.perf_counter() - began
     first_s = fmean(answer.first_s for answer in answers)
-    return Played(spent, engine.num_computed - before, first_s)
+    return RunResult(spent, engine.num_computed - before, first_s)
 
 
 def _compare(
@@ -162,8 +162,8 @@ def _compare(
     """A workload with the cache and without it, in turns; the first pair warms up."""
     warm_up, turns = bench.pick((1, 9 if name == UNSHARED else 3), (0, 1))
     workloads = [make_workload(name, size, vocab, 1_000 + at) for at in range(warm_up + turns)]
-    plays = {label: partial(_play, engine, workloads) for label, engine in engines.items()}
-    runs = take_turns(plays, turns, warm_up)
+    runners = {label: partial(_run, engine, workloads) for label, engine in engines.items()}
+    runs = take_turns(runners, turns, warm_up)
     on, off = (sorted(runs[label])[turns // 2] for label in ("on", "off"))
     ideal = map(ideal_computed, workloads[warm_up:])
     excess = [one.num_computed / least for one, least in zip(runs["on"], ideal, strict=True)]
@@ -189,7 +189,7 @@ def _compare(
         *([check] if name == UNSHARED else []),
         section=CACHE_SECTION,
         failed=judge(excess, bench),
-        details={label: [one.seconds for one in played] for label, played in runs.items()},
+        details={label: [one.seconds for one in results] for label, results in runs.items()},
     )
 
 

@@ -303,16 +303,16 @@ def test_time_on_a_device(cuda_clock: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_host_s_share_of_a_step(cuda_clock: Any) -> None:
     """Steps that end every second; on the device alone, once the host is ahead, 0.9 of it."""
-    stages = load("stage")
+    engines = load("timed_engine")
 
     def step(begin: float, end: float, *, is_held: bool) -> Any:
         marks = []
         for at in (begin, end):
             marks.append(FakeEvent(enable_timing=True))
             marks[-1].at = at
-        return stages.Step(*marks, 0.1, is_held, num_rows=2, num_prefill=0, num_keys=20)
+        return engines.Step(*marks, 0.1, is_held, num_rows=2, num_prefill=0, num_keys=20)
 
-    figures = stages.DecodeFigures.of
+    figures = engines.DecodeFigures.of
     timed = [step(at, at + 1.0, is_held=False) for at in range(5)]
     held = [step(9, 9.9, is_held=True), step(11, 11.2, is_held=False), step(13, 13.9, is_held=True)]
     found = figures(cuda_clock, timed, held, 2)

@@ -98,7 +98,7 @@ class DecodeFigures:
         )
 
 
-class Stage(StepLoop):
+class TimedEngine(StepLoop):
     """One engine. Use it as a context manager: it takes most of the card's memory."""
 
     def __init__(self, bench: Bench, model: str, **settings: Any) -> None:
@@ -113,7 +113,7 @@ class Stage(StepLoop):
         self._prompts: dict[int, list[IntArray]] = {}  # by length
         bench.note(f"{self.resolved_config}; pool of {self.capacity:,} tokens")
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> TimedEngine:
         return self
 
     def __exit__(self, *error: object) -> None:
