@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def _cells(ours: list[float], peers: list[float]) -> list[Cell]:
-    """Of the last columns."""
+    """The last three of COLUMNS."""
     ratio = f"{max(ours) / max(peers):.2f}" if peers else None
     rates = [f"{max(of):.1f} ({median(of):.1f})" if of else None for of in (ours, peers)]
     return [*rates, ratio]

@@ -83,7 +83,7 @@ async def run_chats(
 
 
 def tree_cpu_s() -> float:
-    """Of this process and all that it started."""
+    """CPU seconds of this process and all that it started."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended

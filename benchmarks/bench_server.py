@@ -119,7 +119,7 @@ def idle(bench: Bench) -> Found:
 
 
 def crowd(bench: Bench) -> Found:
-    """Of four clients one leaves early and one reads slowly."""
+    """Every fourth client leaves early, another fourth reads slowly."""
     count, tokens, pid = bench.args.crowd, 16, bench.served.pid
     rng = random.Random(1)
 

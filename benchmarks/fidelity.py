@@ -57,7 +57,7 @@ def main() -> None:
 
 
 class Tally:
-    """Of one form: divergences of its distributions, and how surprised it is by the text."""
+    """Divergences of one form's distributions, and its perplexity."""
 
     def __init__(self) -> None:
         self._divergences: list[Tensor] = []
@@ -82,7 +82,7 @@ class Tally:
         return float(torch.cat(self._same).float().mean())
 
     def cells(self) -> list[str]:
-        """Of COLUMNS."""
+        """The figures of COLUMNS."""
         worst = torch.cat(self._divergences).quantile(0.99)
         perplexity = math.exp(self._surprise / self._count)
         figures = f"{self.mean_kl:.5f} {worst:.4f} {100 * self.agreement:.2f} {perplexity:.3f}"

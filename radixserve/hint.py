@@ -68,7 +68,7 @@ def check_hint(verb: object, seconds: object, max_tokens: object) -> None:
 
 
 def join_answers(verb: str, answers: list[HintAnswer]) -> HintAnswer:
-    """Those of a session's prefixes as one: the worst answer, tokens added up."""
+    """One answer for several prefixes of a session: the worst, with the sums of tokens."""
     worst = max(answers, key=lambda one: ANSWERS.index(one.answer))
     kinds = {one.answer for one in answers}
     answer = "clipped" if kinds & {"accepted", "clipped"} and len(kinds) > 1 else worst.answer

@@ -151,7 +151,7 @@ class Matcher(Protocol):
     """Where one answer stands in its grammar."""
 
     def fork(self) -> Matcher:
-        """That of another answer which has begun with the same tokens."""
+        """The matcher of another answer that has begun with the same tokens."""
         ...
 
 
@@ -159,5 +159,5 @@ class Grammar(Protocol):
     """A `StructuredOutput` compiled for the model's tokens."""
 
     def matcher(self, end_ids: frozenset[int]) -> Matcher:
-        """That of a new answer. `end_ids`: tokens that end its request."""
+        """The matcher of a new answer. `end_ids`: tokens that end its request."""
         ...

@@ -43,7 +43,7 @@ class Engine(ABC):
 
     @property
     def pid(self) -> int:
-        """Of the process that computes."""
+        """The process that computes."""
         return os.getpid()
 
     @abstractmethod

@@ -41,7 +41,7 @@ class Record:
 
     @property
     def outputs(self) -> list[list[int]]:
-        """Of the first run."""
+        """Token ids of the first run."""
         return [answer.token_ids for answer in self.samples[0].answers]
 
     @property

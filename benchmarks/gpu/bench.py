@@ -44,7 +44,7 @@ class DryRuntime(Runtime):
 
 
 class Times(NamedTuple):
-    """Of many samples, in seconds."""
+    """Median and spread of many samples, in seconds."""
 
     median: float
     spread: float  # half the distance of the quartiles over the median

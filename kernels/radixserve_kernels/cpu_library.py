@@ -79,7 +79,7 @@ def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
 
 
 def forms_library() -> ctypes.CDLL:
-    """That of 8- and 4-bit weights, as `cpu_library`; the others compute with it from then on."""
+    """The library of 8- and 4-bit weights, see `cpu_library`; the others use it from then on."""
     return _require(FORMS)
 
 

@@ -120,7 +120,7 @@ class BeamTicket(Ticket):
 
     @property
     def token_ids(self) -> list[int]:
-        """Those of the best answer."""
+        """Tokens of the best answer."""
         return self._best_ids
 
     def push(self, output: RequestOutput) -> bool:

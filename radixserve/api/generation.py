@@ -230,7 +230,7 @@ class Generation:
         return self._client.submit(requests, finish, owners if is_list else None), is_list
 
     async def _compile_grammars(self, params: Params) -> None:
-        """Those of `params` that are new, outside the event loop."""
+        """Compile the grammars of `params` that are new, outside the event loop."""
         several = params if isinstance(params, list | tuple) else [params]
         grammars = self._client.builder.grammars
         for one in several:

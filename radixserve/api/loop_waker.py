@@ -57,7 +57,7 @@ class LoopWakers:
         )
 
     def running(self) -> LoopWaker:
-        """That of the running loop."""
+        """The waker of the running loop."""
         loop = asyncio.get_running_loop()
         waker = self._by_loop.get(loop)
         if waker is None:

@@ -95,7 +95,7 @@ class RequestBuilder:
     def request(
         self, ids: IntArray, params: SamplingParams, request_id: str | None = None
     ) -> Request:
-        """That of checked ids and params, for one completion."""
+        """The request for one completion, of checked ids and params."""
         seed = params.seed
         if seed is None:
             with self._random_lock:

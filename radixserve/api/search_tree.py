@@ -149,7 +149,7 @@ class SearchTree:
 
     @property
     def ends(self) -> list[Node]:
-        """Those that were kept to the last without being complete, best first."""
+        """Nodes that were kept to the last without being complete, best first."""
         return self._ranked("end")
 
     @property

@@ -51,7 +51,7 @@ class SnapshotView:
 
 
 class PageMap:
-    """Who owns each page, and how many of the shown sequences use it."""
+    """The owner of each page, and the number of shown sequences that use it."""
 
     def __init__(self, pool: PagePool, view: SnapshotView) -> None:
         self._owner = np.full(pool.num_pages, TREE if view.within is None else OTHER, np.uint8)
@@ -131,7 +131,7 @@ def edge_tokens(tokens: bytes | bytearray) -> dict[str, Any]:
 
 
 def unused_slots(sizes: Iterable[tuple[int, int]], page_size: int) -> dict[str, int]:
-    """Of (pages, tokens in them): slots for a token, and those without one."""
+    """sizes: (pages, tokens in them). Token slots in all, and how many are unused."""
     slots = tokens = 0
     for some_pages, some_tokens in sizes:
         slots += some_pages * page_size

@@ -1,4 +1,4 @@
-"""Who in this process wants to know which replicas an application has.
+"""The callbacks of this process that follow an application's replicas.
 
 A module of its own: Ray Serve copies the module of a request router with all that it holds.
 """

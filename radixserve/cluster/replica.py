@@ -68,7 +68,7 @@ class EngineReplica:
                 self._drop(frontend)
 
     async def _take_events(self, frontend: _Frontend) -> None:
-        """Of the cache, for all frontends; `frontend` gets a snapshot where it needs one."""
+        """Pass the cache's events to all frontends; a snapshot to `frontend` if it needs one."""
         needs_snapshot = frontend.end is None
         with contextlib.suppress(EngineDead):
             batch, snapshot = await self.call(TakeEvents(needs_snapshot))

@@ -67,11 +67,11 @@ class ClusterWorker:
         return os.getpid() != self._pid
 
     def facts(self, timeout: float) -> EngineFacts:
-        """Of the first replica that reports; TimeoutError where none does in `timeout` seconds."""
+        """Facts of the first replica that reports. Raises TimeoutError after `timeout` seconds."""
         return self._facts.result(timeout)
 
     def set_replicas(self, links: Iterable[ReplicaLink]) -> None:
-        """Those that there are from now on, by their names."""
+        """Replace the replicas by these; the names tell which are new."""
         self._post(self._set_replicas, list(links))
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
@@ -87,7 +87,7 @@ class ClusterWorker:
         self._post(self._abandon, tickets)
 
     def status(self) -> EngineStatus:
-        """Of all replicas together; the stats are those of their last reports, added up."""
+        """The status of all replicas together; stats are the sums of their last reports."""
         found = [one.status for one in list(self._replicas.values()) if one.status is not None]
         if found:
             self._stats = add_stats([one.stats for one in found])

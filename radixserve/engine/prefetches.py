@@ -35,7 +35,7 @@ class Prefetches:
         self._number = 0
 
     def __len__(self) -> int:
-        """Those that have not ended."""
+        """Prefetches that have not ended."""
         return len(self._queue) + (self._running is not None)
 
     def add(self, hint: Hint) -> HintAnswer:
@@ -107,7 +107,7 @@ class Prefetches:
             scheduler.add(self._running[0])
 
     def without_own(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Those of callers' requests."""
+        """The outputs of callers' requests."""
         running = self._running
         if running is None or not outputs:
             return outputs

@@ -54,7 +54,7 @@ class ModelInfo:
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence, however long it is."""
+        """Bytes of one sequence's recurrent states, independent of its length."""
         return sum(math.prod(one.shape) * one.dtype.itemsize for one in self.states)
 
     @property

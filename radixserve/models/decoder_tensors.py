@@ -267,7 +267,7 @@ class _LayerReader:
         return None if name is None else self._weights(name, (self._shape.hidden_size,))
 
     def _weights(self, name: str, size: tuple[int, ...]) -> Tensor:
-        """Of a norm, float32."""
+        """A norm's weights, float32."""
         found = self._reader.take(f"{self._prefix}{name}.weight", size)
         return found.float() + self._shape.family.norm_offset
 

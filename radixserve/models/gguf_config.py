@@ -100,7 +100,7 @@ def _window_fields(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
 
 
 def _scale_fields(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
-    """Of families whose attention has a scale that the file does not tell."""
+    """The scale of attention, in families whose files do not store it."""
     if not family.odd_scale_layers:
         return {}
     per_head = file.field("embedding_length") // file.field("attention.head_count")

@@ -114,7 +114,7 @@ def _read_mlp(
 def _read_fused(
     reader: MatrixReader, prefix: str, parts: ExpertParts, hidden: int
 ) -> list[MlpTensors]:
-    """Of [E, 2 M, H], gate's rows first, and [E, H, M]."""
+    """Split [E, 2 M, H], gate's rows first, and [E, H, M]."""
     count, inner = parts.routing.num_experts, parts.intermediate_size
     gate_up = reader.matrices(f"{prefix}gate_up_proj", (count, 2 * inner, hidden))
     down = reader.matrices(f"{prefix}down_proj", (count, hidden, inner))
@@ -131,7 +131,7 @@ def _read_fused(
 def _read_interleaved(
     reader: MatrixReader, prefix: str, parts: ExpertParts, hidden: int
 ) -> list[MlpTensors]:
-    """Of [E, H, 2 M], gate's and up's columns in turn, and [E, M, H], with biases."""
+    """Split [E, H, 2 M], gate's and up's columns in turn, and [E, M, H], with biases."""
     count, inner = parts.routing.num_experts, parts.intermediate_size
     name = f"{prefix}gate_up_proj"
     gate_up = reader.matrices(name, (count, hidden, 2 * inner), is_transposed=True)

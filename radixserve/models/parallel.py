@@ -127,7 +127,7 @@ def _part(count: int, rank: int, size: int) -> slice:
 
 
 def _kv_heads(shape: DecoderShape, rank: int, size: int) -> slice:
-    """Those that the rank's query heads read; several ranks have the same one where it must be."""
+    """The K/V heads that the rank's query heads read; ranks may have to share one."""
     first = rank * shape.num_kv_heads // size
     return slice(first, first + max(1, shape.num_kv_heads // size))
 

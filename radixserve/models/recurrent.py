@@ -94,7 +94,7 @@ class RowState:
 
 
 class Mixers:
-    """Of one model: what their states look like, and the rows of the call in progress."""
+    """The mixers of one model: the shapes of their states, and the rows of the current call."""
 
     def __init__(self, model: Any) -> None:
         self.rows: RecurrentRows | None = None  # None: the mixer is called as it was

@@ -102,7 +102,7 @@ class PackedTokens:
         return len(prompt), len(output)
 
     def reordered(self, order: Ints) -> PackedTokens:
-        """Those sequences, in that order; shares the blocks."""
+        """The sequences in another order; shares the blocks."""
         other = PackedTokens()
         other._blocks, other._index = self._blocks, self._index
         other._sequences = [self._sequences[at] for at in order]

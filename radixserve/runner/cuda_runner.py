@@ -221,7 +221,7 @@ class CudaModelRunner(SingleDeviceRunner):
         return self.model.forward(batch, self.backend)
 
     def _receive_tokens(self, num_rows: int) -> PendingStep:
-        """Of a rank that does not draw."""
+        """The step of a rank that does not sample."""
         assert self._tp_group is not None
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self._is_known = np.ones(num_rows, bool)

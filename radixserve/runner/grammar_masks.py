@@ -29,7 +29,7 @@ class GrammarMasks:
     bitmask: Bitmask  # [m, words] bit t % 32 of word t // 32: token t may be drawn
 
     def select(self, rows: Sequence[int]) -> GrammarMasks:
-        """Those of some of the draws, which become draws 0, 1, 2 ..."""
+        """The masks of the draws `rows`, which are renumbered 0, 1, 2 ..."""
         place = {row: at for at, row in enumerate(self.rows)}
         kept = [(at, place[row]) for at, row in enumerate(rows) if row in place]
         picked = [one for _, one in kept]

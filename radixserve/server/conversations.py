@@ -76,7 +76,7 @@ class Conversations:
                 text = text[: _common_len(text, found)]
 
     def forget(self, namespace: str | None) -> None:
-        """Those of one namespace, or all."""
+        """Drop the conversations of one namespace, or all."""
         for key in [key for key in self._recent if namespace in (None, key[0])]:
             del self._recent[key], self._by_text[key]
             self._num_characters -= len(key[1])

@@ -118,7 +118,7 @@ class OutputParser:
         self._tool_calls: list[ToolCall] = []
 
     def feed(self, text: str) -> Delta:
-        """What is certain now and was not before."""
+        """The parts that became certain with this text."""
         if self._config.is_plain:
             return Delta(self._said(text))
         reasoning = ""

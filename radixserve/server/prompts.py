@@ -71,7 +71,7 @@ def _split(given: Any, param: str) -> tuple[Sequence[Any], bool]:
 
 
 def _as_array(ids: list[Any]) -> NDArray[np.int64]:
-    """Of a JSON list: its integers are plain ones. O(n) without a call an item."""
+    """A JSON list as an array; its integers are plain ints. O(n), no call per item."""
     if set(map(type, ids)) - {int}:
         raise InvalidRequest(f"a prompt must be text or token ids, got {shown(ids)}")
     try:

@@ -143,7 +143,7 @@ def session_id(name: str) -> str:
 def _counters(
     server: Server, caller: Caller, stats: Any, found: dict[str, Any]
 ) -> dict[str, int | float]:
-    """Of all for an admin; for a tenant those of its own requests that have ended."""
+    """An admin gets the counters of all requests, a tenant those of its own ended ones."""
     if caller.is_admin:
         return {name: stats[name] for name in _COUNTERS if name in stats}
     own = server.tenant_usage.of(caller.tenant)

@@ -110,7 +110,7 @@ def _function(tool: object, where: str) -> dict[str, Any]:
 
 
 def _check_schema(schema: object, where: str) -> None:
-    """Of an object, as far as templates read it."""
+    """Check the schema of an object, as far as templates read it."""
     if not isinstance(schema, Mapping):
         raise _wrong(where, f"must be a JSON schema, got {shown(schema)}")
     if is_deep(schema):

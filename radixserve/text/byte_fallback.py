@@ -29,7 +29,7 @@ class ByteFallback:
 
     @classmethod
     def of(cls, tokenizer: Any) -> ByteFallback | None:
-        """That of a transformers tokenizer; None where it does not decode bytes of tokens."""
+        """From a transformers tokenizer; None where it does not decode bytes of tokens."""
         if not any(step["type"] == "ByteFallback" for step in decoder_steps(tokenizer)):
             return None
         backend = tokenizer.backend_tokenizer

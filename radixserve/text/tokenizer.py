@@ -195,8 +195,8 @@ class Tokenizer:
     def detokenizer(
         self, prompt_ids: Sequence[int], *, keep_special: bool | Collection[int] = False
     ) -> ByteLevelDetokenizer | IncrementalDetokenizer:
-        """Of the tokens after a prompt. `keep_special`: whether special tokens are part of the
-        text, or which."""
+        """A detokenizer of the tokens after a prompt. `keep_special`: whether special tokens are
+        part of the text, or which."""
         if self._byte_level is not None:
             return ByteLevelDetokenizer(self._byte_level, keep_special=keep_special)
         return IncrementalDetokenizer(self, prompt_ids, keep_special=keep_special)

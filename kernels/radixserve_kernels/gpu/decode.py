@@ -193,7 +193,7 @@ def group_of(q: Tensor, keys: PagedKeys) -> int:
 def attention_arguments(
     q: Tensor, keys: PagedKeys, scale: float, features: AttentionFeatures
 ) -> dict[str, Any]:
-    """Those that both attention kernels have."""
+    """The arguments that both attention kernels take."""
     window, chunk = features.span
     cap = features.logits_soft_cap or 0.0
     k_slots, v_slots = keys.k_slots, keys.v_slots

@@ -127,7 +127,7 @@ def grouped_linear(
 
 
 def _tile_rows(rows_per_expert: float) -> int:
-    """Of a tile: a power of two, 16 to 64, of which few stay empty."""
+    """Rows of a tile: a power of two, 16 to 64, of which few stay empty."""
     return 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 64 else 64
 
 

@@ -94,7 +94,7 @@ def plan_graph(
 def _fitting(
     nodes: Sequence[SharedNode], rows: IndexArray, num_groups: int
 ) -> Sequence[SharedNode]:
-    """Those that save most, as many as surely fit `num_groups` requests with the rows between."""
+    """The nodes that save most pages, as many as fit `num_groups` runs of rows in any case."""
     most = sorted(nodes, key=lambda node: saved_pages([node], rows), reverse=True)
     kept, num_runs = [], 0
     for node in most:

@@ -27,7 +27,7 @@ class StatefulSequence(CachedSequence):
     _wanted: set[int]  # lengths to take one at, beside the multiples of the interval
 
     def begin_at(self, checkpoint: Checkpoint, wanted: set[int]) -> None:
-        """Of a new sequence, which ends there."""
+        """Start a new sequence at a checkpoint."""
         self._state, self._begin_state = NO_STATE, checkpoint.state_id
         self._taken, self._wanted = {}, wanted
         if checkpoint.state_id != NO_STATE:

@@ -44,7 +44,7 @@ def chat_fields(body: MessagesRequest) -> dict[str, Any]:
 
 
 def prompt_fields(body: PromptFields) -> dict[str, Any]:
-    """Those that become the prompt."""
+    """The fields that become the prompt."""
     messages = chat_messages(body.system, body.messages)
     fields: dict[str, Any] = {"messages": messages}
     if messages[-1]["role"] == "assistant":

@@ -31,7 +31,7 @@ class ToolParser(Protocol):
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """What is certain now and was not before, in order."""
+        """The parts that became certain with this text, in order."""
 
     def finish(self) -> list[Piece]:
         """The rest, after the last text."""
