@@ -153,11 +153,11 @@ class PagePool:
 class CacheStats:
     """Tokens since the cache was made."""
 
-    acquired_tokens: int = 0  # asked for by acquire
-    matched_tokens: int = 0  # of those, found
-    copied_tokens: int = 0  # of those, in page prefixes that had to be copied
-    committed_tokens: int = 0  # whose K/V was published
-    duplicate_tokens: int = 0  # of those, published by another first; whole pages only
+    acquired_tokens: int = 0  # passed to `acquire`
+    matched_tokens: int = 0  # acquired tokens that were cached
+    copied_tokens: int = 0  # matched tokens in page prefixes that were copied
+    committed_tokens: int = 0  # tokens published by `commit`
+    duplicate_tokens: int = 0  # committed tokens that others had published; whole pages only
     num_acquired: int = 0  # sequences
     num_resets: int = 0
 

@@ -58,7 +58,7 @@ class BlockView:
         return list(self._apply_all(batch.events))
 
     def stored(self) -> list[KVCacheEvent]:
-        """Events that tell all that is stored to somebody who knows nothing."""
+        """Events of all that is stored, for a consumer that starts from nothing."""
         nodes = sorted(self._nodes.values(), key=lambda node: node.first_block)
         found = [self._stored(node, 0) for node in nodes if node.hashes]  # parents first
         return [AllBlocksCleared(), *found]

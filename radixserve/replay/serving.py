@@ -69,8 +69,8 @@ class ScheduledResult(ReplayResult):
     serving: Serving
     ttft_s: Floats  # [requests] from being sent to first token; nan for those that do not fit
     computed_tokens: int  # in prefill and decode, of everything
-    needed_tokens: int  # of those, computed for the first time
-    repeated_tokens: int  # of those, computed again without need
+    needed_tokens: int  # tokens computed for the first time
+    repeated_tokens: int  # tokens computed again without need
     compute_ratio: float  # (needed + repeated) / needed: see `ComputeLedger`
     max_overtaken: int  # most later requests that were admitted before one
     preemptions: int
@@ -120,8 +120,8 @@ class ComputeLedger:
         self._is_known = np.zeros(paths.distinct_tokens, np.bool_)
         self._entries: dict[int, _Entry] = {}
         self.computed = 0  # tokens in all rows
-        self.needed = 0  # of those, the first time
-        self.repeated = 0  # of those, again without need
+        self.needed = 0  # tokens computed for the first time
+        self.repeated = 0  # tokens computed again without need
 
     @property
     def ratio(self) -> float:

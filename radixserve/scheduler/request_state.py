@@ -127,7 +127,7 @@ class RequestState:
         self.producer: RequestState | None = None  # the producer of tokens it waits for
         self.awaited_len = 0  # number of committed tokens of the producer that it waits for
         self.waiters: list[RequestState] = []  # requests that wait for this one, while it runs
-        self.search: BeamSearch | None = None  # of which it is a beam
+        self.search: BeamSearch | None = None  # the search of which this is a beam
         self.queue_entry = QueueEntry()
         self.lookup: Lookup | None = None  # at the first admission
         self.cached_on_arrival = prefix_watch.cached_len

@@ -13,7 +13,7 @@ from radixserve.server.state import Server, caller_of
 
 
 class ClientGone(Exception):
-    """The client closed its connection: there is nobody to answer."""
+    """The client closed its connection."""
 
 
 class CancelOnDisconnect:

@@ -32,7 +32,7 @@ class Caller:
         return self.is_admin or self.shares_prefixes
 
     def namespace(self, cache_salt: str | None) -> str:
-        """The part of the cache that this caller's requests use: nobody else's.
+        """The part of the cache that this caller's requests use, and no others.
 
         A salt divides it further. A tenant's name has no "/", so that no two pairs collide.
         """

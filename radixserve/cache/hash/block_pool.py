@@ -43,7 +43,7 @@ class BlockPool:
         self._pages = pages
         self.digest = digest
         self._watched = self.watch_registry.watched
-        self.events: EventLog | None = None  # while somebody listens
+        self.events: EventLog | None = None  # while there is a consumer
         self._next_id = 0
 
     @property

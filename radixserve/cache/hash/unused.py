@@ -22,7 +22,7 @@ class UnusedBlocks:
     def __init__(self) -> None:
         self._batches: deque[tuple[int, list[Block]]] = deque()  # each taken from its end
         self._num_entries = 0  # in all batches
-        self._num_blocks = 0  # of those, unlocked blocks that can be found
+        self._num_blocks = 0  # entries that are unlocked blocks and can be found
         self._number = 0  # of the last batch
 
     def __len__(self) -> int:

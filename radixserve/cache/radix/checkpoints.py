@@ -225,7 +225,7 @@ class Checkpoints:
         counted = {state_id: pinned.count(state_id) for state_id in pinned}
         assert counted == self._pins, f"{self._pins} pins counted, {counted} found"
         assert not self._collected, "checkpoints without an owner"
-        assert self._without_node <= self._pins.keys(), "a state is kept for nobody"
+        assert self._without_node <= self._pins.keys(), "a state is kept without a user"
 
 
 class CheckpointTree(RadixTree):

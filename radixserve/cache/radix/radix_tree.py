@@ -39,8 +39,8 @@ class RadixTree:
         self.watch_registry = WatchRegistry()
         self._watched = self.watch_registry.watched
         self.num_pages = 0  # in nodes, dead ones included
-        self.num_locked = 0  # of those, in locked nodes
-        self.num_dead = 0  # of those, unlocked in a dead namespace: count as free
+        self.num_locked = 0  # pages of locked nodes
+        self.num_dead = 0  # unlocked pages of dead namespaces: count as free
         self.num_nodes = 0
         self.num_splits = 0
         self.num_evicted_tokens = 0
