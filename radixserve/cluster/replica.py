@@ -34,6 +34,7 @@ class Report(NamedTuple):
     failures: list[tuple[str, BaseException]]  # by request id
     status: EngineStatus
     events: Sequence[EventBatch | EventSnapshot] = ()  # of the cache; a step late
+    settled: Sequence[str] = ()  # ended requests all of whose events are in reports up to this one
 
 
 class EngineReplica:
@@ -60,7 +61,8 @@ class EngineReplica:
                 if found.asking is None or found.asking.done():
                     found.asking = asyncio.create_task(self._take_events(found))
                 outputs, failures = found.take_outputs(), found.take_failures()
-                yield Report(outputs, failures, self._runtime.status(), found.take_events())
+                events, settled = found.take_events(), found.take_settled()
+                yield Report(outputs, failures, self._runtime.status(), events, settled)
         finally:
             if found.asking is not None:
                 found.asking.cancel()
@@ -69,13 +71,14 @@ class EngineReplica:
 
     async def _take_events(self, frontend: _Frontend) -> None:
         """Pass the cache's events to all frontends; a snapshot to `frontend` if it needs one."""
-        needs_snapshot = frontend.end is None
+        needs_snapshot, num_ended = frontend.end is None, len(frontend.ended)
         with contextlib.suppress(EngineDead):
             batch, snapshot = await self.call(TakeEvents(needs_snapshot))
             for one in self._frontends.values():
                 one.put_events(batch)
             if snapshot is not None:
                 frontend.put_snapshot(snapshot)
+            frontend.num_settled = num_ended
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
         """Queue requests so that they arrive together; False where the stream has ended."""
@@ -135,6 +138,8 @@ class _Frontend:
         self._waker = wakers.running()  # one signal a step
         self._arrival = asyncio.Event()
         self.asking: asyncio.Task[None] | None = None  # for events
+        self.ended: deque[str] = deque()  # requests whose events the frontend may not have yet
+        self.num_settled = 0  # of these, the first ones, whose events have come
         self.end: int | None = None  # number of the event that it knows next; None: of none
         self._events: list[EventBatch | EventSnapshot] = []
         self._num_events = 0
@@ -142,13 +147,17 @@ class _Frontend:
     def put(self, output: RequestOutput) -> None:
         self._outputs.append(output)
         if output.finish is not None:
-            self.open_ids.discard(output.request_id)
+            self._note_end(output.request_id)
         self._waker.call(self._arrival.set)
 
     def fail(self, request_id: str, error: BaseException) -> None:
         self._failures.append((request_id, error))
-        self.open_ids.discard(request_id)
+        self._note_end(request_id)
         self._waker.call(self._arrival.set)
+
+    def _note_end(self, request_id: str) -> None:
+        self.open_ids.discard(request_id)
+        self.ended.append(request_id)
 
     def put_events(self, batch: EventBatch) -> None:
         """After a gap, or too many for one report, a snapshot is needed."""
@@ -171,6 +180,12 @@ class _Frontend:
     def take_events(self) -> list[EventBatch | EventSnapshot]:
         events, self._events, self._num_events = self._events, [], 0
         return events
+
+    def take_settled(self) -> list[str]:
+        """None while a gap in the events waits for its snapshot."""
+        count = 0 if self.end is None else self.num_settled
+        self.num_settled -= count
+        return [self.ended.popleft() for _ in range(count)]
 
     async def wait(self) -> None:
         """Until something has come, REPORT_EVERY_S at most."""

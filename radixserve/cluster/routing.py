@@ -29,11 +29,9 @@ class Router(Protocol):
         ...
 
     def choose(self, request: Request) -> str | None:
-        """Where it is to run, which counts as load there until `note_end`; None without
-        replicas."""
+        """Where it is to run, which counts as load there until a report says that it has
+        settled; None without replicas."""
         ...
-
-    def note_end(self, request_id: str) -> None: ...
 
     def best(self, token_ids: IntArray, namespace: str) -> str | None:
         """Where most of the tokens are cached; None without replicas."""
@@ -51,7 +49,6 @@ class ByTree:
         self._router = TreeRouter()
         self._replicas: set[str] = set()
         self._num_output: dict[str, int] = {}  # tokens that came, by request id
-        self._ended: dict[str, list[str]] = {}  # by replica: their events may not be here yet
 
     def add(self, replica: str) -> None:
         self._router.add(replica)
@@ -61,7 +58,6 @@ class ByTree:
         if replica in self._replicas:
             self._replicas.remove(replica)
             self._router.remove(replica)
-            self._ended.pop(replica, None)
             of = self._router.of_request
             self._num_output = {key: n for key, n in self._num_output.items() if of(key)}
 
@@ -75,9 +71,8 @@ class ByTree:
                 self._router.restart(replica, events)
             else:
                 self._router.take(replica, events)
-        if report.events:
-            for request_id in self._ended.pop(replica, ()):
-                self._router.end(request_id, self._num_output.pop(request_id, None))
+        for request_id in report.settled:
+            self._router.end(request_id, self._num_output.pop(request_id, None))
 
     def needs_snapshot(self, replica: str) -> bool:
         return self._router.index.needs_snapshot(replica)
@@ -94,13 +89,6 @@ class ByTree:
         if found is not None:
             self._num_output[request.request_id] = 0
         return found
-
-    def note_end(self, request_id: str) -> None:
-        replica = self._router.of_request(request_id)
-        if replica is None:
-            self._num_output.pop(request_id, None)
-        else:
-            self._ended.setdefault(replica, []).append(request_id)
 
     def best(self, token_ids: IntArray, namespace: str) -> str | None:
         return self._router.best(token_ids.astype(np.int32, copy=False).tobytes(), namespace)

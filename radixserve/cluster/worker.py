@@ -208,7 +208,6 @@ class ClusterWorker:
         self._open.pop(one.id, None)
         self._waiting.pop(one.id, None)
         self._ids.discard(one.ticket.request.request_id)
-        self._router.note_end(one.id)
 
     def _abandon(self, tickets: Sequence[Ticket]) -> None:
         left = set(map(id, tickets))
