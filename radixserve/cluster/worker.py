@@ -1,7 +1,6 @@
 """`ClusterWorker`: what `EngineThread` is to one engine, for the engines of several replicas.
 
-Requests outlive their replica: those that were under way there go on elsewhere, from the prompt and
-the tokens that have come.
+Requests outlive their replica: another one continues them from the prompt and the tokens so far.
 """
 
 from __future__ import annotations
@@ -348,7 +347,7 @@ class ClusterWorker:
     # -- in the loop: messages ----------------------------------------------------------------
 
     async def _answer(self, message: Message[Any]) -> Any:
-        """From the replicas that it concerns."""
+        """Ask the replicas that it concerns."""
         match message:
             case messages.AbortRequests(request_ids):
                 found = [
@@ -359,9 +358,7 @@ class ClusterWorker:
                 for one in found:
                     self._abort(one)
                 return len(found)
-            case messages.GetStats():
-                return add_stats(await self._ask_all(message))
-            case messages.GetHeld():
+            case messages.GetStats() | messages.GetHeld():
                 return add_stats(await self._ask_all(message))
             case messages.LookUpPrompt(token_ids, namespace):
                 return await self._ask_one(message, self._router.best(token_ids, namespace))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from radixserve.cache.events import (
     Appended,
     Event,
     EventBatch,
-    EventCursor,
     EventSnapshot,
     Removed,
     Reset,
@@ -30,35 +28,9 @@ from radixserve.cache.events import (
 )
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.routing.index_node import NO_CHILDREN, IndexNode, Reserved, Root
+from radixserve.routing.records import NEVER, HoldingReplica, Matched, Reservation
 
-NEVER = float("-inf")
 _SWEPT = 64  # ends of removed replicas' nodes that are cleared with a batch of events
-
-
-class Reservation(NamedTuple):
-    """A prompt that is under way to a replica: counts as cached there."""
-
-    number: int
-    node: IndexNode
-
-
-class Matched(NamedTuple):
-    """Where a walk down a prompt ended."""
-
-    node: IndexNode
-    pos: int  # bytes
-
-
-class _Holder:
-    """One replica: its stream, and where its nodes end."""
-
-    __slots__ = ("cursor", "ends", "evicted_at", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.cursor = EventCursor()
-        self.ends: dict[int, IndexNode] = {}  # by the replica's node ids
-        self.evicted_at = NEVER  # last use of what it evicted last
 
 
 class TokenIndex:
@@ -73,7 +45,7 @@ class TokenIndex:
         self.num_tokens = 0  # in edges
         self.now = 0.0  # seconds, kept by the owner: when what is stored or reserved now is used
         self._roots: dict[str, Root] = {}  # by namespace
-        self._holders: dict[str, _Holder] = {}
+        self._holders: dict[str, HoldingReplica] = {}
         self._live = 0  # bits of replicas
         self._numbers = 0  # bits in use, of removed ones too
         self._removed: deque[tuple[int, Iterator[IndexNode]]] = deque()
@@ -86,7 +58,7 @@ class TokenIndex:
         number = (~self._numbers & (self._numbers + 1)).bit_length() - 1  # the lowest bit not set
         self._numbers |= 1 << number
         self._live |= 1 << number
-        self._holders[replica] = _Holder(number)
+        self._holders[replica] = HoldingReplica(number)
         return number
 
     def remove(self, replica: str) -> None:
@@ -136,7 +108,7 @@ class TokenIndex:
             self._apply(holder, stored)
         return True
 
-    def _apply(self, holder: _Holder, event: Event) -> None:
+    def _apply(self, holder: HoldingReplica, event: Event) -> None:
         ends = holder.ends
         if isinstance(event, Stored):
             above = self._root(event.namespace) if event.parent == ROOT else ends[event.parent]
@@ -253,7 +225,7 @@ class TokenIndex:
             self.num_tokens -= node.num_tokens
             node = parent
 
-    def _reset(self, holder: _Holder, namespace: str) -> None:
+    def _reset(self, holder: HoldingReplica, namespace: str) -> None:
         """O(nodes of the replica)."""
         root, bit = self._roots.get(namespace), 1 << holder.number
         if root is None:

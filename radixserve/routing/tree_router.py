@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from radixserve.cache.events import EventBatch, EventSnapshot
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.routing.token_index import NEVER, Reservation, TokenIndex
+from radixserve.routing.records import NEVER, Reservation
+from radixserve.routing.token_index import TokenIndex
 
 Floats = NDArray[np.float64]
 _HALF_LIFE_S = 3600.0  # of recent work

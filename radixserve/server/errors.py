@@ -15,7 +15,7 @@ from radixserve.checks import shown
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
 from radixserve.server.unsupported_fields import why_refused
 
-_TYPES = {
+TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -60,7 +60,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         error: dict[str, Any] = {
             "message": self.message,
-            "type": _TYPES.get(self.status, "server_error"),
+            "type": TYPES.get(self.status, "server_error"),
             "param": self.param,
             "code": self.code,
         }

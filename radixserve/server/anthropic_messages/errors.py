@@ -7,22 +7,11 @@ from typing import Any
 
 from starlette.responses import Response
 
-from radixserve.server.errors import ApiError
+from radixserve.server.errors import TYPES, ApiError
 
 _PATH = "/v1/messages"
 _STATUSES = {415: 400, 503: 529}  # where theirs is another
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    529: "overloaded_error",
-}
+_TYPES = {**TYPES, 413: "request_too_large", 529: "overloaded_error"}
 
 
 def is_anthropic(path: str) -> bool:
