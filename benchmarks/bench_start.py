@@ -1,9 +1,11 @@
-"""What a start costs: imports, a refusal, `Runtime()`, its first answer, memory.
+"""What a start costs: imports, a refusal, `Runtime()`, its first answer, memory, the first second,
+the first compile.
 
     python benchmarks/bench_start.py [--models demo,smollm2] [--repeats 3] [--json]
 
 Every figure is taken in a process of its own; seconds are the least of the repeats, by the clock
-and of the processor.
+and of the processor. Of the first second: how many times as long a token takes the processor
+there as later.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from harness.report import parse_sizes, print_table
 
 ROOT = Path(__file__).parents[1]
-COLUMNS = ("", "wall s", "CPU s", "first answer s", "MB: torch", "started", "peak", "weights")
+COLUMNS = ("", "wall s", "CPU s", "first answer s", "MB: torch", "started", "peak", "weights",
+           "x later")  # fmt: skip
 
 PRELUDE = """
 import json, resource, sys, time
@@ -53,9 +57,31 @@ answer = timed(lambda: rt.generate([list(range(5, 40))], params))[1]
 print(json.dumps([[*seconds, answer[0], *memory]]))
 rt.close()
 """
+FIRST_SECOND = """
+import random
+from radixserve import Runtime, SamplingParams
+rt = Runtime("demo")
+rng, params = random.Random(0), SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+costs, begun = [], time.perf_counter()
+while len(costs) < 6:
+    num_tokens, spent = 0, time.process_time()
+    while time.perf_counter() - begun < len(costs) + 1:
+        prompts = [[rng.randrange(5, 4000) for _ in range(64)] for _ in range(8)]
+        num_tokens += sum(len(out.token_ids) for out in rt.generate(prompts, params))
+    costs.append((time.process_time() - spent) / num_tokens)
+print(json.dumps([[costs[0] / sorted(costs[1:])[2]]]))
+rt.close()
+"""
+COMPILE = """
+import torch
+from radixserve_kernels.cpu_ops import unsupported_reason
+wall = timed(lambda: unsupported_reason(torch.float32))[1][0]
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([[wall, used.ru_utime + used.ru_stime]]))
+"""
 
 
-def measure(code: str, repeats: int, model: str = "") -> list[list[float]]:
+def measure(code: str, repeats: int, model: str = "", **environment: str) -> list[list[float]]:
     """What fresh processes print as JSON: the least of each figure."""
     path = os.pathsep.join((str(ROOT / "kernels"), str(ROOT)))
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
@@ -63,7 +89,7 @@ def measure(code: str, repeats: int, model: str = "") -> list[list[float]]:
     for _ in range(repeats):
         done = subprocess.run(
             [sys.executable, "-c", PRELUDE + code, model],
-            env={"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": path},
+            env={"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": path, **environment},
             stdout=subprocess.PIPE,
             check=True,
         )
@@ -79,7 +105,11 @@ def main() -> None:
     found = {"import torch": torch, "import radixserve": radixserve, "refusal": refusal}
     for model in args.models.split(","):
         (found[f"Runtime({model!r})"],) = measure(START, args.repeats, model)
+    with tempfile.TemporaryDirectory() as folder:
+        (found["first compile"],) = measure(COMPILE, 1, RADIXSERVE_CACHE=folder)
+    ((ratio,),) = measure(FIRST_SECOND, args.repeats)
     rows = [[name, *row, *[None] * (len(COLUMNS) - 1 - len(row))] for name, row in found.items()]
+    rows.append(["demo, first second", *[None] * (len(COLUMNS) - 2), ratio])
     print_table(args, COLUMNS, rows)
 
 
