@@ -1,8 +1,9 @@
 """What serving costs, engine beside engine: CPU seconds, time to first token, memory.
 
-    python benchmarks/bench_engine.py [--model tiny|small|gemma3] [--dtype float32|bfloat16]
-        [--workload W1,W2] [--arrival burst|sequential|both] [--only-engines radix,transformers]
-        [--threads N] [--repeats N] [--quick] [--profile] [--json] [--save DIR]
+    python benchmarks/bench_engine.py [--model tiny|small|gemma3|qwen3-moe|gpt-oss]
+        [--dtype float32|bfloat16] [--workload W1,W2] [--arrival burst|sequential|both]
+        [--threads N] [--repeats N]
+        [--only-engines radix,transformers] [--quick] [--profile] [--json] [--save DIR]
 
     W1 system prompt   W2 chat   W3 few-shot   W4 nothing shared   W5 branches
 

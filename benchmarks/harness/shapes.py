@@ -19,7 +19,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a decoder."""
+    """The numbers of a decoder. Costs of mixtures of experts are those of one token's experts."""
 
     num_layers: int
     hidden: int
@@ -30,7 +30,9 @@ class Shape:
     vocab: int
     max_positions: int = 4_096
     family: str = "llama"
-    window: int | None = None  # of Gemma 3's layers but for every sixth
+    window: int | None = None  # of Gemma 3's layers but for every sixth, of every second of gpt-oss
+    num_experts: int = 0
+    top_k: int = 1  # experts of a token, whose features `intermediate` counts together
 
     @staticmethod
     def of(config: dict[str, Any]) -> Shape:
@@ -82,6 +84,7 @@ class Shape:
             f"{self.num_layers} layers, hidden {self.hidden}, {self.num_heads} query and"
             f" {self.num_kv_heads} KV heads of {self.head_dim}, intermediate {self.intermediate},"
             f" vocabulary {self.vocab:,}"
+            + (f", {self.family}: {self.top_k} of {self.num_experts} experts" * (self.top_k > 1))
         )
 
 
@@ -90,6 +93,16 @@ SHAPES = {
     "small": Shape(12, 768, 12, 4, 128, 3_072, 8_192),
     "gemma3": Shape(  # 270M with fewer layers, words
         *(12, 640, 4, 1, 256, 2_048, 16_384), family="gemma3_text", window=512
+    ),
+    "qwen3-moe": Shape(
+        *(4, 512, 8, 2, 64, 8 * 192, 4_096), family="qwen3_moe", num_experts=64, top_k=8
+    ),
+    "gpt-oss": Shape(
+        *(4, 512, 8, 2, 64, 4 * 512, 4_096),
+        family="gpt_oss",
+        window=128,
+        num_experts=32,
+        top_k=4,
     ),
 }
 
@@ -104,12 +117,18 @@ def save_checkpoint(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    window = {} if shape.window is None else {"sliding_window": shape.window}
+    each = shape.intermediate // shape.top_k
+    own: dict[str, Any] = {} if shape.window is None else {"sliding_window": shape.window}
+    if shape.num_experts:
+        count = "num_experts" if shape.family == "qwen3_moe" else "num_local_experts"
+        own |= {count: shape.num_experts, "num_experts_per_tok": shape.top_k}
+    if shape.family == "qwen3_moe":
+        own |= {"moe_intermediate_size": each, "norm_topk_prob": True}
     config = AutoConfig.for_model(
         shape.family,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
+        intermediate_size=each,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
@@ -120,7 +139,7 @@ def save_checkpoint(
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **window,
+        **own,
     )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
