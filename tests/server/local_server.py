@@ -44,7 +44,13 @@ class LocalServer:
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         app = make_app(self.server)
         self._uvicorn = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=600,  # none is closed while its client sends on it
+            )
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
