@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,18 +212,26 @@ def make_tokenizer(folder: Path) -> Any:
     return wrapped
 
 
-@torch.inference_mode()
 def greedy(model: Any, prompt: Iterable[int], num_tokens: int) -> list[int]:
     """The prompt and `num_tokens` more by transformers' generate; end tokens are ignored."""
-    ids = torch.tensor([list(prompt)])
+    whole = list(prompt)
+    return whole + greedy_batch(model, [whole], num_tokens)[0]
+
+
+@torch.inference_mode()
+def greedy_batch(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """`num_tokens` for each prompt, as `greedy`."""
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):  # padded on the left
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
     model.generation_config.eos_token_id = None
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )[0].tolist()
+    found = model.generate(
+        ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+    )
+    return found[:, longest:].tolist()
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from radixserve import Runtime, SamplingParams
-from tests.checkpoints import all_logprobs, greedy, load_reference, make_checkpoint
+from tests.checkpoints import all_logprobs, greedy_batch, load_reference, make_checkpoint
 
 NUM_REQUESTS = 40
 MAX_PROMPT = 90
@@ -117,11 +117,12 @@ def reference(
         rng = random.Random(case.seed)
         lengths = [rng.choice([1, 3, 8, 20, 60]) for _ in prompts]
         outputs, logprobs = [], []
-        for i, prompt in enumerate(prompts):
-            tokens = greedy(model, prompt, lengths[i])
+        answers = greedy_batch(model, prompts, max(lengths))
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            tokens = [*prompt, *answer[: lengths[i]]]
             table = all_logprobs(model, tokens)[len(prompt) - 1 : -1]
             lengths[i] = before_tie(table)
-            output = tokens[len(prompt) :][: lengths[i]]
+            output = answer[: lengths[i]]
             outputs.append(output)
             logprobs.append([float(table[j, token]) for j, token in enumerate(output)])
         cache[case] = Reference(folder, prompts, lengths, outputs, logprobs)
