@@ -92,7 +92,7 @@ _CACHES = {
 _CLUSTER = {
     "--replicas NUMBERS": "how many, such as 4,16,64; beside each number one cache of all their "
     "sizes together",
-    "--router NAMES": "tree,approximate,session,round-robin,random (default: all)",
+    "--router NAMES": "tree,approximate,session,round-robin,random,offline (default: all)",
     "--event-delay-s SECONDS": "from a cache to the tree router, in time of the trace "
     "(default: 0.1)",
 }

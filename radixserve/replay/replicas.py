@@ -67,7 +67,7 @@ def replay_replicas(
     """`spec`: the cache of each replica. Audits all caches at the end. Deterministic."""
     start, clock, step = time.perf_counter(), TraceClock(), cluster.step
     caches = [spec.make(clock) for _ in range(cluster.num_replicas)]
-    router = make_router(cluster.router, caches, step, clock)
+    router = make_router(cluster.router, caches, trace, step, clock)
     hits, replicas = np.zeros(len(trace), np.int64), np.full(len(trace), -1, np.int64)
     work_s, busy_until = np.zeros(len(caches)), np.zeros(len(caches))
     due: list[tuple[float, int, Callable[[], object]]] = []  # a heap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from bisect import bisect
@@ -11,8 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from radixserve.cache import EventLog, PrefixCache
+from radixserve.replay.paths import build_paths
 from radixserve.replay.serving import StepModel
-from radixserve.replay.trace import TraceRequest
+from radixserve.replay.trace import Trace, TraceRequest
 from radixserve.routing.token_index import TokenIndex
 from radixserve.routing.tree_router import StepCosts, TreeRouter
 
@@ -115,6 +117,43 @@ class Approximate(_CacheUnaware):
         self._running[self._places.pop(index)] -= 1
 
 
+class Offline(_CacheUnaware):
+    """Knows the whole trace: shows what is possible.
+
+    Conversations are laid end to end and cut into equal parts, one a replica, so that at most one
+    conversation is computed again for each replica. Neighbours began far apart: a replica seldom
+    has two at a time.
+    """
+
+    def __init__(self, num_replicas: int, trace: Trace, step: StepModel) -> None:
+        super().__init__(num_replicas)
+        sessions: dict[str, list[int]] = {}
+        for index, session in enumerate(trace.sessions):
+            sessions.setdefault(session or f"#{index}", []).append(index)
+        found = list(sessions.values())
+        line = [one for first in range(num_replicas) for one in found[first::num_replicas]]
+        reusable = build_paths(trace).reusable
+        missing = step.prefill_token_s * (trace.num_prompt - reusable)
+        decode = trace.num_output * (step.decode_row_s + step.kv_token_s * trace.num_prompt)
+        work, history = missing + decode, step.prefill_token_s * reusable
+        low, high = 0.0, float((work + history).sum())
+        for _ in range(40):  # the least share with which there are replicas enough
+            share, load, replica = (low + high) / 2, 0.0, 0
+            places = np.zeros(len(trace), np.int64)
+            for index in itertools.chain.from_iterable(line):
+                if load + work[index] / 2 > share:
+                    load, replica = float(history[index]), replica + 1
+                load += float(work[index])
+                places[index] = replica
+            if replica < num_replicas:
+                high, self._places = share, places
+            else:
+                low = share
+
+    def choose(self, request: TraceRequest) -> int:
+        return int(self._places[request.index])
+
+
 class Tree:
     """`TreeRouter`, fed by the events of the caches."""
 
@@ -151,10 +190,18 @@ _BLIND: dict[str, type[RoundRobin | Random | BySession | Approximate]] = {
     "session": BySession,
     "approximate": Approximate,
 }
-ROUTERS = ("tree", *_BLIND)
+ROUTERS = ("tree", *_BLIND, "offline")
 
 
 def make_router(
-    name: str, caches: Sequence[PrefixCache], step: StepModel, clock: Callable[[], float]
+    name: str,
+    caches: Sequence[PrefixCache],
+    trace: Trace,
+    step: StepModel,
+    clock: Callable[[], float],
 ) -> ReplayRouter:
-    return Tree(caches, step, clock) if name == "tree" else _BLIND[name](len(caches))
+    if name == "tree":
+        return Tree(caches, step, clock)
+    if name == "offline":
+        return Offline(len(caches), trace, step)
+    return _BLIND[name](len(caches))

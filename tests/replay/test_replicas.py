@@ -50,6 +50,16 @@ def test_the_tree_router_keeps_what_belongs_together_and_spreads_the_work(delay:
     assert again.replicas.tolist() == tree.replicas.tolist()
 
 
+def test_with_knowledge_of_the_future_a_conversation_is_cut_once_a_replica() -> None:
+    turns = make_chats(40, 12)
+    chats = [str(prompt[50]) for prompt, _ in turns]  # each has another first token of its own
+    trace = make_trace(turns, times=[0.5 * n for n in range(len(turns))], sessions=chats)
+    found = replay_replicas(trace, CacheSpec(20_000), Cluster(7, "offline"))
+    assert found.max_load < 1.1
+    whole = replay_direct(trace, CacheSpec(7 * 20_000))
+    assert whole.hits.sum() - found.hits.sum() < 6 * trace.longest + 3 * 7 * 50
+
+
 def test_requests_that_fit_nowhere_are_passed_over() -> None:
     trace = make_trace([([1, 2, 3], [4]), (list(range(50)), []), ([1, 2, 3, 5], [])])
     found = replay_replicas(trace, CacheSpec(20), Cluster(1, "tree"))
