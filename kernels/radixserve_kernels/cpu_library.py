@@ -227,7 +227,7 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "key_block": (_FLAG, ()),
     "plan": (_POINTER, (_POINTER, _POINTER, _NUMBER, _NUMBER)),
     "reset_plan": (_check, (_POINTER, _POINTER, _POINTER, _NUMBER, _NUMBER)),
-    "jobs": (None, (_POINTER, _POINTER)),
+    "jobs": (_check, (_POINTER, _POINTER)),
     "delete_plan": (None, (_POINTER,)),
     "attention": (_POINTER, ()),
     "delete_attention": (None, (_POINTER,)),

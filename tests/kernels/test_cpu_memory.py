@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from radixserve.api.runtime import DEMO
 from radixserve.attention.cpu import CpuBackend
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.source import find_model
+from radixserve_kernels.cpu_attention import Plan
 from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
+from radixserve_kernels.host_index import HostIndex
 from radixserve_kernels.quantized import quantize_int8
 from tests.attention.cases import Case, run
 from tests.pacing import PATIENCE_S
@@ -114,3 +117,16 @@ def test_a_request_that_is_too_large() -> None:
             *(ctypes.byref(weight.record), x.data_ptr()),
         )
     assert weight(x).isfinite().all()
+
+
+def test_a_plan_that_could_not_be_replaced_is_empty() -> None:
+    ends = np.array([0, 1])
+    rows = HostIndex(ends[:1], ends, ends, ends[1:], [np.zeros(1, np.int32)])
+    plan, library = Plan(rows, 1, (4, 2, 8), None), cpu_library()
+    too_many, heads = (ctypes.c_int64 * 7)(1 << 50, 1), (ctypes.c_int64 * 4)(4, 2, 8)
+    with pytest.raises(MemoryError):
+        library.radixserve_reset_plan(plan.pointer, too_many, heads, 0, 0)
+    with pytest.raises(MemoryError):
+        plan.jobs()
+    plan.reset(rows)
+    assert plan.jobs().num_keys.tolist() == [1]

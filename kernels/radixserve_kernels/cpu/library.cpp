@@ -135,7 +135,9 @@ int radixserve_reset_plan(void *plan, const HostIndex *rows, const Heads *heads,
 // Tokens: attention over shared pages that end at a multiple of it has the bits of attention on its own.
 int radixserve_key_block() { return KEYS; }
 // Arrays of *jobs live as long as the plan, the page ids as long as the rows.
-void radixserve_jobs(void *plan, Jobs *jobs) { *jobs = native(plan).step.jobs; }
+int radixserve_jobs(void *plan, Jobs *jobs) {
+    return lacks_memory([&] { *jobs = native(plan).step.jobs; });
+}
 void radixserve_delete_plan(void *plan) { delete (AnyPlan *)plan; }
 
 void *radixserve_attention() {
