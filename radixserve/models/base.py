@@ -86,6 +86,10 @@ class LanguageModel(ABC):
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """Logits [S, V] float32 after each of `batch.logits_indices`; `backend` is planned."""
 
+    def forward_into(self, out: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
+        """`forward` with its logits in `out`."""
+        out.copy_(self.forward(batch, backend))
+
     def by_layers(self) -> LayeredModel | None:
         """Itself, if `forward` can be had in parts."""
         return None
@@ -129,9 +133,15 @@ class LayeredModel(LanguageModel):
 
     @abstractmethod
     def finish(
-        self, attended: Tensor, x: Tensor, residual: Tensor, logits_indices: Tensor
+        self,
+        attended: Tensor,
+        x: Tensor,
+        residual: Tensor,
+        logits_indices: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The last layer's `finish_layer`, and the logits [S, V] after logits_indices [S]."""
+        """The last layer's `finish_layer`, and the logits [S, V] after logits_indices [S], in `out`
+        if it is given."""
 
     def by_layers(self) -> LayeredModel:
         return self

@@ -55,7 +55,12 @@ class Decoder(LayeredModel):
         self._layers: tuple[DecoderLayer[Linear, GroupedExperts], ...] = tensors.layers
         self.tables = tables
 
-    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
+    def forward_into(self, out: Tensor, batch: ForwardBatch, backend: AttentionBackend) -> None:
+        self.forward(batch, backend, out)
+
+    def forward(
+        self, batch: ForwardBatch, backend: AttentionBackend, out: Tensor | None = None
+    ) -> Tensor:
         slots = backend.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
         x, residual = self.embed(batch.input_ids)
         for number in range(len(self._layers) - 1):
@@ -63,7 +68,7 @@ class Decoder(LayeredModel):
             x = self.finish_layer(number, self.attend(number, q, backend), x, residual)
         last = len(self._layers) - 1
         q = self.project(last, x, batch.positions, batch.slot_mapping, slots[last])
-        return self.finish(self.attend(last, q, backend), x, residual, batch.logits_indices)
+        return self.finish(self.attend(last, q, backend), x, residual, batch.logits_indices, out)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         residual = F.embedding(input_ids, self._embedding)
@@ -120,7 +125,12 @@ class Decoder(LayeredModel):
         return self._add(out, residual, layer.post_mlp_norm, next_norm)
 
     def finish(
-        self, attended: Tensor, x: Tensor, residual: Tensor, logits_indices: Tensor
+        self,
+        attended: Tensor,
+        x: Tensor,
+        residual: Tensor,
+        logits_indices: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         if not len(logits_indices):
             return x.new_empty((0, self._shape.vocab_size), dtype=torch.float32)
@@ -128,7 +138,7 @@ class Decoder(LayeredModel):
             attended = attended.index_select(0, logits_indices)
             residual = residual.index_select(0, logits_indices)
             x = x.index_select(0, logits_indices) if self._shape.is_parallel else x
-        return self._logits(self.finish_layer(len(self._layers) - 1, attended, x, residual))
+        return self._logits(self.finish_layer(len(self._layers) - 1, attended, x, residual), out)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """A norm, or x itself."""
@@ -157,16 +167,16 @@ class Decoder(LayeredModel):
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         return x if self._group is None else self._group.all_reduce(x)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         """[S, V] float32, in every rank."""
         logits = self._lm_head(x)
         if self._group is not None:
             logits = self._group.gather_columns(logits)[:, : self._shape.vocab_size]
-        logits = logits.float()
+        logits = logits.float() if out is None else out.copy_(logits)
         if self._shape.logit_scale != 1:
-            logits = logits * self._shape.logit_scale
+            logits.mul_(self._shape.logit_scale)
         if cap := self._shape.logit_soft_cap:
-            logits = (logits / cap).tanh_().mul_(cap)
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
 
 

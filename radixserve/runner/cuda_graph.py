@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def capture_decode_steps(
             graph_backend = backend.make_graph_backend(size, max_pages(size), num_levels)
             graph_backend.plan(batch)
             backends.append(graph_backend)
-            run = _forward_into(out, model, batch, graph_backend)
+            run = partial(model.forward_into, out, batch, graph_backend)
             replays.append(run if capturer is None else capturer.capture(run))
         graphs.insert(
             0,
@@ -119,15 +120,6 @@ def capture_decode_steps(
         )
         logger.debug("captured a decode step of %d rows", size)
     return DecodeGraphs(tuple(graphs))
-
-
-def _forward_into(
-    out: Tensor, model: LanguageModel, batch: ForwardBatch, backend: AttentionBackend
-) -> Callable[[], None]:
-    def forward() -> None:
-        out.copy_(model.forward(batch, backend))
-
-    return forward
 
 
 class GraphCapturer:

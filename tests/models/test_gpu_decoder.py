@@ -111,6 +111,18 @@ def test_bfloat16(tmp_path: Path, family: str) -> None:
     compare(model, expected, "torch", 2, 0.05)
 
 
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
+@torch.inference_mode()
+def test_logits_in_memory_that_is_given(tmp_path: Path, family: str) -> None:
+    source = checkpoint(make_checkpoint(tmp_path, family, dtype=torch.bfloat16))
+    world = World(load_decoder(source, torch.bfloat16, CPU), "torch", 2)
+    rows = [ScheduledRequest("a", np.arange(1, 6, dtype=np.int32), 0, np.arange(3), SAMPLED)]
+    wanted = world.run(rows)
+    out = torch.empty_like(wanted)
+    world.model.forward_into(out, build_forward_batch(rows, 2, CPU), world.backend)
+    assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "cohere", "granite", "gemma2", "smollm3", "qwen2_moe"]
 )
