@@ -23,6 +23,7 @@ from radixserve.request import SamplingParams
 from radixserve.structured_output import Matcher
 
 UNKNOWN = -1  # placeholder of a token id that only the device has
+new_tuple = tuple.__new__  # of a NamedTuple and all its values: half the price of its constructor
 
 
 class SampleSpec(NamedTuple):

@@ -22,9 +22,10 @@ from radixserve.runner.sample_plan import SamplePlan
 from radixserve.runner.sampler import sample, score_tensors, scored_output, with_scores
 from radixserve.runner.token_counts import TokenCounts
 from radixserve.runner.transfers import D2HBuffer, DeviceQueue, H2DBuffer, PendingD2H
-from radixserve.schedule import SampleOutput, ScheduledRequest
+from radixserve.schedule import SampleOutput, ScheduledRequest, new_tuple
 from radixserve_kernels import gpu_ops
 
+_PLAIN = SampleOutput(0, None, ())[1:]
 _BROKEN = SampleOutput(-1, None, (), "no token can be drawn: the best logit is not finite")
 _Top = tuple[tuple[int, float], ...]
 
@@ -180,7 +181,8 @@ def _scores(logits: Tensor, plan: SamplePlan, tensors: dict[str, Tensor]) -> lis
 def _read_draws(plan: SamplePlan, arrays: Iterator[NDArray[Any]]) -> list[SampleOutput]:
     """The device draws, in their order."""
     token_ids = next(arrays)
-    outputs = [SampleOutput(token_id, None, ()) for token_id in token_ids.tolist()]
+    values = zip(token_ids.tolist(), *map(itertools.repeat, _PLAIN), strict=False)
+    outputs = [new_tuple(SampleOutput, one) for one in values]
     if len(plan.wants_logprobs):
         own = next(arrays).tolist()
         tops: list[_Top] = [()] * len(own)

@@ -6,10 +6,11 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
-from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput
+from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput, new_tuple
 from radixserve.scheduler.request_state import RequestState
 
 _UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
+_NO_STATE = ScheduledRequest("", _UNKNOWN_TOKEN, 0, _UNKNOWN_TOKEN, None)[10:]
 
 
 class BatchBuilder:
@@ -85,12 +86,11 @@ class BatchBuilder:
         self.states.append((state, sequence))
         pages, first_new = sequence.take_page_table_delta()
         spec = state.greedy_only_spec or _sample_spec(state, 1)
-        self._rows.append(
-            ScheduledRequest(
-                state.request_id, _UNKNOWN_TOKEN, sequence.length - 1, pages, spec, None, 0,
-                future_index, first_new, state.req_pool_idx,
-            )
+        values = (
+            state.request_id, _UNKNOWN_TOKEN, sequence.length - 1, pages, spec, None, 0,
+            future_index, first_new, state.req_pool_idx,
         )  # fmt: skip
+        self._rows.append(new_tuple(ScheduledRequest, values + _NO_STATE))
 
     def build(self) -> SchedulerOutput:
         return SchedulerOutput(
