@@ -143,6 +143,7 @@ class TestBadInput:
             ({"page_sise": 4}, "unknown.*page_sise.*allowed.*page_size"),
             ({"page_size": 0}, "page_size"),
             ({"cache": "ram"}, "radix, hash, off"),
+            ({"hash_algorithm": "md5"}, "sha256, xxh3"),
             ({"eviction": "random"}, "lru, arc, lfu, fifo, slru, priority"),
             ({"cache": "hash", "eviction": "arc"}, 'must be "lru" with cache="hash"'),
             ({"num_pages": 5, "kv_cache_memory": 1000}, "not both"),
@@ -155,7 +156,8 @@ class TestBadInput:
                 Runtime(str(folder), **bad)
 
     def test_the_hash_cache_reuses_whole_blocks_and_can_be_looked_into(self, folder: Path) -> None:
-        with Runtime(str(folder), num_pages=64, page_size=16, cache="hash") as rt:
+        with Runtime(str(folder), num_pages=64, cache="hash") as rt:
+            assert rt.config.page_size == 16
             prompt = [5 + i % 40 for i in range(40)]
             first = rt.generate(prompt, GREEDY)
             second = rt.generate(prompt, GREEDY)
