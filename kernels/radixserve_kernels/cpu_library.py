@@ -8,7 +8,7 @@ Without a compiler, callers use PyTorch's operations.
 RADIXSERVE_CACHE      the folder; by default ~/.cache/radixserve ($XDG_CACHE_HOME is followed)
 CXX                   the compiler, flags may follow; by default the first of c++, g++, clang++
 RADIXSERVE_CPU_LEVEL  avx2, avx512, avx512vnni, avx512bf16, amx: instructions up to there, of those
-                      that the processor has; by default all of them
+                      that the processor has; by default all of them that are fast on it
 RADIXSERVE_AMX        0: bfloat16 products without AMX, even if the processor has it
 """
 
@@ -55,6 +55,7 @@ LEVELS = {  # what a processor says of itself, lowest first, and what the compil
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     ),
 }
+WIDEN_BF16 = "-DRADIXSERVE_WIDEN_BF16"  # bfloat16 products in float32 despite instructions for them
 NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}  # the type's name in C++
 FORMS = "forms"  # the library of 8- and 4-bit weights
 
@@ -165,7 +166,17 @@ def compiler_flags() -> tuple[str, ...]:
     if asked and asked not in found:
         allowed = ", ".join(found) or "none, its instructions are not known"
         raise CpuLibraryError(f"RADIXSERVE_CPU_LEVEL={asked}: this processor has {allowed}")
-    return (*FLAGS, *(LEVELS[asked][1] if asked and asked != found[-1] else ("-march=native",)))
+    if asked in found[:-1]:
+        return (*FLAGS, *LEVELS[asked][1])
+    # Intel's cores with AVX512-FP16 take four times as long for a dot product of pairs as for an
+    # FMA: measured on Emerald Rapids. A level that is asked for uses all of its instructions.
+    is_slow = not asked and found[-1:] == ("avx512bf16",) and _is_intel_fp16()
+    return (*FLAGS, *((WIDEN_BF16,) if is_slow else ()), "-march=native")
+
+
+def _is_intel_fp16() -> bool:
+    told = processor()
+    return "Intel" in told and "avx512_fp16" in told.split()
 
 
 def _fingerprint(compiler: list[str], flags: tuple[str, ...]) -> str:

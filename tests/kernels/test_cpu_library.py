@@ -376,6 +376,23 @@ def test_the_levels_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert library.compiler_flags()[-len(flags) :] == flags
 
 
+def test_bfloat16_is_widened_where_its_instructions_are_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [name for names, _ in library.LEVELS.values() for name in names]
+    with_bf16 = names[: names.index("avx512_bf16") + 1]
+    for told, level, is_widened in (
+        ([*with_bf16, "avx512_fp16", "Intel(R)"], "", True),
+        ([*with_bf16, "avx512_fp16", "Intel(R)"], "avx512bf16", False),
+        ([*with_bf16, "avx512_fp16", "AMD"], "", False),
+        ([*with_bf16, "Intel(R)"], "", False),
+        ([*names, "avx512_fp16", "Intel(R)"], "", False),
+    ):
+        monkeypatch.setattr(library, "processor", lambda told=told: " ".join(told))
+        monkeypatch.setenv("RADIXSERVE_CPU_LEVEL", level)
+        assert (library.WIDEN_BF16 in library.compiler_flags()) == is_widened
+
+
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut off", "empty", "a byte", "a folder"])
 def test_a_damaged_library_is_replaced(

@@ -1,9 +1,10 @@
-// bfloat16 products by AVX-512's dot product of pairs, summed in float32. Empty on other processors.
+// bfloat16 products by AVX-512's dot product of pairs, summed in float32. Empty on other processors, and on those
+// where widening to float32 is faster: RADIXSERVE_WIDEN_BF16.
 #pragma once
 
 #include "panels.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && !defined(RADIXSERVE_WIDEN_BF16)
 #define RADIXSERVE_BF16
 
 constexpr int BF16_ROW_UNIT = 96;      // of a block of rows, see block_rows in layers.h

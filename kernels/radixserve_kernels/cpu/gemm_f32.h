@@ -83,7 +83,7 @@ template <class T, class W = T> class VectorF32 {
     static constexpr int FETCH_DEPTH = 36;   // rows of k between two calls of fetch
     static constexpr int FETCH_ROWS = 2;     // output rows of a call of fetch
     // Up to here several panels are read at a time: measured. 16 bits are not widened twice.
-    static constexpr int FEW_ROWS = sizeof(W) == 2 ? ROWS / 2 : LANES == 16 ? 24 : 6;
+    static constexpr int FEW_ROWS = sizeof(W) == 2 ? (LANES == 16 ? ROWS : ROWS / 2) : LANES == 16 ? 24 : 6;
     static constexpr int FEW_ROWS_DEPTH = 64;
     static constexpr int SPLIT_PANELS = 128;  // panels whose partial sums are held at a time
 
@@ -261,7 +261,7 @@ template <class T, class W = T> class VectorF32 {
     static void few_rows_gemm(const float *x, int64_t stride, int rows, const Panels<W> &panels,
                                  Epilogue &&epilogue) {
         alignas(64) float sums[2 * FEW_ROWS * PANEL];  // also enough for four panels with ROWS / 4 rows
-        const int most = rows * 4 <= ROWS ? 4 : 2;
+        const int most = rows * 4 <= ROWS ? 4 : sizeof(W) == 2 && rows * 2 > ROWS ? 1 : 2;
         for (int panel = 0; panel < panels.count;) {
             const W *from = panels[panel];
             const int some = panels.count - panel >= most ? most : 1;
