@@ -20,7 +20,8 @@ from radixserve.models.source import checkpoint
 from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import EXPERTS, edit_json, make_checkpoint, make_config, make_model
-from tests.models.test_cpu_decoder import CPU, ODD, SPEC, World, steps, worlds
+from tests.models.forward_steps import SAMPLED, forward_steps
+from tests.models.test_cpu_decoder import CPU, ODD, World, worlds
 from tests.models.test_decoder import check
 
 needs_kernels = pytest.mark.skipif(
@@ -118,7 +119,7 @@ def test_mxfp4_is_widened(tmp_path: Path) -> None:
     ]
     packed, dense = (World(model, 2, False) for model in models)
     assert packed.model.info == dense.model.info
-    for rows in steps(5, 2)[:3]:
+    for rows in forward_steps(5, 2)[:3]:
         assert torch.equal(packed.run(rows), dense.run(rows))
     runner = CpuModelRunner(str(tmp_path / "packed"), EngineConfig(num_pages=9))
     assert runner.info.is_native
@@ -145,8 +146,8 @@ def test_other_quantized_weights_are_refused(tmp_path: Path) -> None:
 def test_a_row_does_not_depend_on_others(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     fields = {"num_experts_per_tok": 3, "dtype": dtype}
     own, _ = worlds(make_checkpoint(tmp_path, family, **{**ODD, **fields}), 2, dtype)
-    for rows in steps(3, 2)[:6]:
-        rows = [row._replace(sample=SPEC, logprob_targets=None) for row in rows]
+    for rows in forward_steps(3, 2)[:6]:
+        rows = [row._replace(sample=SAMPLED, logprob_targets=None) for row in rows]
         together = own.run(rows)
         for number, row in enumerate(rows):
             assert torch.equal(own.run([row])[0], together[number])
@@ -161,6 +162,6 @@ def test_experts_in_8_bits(tmp_path: Path, family: str) -> None:
     info = packed.model.info
     assert dict(info.weight_forms)["int8"] > 0.9 * info.num_parameters
     assert info.num_parameters == exact.model.info.num_parameters
-    for rows in steps(4, 2)[:4]:
+    for rows in forward_steps(4, 2)[:4]:
         got, wanted = packed.run(rows), exact.run(rows)
         assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.1

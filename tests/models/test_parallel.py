@@ -20,7 +20,8 @@ from radixserve.models.parallel import check_split, shard_head, shard_layer
 from radixserve.models.sizes import size_config
 from radixserve.models.source import checkpoint
 from tests.checkpoints import NATIVE, make_checkpoint
-from tests.models.test_gpu_decoder import CPU, World, steps
+from tests.models.forward_steps import forward_steps
+from tests.models.test_gpu_decoder import CPU, NUM_PAGES, World
 from tests.pacing import PATIENCE_S
 
 
@@ -103,7 +104,7 @@ def test_parts_compute_what_the_whole_does(tmp_path: Path, case: str) -> None:
     parts = [World(model, "torch", 2) for model in split(source, size)]
     assert parts[0].kv[0].numel() < whole.kv[0].numel() or "one key head" in case
     with ThreadPoolExecutor(size) as pool:
-        for rows in steps(1, 2, vocab=257):
+        for rows in forward_steps(1, 2, NUM_PAGES, vocab=257):
             wanted = whole.run(rows)
             for got in pool.map(lambda world, rows=rows: world.run(rows), parts):
                 assert got.shape == wanted.shape

@@ -24,7 +24,8 @@ from radixserve.models.source import find_model
 from radixserve_kernels import experts
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.checkpoints import make_checkpoint
-from tests.models.test_gpu_decoder import CPU, World, compare, steps
+from tests.models.forward_steps import forward_steps
+from tests.models.test_gpu_decoder import CPU, NUM_PAGES, World, compare
 
 META = torch.device("meta")
 PUBLISHED = {  # parameters, KV bytes a token in bfloat16
@@ -113,10 +114,13 @@ def test_every_decoder_has_the_same_weights(name: str) -> None:
     other = load_decoder(find_model(f"random:{name}", seed=4), torch.float32, CPU)
     for model, backend in models:
         world = World(model, backend, 2)
-        rows = [row._replace(sample=None, logprob_targets=None) for row in steps(2, 2)[0]]
+        rows = [
+            row._replace(sample=None, logprob_targets=None)
+            for row in forward_steps(2, 2, NUM_PAGES)[0]
+        ]
         assert world.run(rows).shape == (0, 288)
         assert world.kv.any()
-    rows = next(rows for rows in steps(0, 1) if rows[0].sample is not None)
+    rows = next(rows for rows in forward_steps(0, 1, NUM_PAGES) if rows[0].sample is not None)
     rows = [row._replace(start=0, page_ids=np.arange(len(row.token_ids))) for row in rows[:1]]
     logits = [World(model, "torch", 1).run(rows) for model in (expected, other)]
     assert not torch.allclose(*logits)
