@@ -254,7 +254,10 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
         _NUMBER,
         (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER),
     ),
-    "forbid": (None, (_POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _NUMBER)),
+    "copy_allowed": (
+        None,
+        (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER),
+    ),
     "decoder": (_POINTER, (_FLAG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)),
     "delete_decoder": (None, (_POINTER,)),
     "fail_allocation": (None, (_NUMBER,)),

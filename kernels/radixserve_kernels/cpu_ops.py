@@ -6,6 +6,7 @@ Tensors are on the CPU, contiguous unless a stride is asked for, float32 or bflo
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,27 +59,30 @@ def argmax_allowed(
     bitmask [m, words]: bit t % 32 of word t // 32 for token t; mask_of [S]: its row for each row of
     the logits, -1 for none.
     """
-    logits, bitmask = logits.contiguous(), np.ascontiguousarray(bitmask)
-    num_rows, size = logits.shape
-    assert len(mask_of) == num_rows, "one mask a row"
-    assert bitmask.shape[1] * 32 >= size, "a mask is shorter than the vocabulary"
-    assert mask_of.max(initial=-1) < len(bitmask), "there is no such mask"
-    ids = (ctypes.c_int64 * num_rows)()
-    num_broken = cpu_library().radixserve_argmax_allowed(
-        *(logits.data_ptr(), num_rows, size),
-        *(bitmask.ctypes.data, bitmask.shape[1], mask_of.ctypes.data, ids),
-    )
+    ids = (ctypes.c_int64 * len(logits))()
+    found = cpu_library().radixserve_argmax_allowed
+    num_broken = _with_masks(found, logits.contiguous(), bitmask, mask_of, ids)
     return list(ids), num_broken
 
 
-def forbid_(logits: Tensor, bitmask: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
-    """Give logits [S, V] float32, in place, -inf where mask i forbids a token of row rows[i]."""
-    assert logits.is_contiguous(), "changed in place"
-    assert logits.dtype == torch.float32, "logits are float32"
+def copy_allowed(logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np.int64]) -> Tensor:
+    """Logits [S, V] float32, -inf where the row's mask forbids a token; masks as above."""
+    logits = logits.contiguous()
+    copy = torch.empty_like(logits)
+    _with_masks(cpu_library().radixserve_copy_allowed, logits, bitmask, mask_of, copy.data_ptr())
+    return copy
+
+
+def _with_masks(
+    function: Any, logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np.int64], out: Any
+) -> Any:
     bitmask = np.ascontiguousarray(bitmask)
-    assert bitmask.shape[1] * 32 >= logits.shape[1], "a mask is shorter than the vocabulary"
-    assert not len(rows) or 0 <= rows.min() <= rows.max() < len(logits), "there is no such row"
-    cpu_library().radixserve_forbid(
-        *(logits.data_ptr(), logits.shape[1], bitmask.ctypes.data, bitmask.shape[1]),
-        *(rows.ctypes.data, len(bitmask)),
+    num_rows, size = logits.shape
+    assert logits.dtype == torch.float32, "logits are float32"
+    assert len(mask_of) == num_rows, "one mask a row"
+    assert bitmask.shape[1] * 32 >= size, "a mask is shorter than the vocabulary"
+    assert mask_of.max(initial=-1) < len(bitmask), "there is no such mask"
+    return function(
+        *(logits.data_ptr(), num_rows, size),
+        *(bitmask.ctypes.data, bitmask.shape[1], mask_of.ctypes.data, out),
     )

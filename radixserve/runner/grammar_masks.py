@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.arrays import IntArray
@@ -41,9 +42,7 @@ class GrammarMasks:
         if not self.rows:
             return logits
         if logits.is_cpu and is_loaded():
-            changed = logits.clone(memory_format=torch.contiguous_format)
-            cpu_ops.forbid_(changed, self.bitmask, np.array(self.rows, np.int64))
-            return changed
+            return cpu_ops.copy_allowed(logits, self.bitmask, self._mask_of(len(logits)))
         bits = np.unpackbits(self.bitmask.view(np.uint8), axis=1, bitorder="little")
         is_allowed = torch.from_numpy(bits[:, : logits.shape[1]]).to(logits.device).bool()
         index = torch.tensor(self.rows, device=logits.device)
@@ -52,9 +51,13 @@ class GrammarMasks:
 
     def best_tokens(self, logits: Tensor) -> tuple[list[int], int]:
         """`cpu_ops.argmax` of logits [S, V] among what may be drawn; -1 where that is nothing."""
-        mask_of = np.full(len(logits), -1, np.int64)
+        return cpu_ops.argmax_allowed(logits, self.bitmask, self._mask_of(len(logits)))
+
+    def _mask_of(self, num_rows: int) -> NDArray[np.int64]:
+        """[S] the place of each draw's mask, -1 for none."""
+        mask_of = np.full(num_rows, -1, np.int64)
         mask_of[list(self.rows)] = range(len(self.rows))
-        return cpu_ops.argmax_allowed(logits, self.bitmask, mask_of)
+        return mask_of
 
     def note_outputs(self, outputs: list[SampleOutput]) -> None:
         """Move the matchers to what was drawn; an answer that is at its end says so, one that

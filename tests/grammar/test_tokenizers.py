@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 import threading
@@ -13,8 +14,10 @@ import pytest
 import tokenizers
 
 from radixserve import InvalidRequest, StructuredOutput
+from radixserve.api.runtime import DEMO
 from radixserve.grammar import compiler as compiler_module
 from radixserve.grammar import mask_workers, matcher
+from radixserve.grammar.backend import TokenTable, compile_matcher
 from radixserve.grammar.compiler import GrammarCompiler
 from radixserve.grammar.matcher import PendingMasks
 from radixserve.text.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -241,3 +244,29 @@ def test_a_mask_that_takes_too_long_ends_its_answer_only(
     assert [bool(row.any()) for row in rows] == [True, False, True, True, True]
     assert matchers[1].error == "the grammar cannot be followed: it takes too long"
     assert all(one.error is None for one in matchers if one is not matchers[1])
+
+
+def test_slices_of_the_vocabulary_change_no_mask() -> None:
+    """Strings that are cut short, strings without a bound, keys, and what stands between them."""
+    words = Tokenizer.load(DEMO)
+    assert words is not None
+    strings = {"type": "array", "items": {"type": "string", "maxLength": 7}, "minItems": 3}
+    properties = {"all": strings, "name": {"type": "string"}}
+    form = StructuredOutput(
+        json={"type": "object", "properties": properties, "required": [*properties]}
+    )
+    table = TokenTable(words.backend)
+    plain = copy.copy(table)
+    plain.native = table.native.with_slices([])
+    rng = random.Random(0)
+    for _ in range(8):
+        sliced, unsliced = (compile_matcher(form, one) for one in (table, plain))
+        for _ in range(40):
+            mask = sliced.compute_bitmask()
+            assert mask == unsliced.compute_bitmask()
+            bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            token_id = int(rng.choice(np.flatnonzero(bits)))
+            if token_id == table.end_id:
+                break
+            assert sliced.consume_token(token_id)
+            assert unsliced.consume_token(token_id)

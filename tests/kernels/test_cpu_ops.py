@@ -296,9 +296,7 @@ def test_masks_over_logits(columns: int) -> None:
     for row, mask in enumerate(mask_of.tolist()):
         if mask >= 0:
             wanted[row, ~torch.from_numpy(bits[mask, :columns])] = -torch.inf
-    found = logits.clone()
-    rows = np.flatnonzero(mask_of >= 0)
-    cpu_ops.forbid_(found, bitmask, rows)
+    found = cpu_ops.copy_allowed(logits, bitmask, mask_of)
     assert torch.equal(found.nan_to_num(9), wanted.nan_to_num(9))
     ids, num_broken = cpu_ops.argmax_allowed(logits, bitmask, mask_of)
     best = wanted.numpy().argmax(-1)

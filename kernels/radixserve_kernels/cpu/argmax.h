@@ -49,11 +49,17 @@ inline int64_t argmax_allowed(const float *x, int64_t columns, const uint32_t *m
     for (int64_t first = 0; first < columns; first += 32) {
         const uint32_t word = mask[first / 32];
         if (!word) continue;
-        if (word == 0xFFFFFFFF && first + 32 <= columns && at >= 0) {
-            vec most = load(x + first), odd = most - most;
+        if (at >= 0 && first + 32 <= columns) {
+            const float *values = x + first;
+            float some[32];
+            if (word != 0xFFFFFFFF) {  // the best so far in place of what is not allowed
+                for (int i = 0; i < 32; i++) some[i] = word >> i & 1 ? values[i] : top;
+                values = some;
+            }
+            vec most = load(values), odd = most - most;
             for (int i = LANES; i < 32; i += LANES) {
-                const vec some = load(x + first + i);
-                most = max(most, some), odd += some - some;
+                const vec next = load(values + i);
+                most = max(most, next), odd += next - next;
             }
             const float rest = reduce_add(odd);
             if (rest == rest && !(reduce_max(most) > top)) continue;
@@ -67,12 +73,16 @@ inline int64_t argmax_allowed(const float *x, int64_t columns, const uint32_t *m
     return at;
 }
 
-// -inf where mask, as above, allows nothing.
-inline void forbid_row(float *x, int64_t columns, const uint32_t *mask) {
-    for (int64_t first = 0; first < columns; first += 32) {
+// x [columns] as it is where mask, as above, allows it, -inf elsewhere.
+inline void copy_allowed(const float *x, int64_t columns, const uint32_t *mask, float *to) {
+    constexpr float NEVER = -std::numeric_limits<float>::infinity();
+    for (int64_t first = 0; first < columns; first += 32, x += 32, to += 32) {
         const uint32_t word = mask[first / 32];
-        if (word == 0xFFFFFFFF) continue;
-        const int64_t count = columns - first < 32 ? columns - first : 32;
-        for (int64_t i = 0; i < count; i++) x[first + i] = word >> i & 1 ? x[first + i] : -std::numeric_limits<float>::infinity();
+        if (columns - first < 32)
+            for (int i = 0; i < columns - first; i++) to[i] = word >> i & 1 ? x[i] : NEVER;
+        else if (!word)
+            for (int i = 0; i < 32; i++) to[i] = NEVER;
+        else
+            for (int i = 0; i < 32; i++) to[i] = word >> i & 1 ? x[i] : NEVER;
     }
 }

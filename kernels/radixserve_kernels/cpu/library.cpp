@@ -5,6 +5,7 @@
 #include "cascade.h"
 #include "decoder.h"
 
+#include <algorithm>
 #include <optional>
 
 #if defined(RADIXSERVE_AMX) && defined(__linux__)
@@ -182,10 +183,14 @@ int64_t radixserve_argmax_allowed(const float *x, int64_t rows, int64_t columns,
     return num_broken;
 }
 
-// Row rows[i] of x [.][columns] gets -inf where mask i of masks [num_masks][stride] allows nothing.
-void radixserve_forbid(float *x, int64_t columns, const uint32_t *masks, int64_t stride, const int64_t *rows,
-                       int64_t num_masks) {
-    for (int64_t i = 0; i < num_masks; i++) forbid_row(x + rows[i] * columns, columns, masks + i * stride);
+// A copy of x [rows][columns] with -inf where the row's mask, as above, allows nothing.
+void radixserve_copy_allowed(const float *x, int64_t rows, int64_t columns, const uint32_t *masks, int64_t stride,
+                             const int64_t *mask_of, float *to) {
+    for (int64_t row = 0; row < rows; row++, x += columns, to += columns)
+        if (mask_of[row] < 0)
+            std::copy(x, x + columns, to);
+        else
+            copy_allowed(x, columns, masks + mask_of[row] * stride, to);
 }
 
 // layers: Layer<T> [num_layers]; embedding, head: Weight<T>; norm: float32.
