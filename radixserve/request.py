@@ -167,6 +167,14 @@ class SamplingParams(StrictFields):
         """Whether the best logit decides of those that the structured output allows."""
         return self.is_greedy and self.logprobs is None and not self._changes_more
 
+    @cached_property
+    def draws_plainly(self) -> bool:
+        """Whether a temperature, 0 included, decides of what the structured output allows, and
+        nothing else is asked for."""
+        has_filter = self.min_p > 0 or self.top_p < 1 or self.top_k > 0
+        is_free = self.logprobs is None and not self._changes_more
+        return is_free and (self.is_greedy or not has_filter)
+
     @property
     def structured_output(self) -> StructuredOutput | None:
         """`structured` as the record that it is after the check."""

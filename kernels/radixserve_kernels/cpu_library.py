@@ -254,6 +254,13 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
         _NUMBER,
         (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER),
     ),
+    "draw": (
+        _NUMBER,
+        (
+            *(_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER),
+            *(_POINTER, _POINTER, _POINTER, _POINTER),
+        ),
+    ),
     "copy_allowed": (
         None,
         (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from radixserve_kernels.cpu_library import NUMBERS, CpuLibraryError, cpu_library
 
+_DRAW_BLOCK = 256  # as in cpu/draw.h
 _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
 
 
@@ -65,6 +66,28 @@ def argmax_allowed(
     return list(ids), num_broken
 
 
+def draw(
+    logits: Tensor,
+    bitmask: NDArray[np.int32],
+    mask_of: NDArray[np.int64],
+    temperature: NDArray[np.float32],
+    uniform: NDArray[np.float64],
+) -> tuple[list[int], int]:
+    """`argmax_allowed` where the temperature [S] is 0 or the best logit is not finite, else a token
+    drawn: the first up to which more than `uniform` [S], in (0, 1), of the probability lies."""
+    num_rows, size = logits.shape
+    assert len(temperature) == len(uniform) == num_rows, "one number a row"
+    ids = (ctypes.c_int64 * num_rows)()
+    sums = np.empty((num_rows, -(-size // _DRAW_BLOCK)))
+    scratch = (temperature.ctypes.data, uniform.ctypes.data, sums.ctypes.data, ids)
+    library = cpu_library()
+    library.radixserve_set_threads(torch.get_num_threads())
+    num_broken = _with_masks(
+        library.radixserve_draw, logits.contiguous(), bitmask, mask_of, *scratch
+    )
+    return list(ids), num_broken
+
+
 def copy_allowed(logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np.int64]) -> Tensor:
     """Logits [S, V] float32, -inf where the row's mask forbids a token; masks as above."""
     logits = logits.contiguous()
@@ -74,7 +97,11 @@ def copy_allowed(logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np
 
 
 def _with_masks(
-    function: Any, logits: Tensor, bitmask: NDArray[np.int32], mask_of: NDArray[np.int64], out: Any
+    function: Any,
+    logits: Tensor,
+    bitmask: NDArray[np.int32],
+    mask_of: NDArray[np.int64],
+    *others: Any,
 ) -> Any:
     bitmask = np.ascontiguousarray(bitmask)
     num_rows, size = logits.shape
@@ -84,5 +111,5 @@ def _with_masks(
     assert mask_of.max(initial=-1) < len(bitmask), "there is no such mask"
     return function(
         *(logits.data_ptr(), num_rows, size),
-        *(bitmask.ctypes.data, bitmask.shape[1], mask_of.ctypes.data, out),
+        *(bitmask.ctypes.data, bitmask.shape[1], mask_of.ctypes.data, *others),
     )

@@ -53,6 +53,12 @@ class GrammarMasks:
         """`cpu_ops.argmax` of logits [S, V] among what may be drawn; -1 where that is nothing."""
         return cpu_ops.argmax_allowed(logits, self.bitmask, self._mask_of(len(logits)))
 
+    def draw(
+        self, logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.float64]
+    ) -> tuple[list[int], int]:
+        """`cpu_ops.draw` of logits [S, V] among what may be drawn."""
+        return cpu_ops.draw(logits, self.bitmask, self._mask_of(len(logits)), temperature, uniform)
+
     def _mask_of(self, num_rows: int) -> NDArray[np.int64]:
         """[S] the place of each draw's mask, -1 for none."""
         mask_of = np.full(num_rows, -1, np.int64)

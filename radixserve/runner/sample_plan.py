@@ -21,7 +21,8 @@ from radixserve.attention.base import IndexArray
 from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import InputBatch
 from radixserve.runner.logit_changes import ban_arrays, bias_arrays
-from radixserve.runner.sampler import is_greedy_only, uniform_numbers
+from radixserve.runner.plain_draws import uniform_numbers
+from radixserve.runner.sampler import is_greedy_only
 from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest
 
 _NONE: IndexArray = np.empty(0, np.int64)

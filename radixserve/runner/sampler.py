@@ -7,20 +7,25 @@ on its own logits, parameters, seed and index alone, whatever else is in the bat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 from radixserve.runner.grammar_masks import GrammarMasks, StepMasks, begin_masks
 from radixserve.runner.logit_changes import change_logits, column, run_processors
+from radixserve.runner.plain_draws import (
+    best_of_all,
+    broken_output,
+    draw_plainly,
+    draws_plainly,
+    uniform_numbers,
+)
 from radixserve.schedule import Candidates, SampleOutput, SampleSpec
-from radixserve_kernels import cpu_ops
 from radixserve_kernels.cpu_library import is_loaded
 
 TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
@@ -28,6 +33,8 @@ SCORED_AT_ONCE = 512  # rows of logits
 DRAWN_AT_ONCE = 1 << 19  # logits on the CPU: what is made of them stays in its caches
 BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
 BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
+
+Draw = Callable[[Tensor, Sequence[SampleSpec], GrammarMasks | None], list[SampleOutput]]
 
 
 def sample(
@@ -43,7 +50,7 @@ def sample(
     if not specs:
         return []
     if logits.is_cpu and all(is_greedy_only(spec) for spec in specs):
-        return _best_tokens(logits)
+        return best_of_all(logits)
     if begun is None:
         begun = begin_masks(specs, logits.shape[1])
     masks = None if begun is None else begun.get()
@@ -56,10 +63,29 @@ def sample(
 def _sample(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
 ) -> list[SampleOutput]:
-    if any(spec.num_candidates for spec in specs):
-        return _sample_with_beams(logits, specs, masks)
-    if masks is not None and logits.is_cpu and is_loaded() and all(map(_takes_best, specs)):
-        return _best_tokens(logits, masks)
+    """Beams, rows for the compiled code, and others: each kind in a pass of its own."""
+    is_native = logits.is_cpu and is_loaded()
+    kinds: dict[Draw, list[int]] = {}
+    for row, spec in enumerate(specs):
+        draw: Draw = best_candidates if spec.num_candidates else _draw_in_parts
+        if is_native and draws_plainly(spec):
+            draw = draw_plainly
+        kinds.setdefault(draw, []).append(row)
+    if len(kinds) == 1:
+        return next(iter(kinds))(logits, specs, masks)
+    outputs = [SampleOutput(-1, None, ())] * len(specs)
+    for draw, rows in kinds.items():
+        index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+        own = None if masks is None else masks.select(rows)
+        drawn = draw(logits.index_select(0, index), [specs[row] for row in rows], own)
+        for row, output in zip(rows, drawn, strict=True):
+            outputs[row] = output
+    return outputs
+
+
+def _draw_in_parts(
+    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
+) -> list[SampleOutput]:
     outputs: list[SampleOutput] = []
     num_rows = max(1, DRAWN_AT_ONCE // logits.shape[1]) if logits.is_cpu else len(specs)
     for first in range(0, len(specs), num_rows):
@@ -150,53 +176,6 @@ def is_greedy_only(spec: SampleSpec) -> bool:
     return is_free and spec.params.takes_best and not spec.num_candidates
 
 
-def _takes_best(spec: SampleSpec) -> bool:
-    """Whether the best logit decides of those that a grammar allows, if there is one."""
-    is_free = not spec.banned_ids or spec.matcher is not None  # else its mask says so
-    return spec.params.takes_best and is_free and not spec.num_candidates
-
-
-def _best_tokens(logits: Tensor, masks: GrammarMasks | None = None) -> list[SampleOutput]:
-    """`sample` for plain rows, in one pass: after a forward pass code is not in the caches.
-
-    masks: only where the kernels are loaded.
-    """
-    if masks is not None:
-        token_ids, num_broken = masks.best_tokens(logits)
-    elif is_loaded():  # not compiled for this alone: the torch backend was asked for, then
-        token_ids, num_broken = cpu_ops.argmax(logits)
-    else:
-        rows = logits.numpy()
-        places = rows.argmax(-1)  # the first NaN where there is one; far faster than torch's
-        num_broken = int((~np.isfinite(rows[np.arange(len(rows)), places])).sum())
-        token_ids = places.tolist()
-    outputs = [SampleOutput(token_id, None, ()) for token_id in token_ids]
-    if num_broken:
-        for row, token_id in enumerate(token_ids):
-            best = float(logits[row, token_id]) if token_id >= 0 else -math.inf
-            if not math.isfinite(best):
-                outputs[row] = broken_output(best)
-    return outputs
-
-
-def _sample_with_beams(
-    logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
-) -> list[SampleOutput]:
-    """`sample` where some of the rows are beams: those in one pass, the others in another one."""
-    beams = [row for row, spec in enumerate(specs) if spec.num_candidates]
-    others = [row for row, spec in enumerate(specs) if not spec.num_candidates]
-    if not others:
-        return best_candidates(logits, specs, masks)
-    outputs = [SampleOutput(-1, None, ())] * len(specs)
-    for rows, draw in ((beams, best_candidates), (others, _sample)):
-        index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-        own = None if masks is None else masks.select(rows)
-        drawn = draw(logits.index_select(0, index), [specs[row] for row in rows], own)
-        for row, output in zip(rows, drawn, strict=True):
-            outputs[row] = output
-    return outputs
-
-
 def best_candidates(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None = None
 ) -> list[SampleOutput]:
@@ -265,14 +244,6 @@ def _top_logprobs(
         row: tuple(zip(ids[i][: wanted[i]], values[i][: wanted[i]], strict=True))
         for i, row in enumerate(rows)
     }
-
-
-def broken_output(best: float) -> SampleOutput:
-    """The output of a row whose best logit is not finite."""
-    reason = f"the best logit is {best}"
-    if best == -math.inf:
-        reason += "; all tokens are forbidden, by the request or by the model"
-    return SampleOutput(-1, None, (), f"no token can be drawn: {reason}")
 
 
 def draw_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
@@ -364,23 +335,6 @@ def _filter_top_p(logits: Tensor, top_p: Sequence[float]) -> Tensor:
     num_kept = (mass < wanted).sum(-1, keepdim=True) + 1  # the one that reaches `wanted` as well
     floor = best.gather(1, (num_kept - 1).clamp(max=num_best - 1))
     return logits.masked_fill((probs < floor) & (wanted < 1), -torch.inf)
-
-
-def uniform_numbers(specs: Sequence[SampleSpec]) -> NDArray[np.float64]:
-    """[S] numbers in (0, 1), each a pure function of its row's seed and index.
-
-    Two rounds of splitmix64's finalizer (Steele, Lea and Flood 2014), as a counter-based generator.
-    """
-    seeds = np.array([spec.seed & (2**64 - 1) for spec in specs], np.uint64)
-    index = np.array([spec.num_drawn for spec in specs], np.uint64)
-    bits = _mix(_mix(seeds) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _outputs(logits: Tensor, token_ids: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutput]:

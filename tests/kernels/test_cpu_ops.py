@@ -322,3 +322,58 @@ def test_argmax_is_that_of_numpy(columns: int) -> None:
         found, num_broken = cpu_ops.argmax(logits)
         assert found == expected.tolist()
         assert num_broken == (~np.isfinite(values[np.arange(7), expected])).sum()
+
+
+@pytest.mark.parametrize("columns", [1, 31, 256, 300, 4_099])
+@pytest.mark.parametrize("temperature", [1e-5, 0.7, 1.0, 100.0])
+def test_draws_invert_the_distribution_of_what_is_allowed(columns: int, temperature: float) -> None:
+    if reason := cpu_ops.unsupported_reason(torch.float32):
+        pytest.skip(reason)
+    rng = np.random.default_rng(columns)
+    num_rows = 64
+    logits = torch.from_numpy(3 * rng.standard_normal((num_rows, columns)).astype(np.float32))
+    logits[:, rng.random(columns) < 0.1] = -torch.inf
+    logits[:, rng.integers(columns)] = 1.0
+    shares = np.array([0.01, 0.5, 1.0])
+    bits = rng.random((3, -(-columns // 32) * 32)) < shares[:, None]
+    bits[:, rng.integers(columns)] = True
+    mask_of = rng.integers(-1, 3, num_rows)
+    uniform = rng.random(num_rows)
+    values = logits.double().numpy()
+    values[~np.where(mask_of[:, None] < 0, True, bits[mask_of])[:, :columns]] = -np.inf
+    top = values.max(1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        weights = np.where(values > -np.inf, np.exp((values - top) / temperature), 0)
+    mass = weights.cumsum(1)
+    point = uniform[:, None] * mass[:, -1:]
+    bitmask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    heat = np.full(num_rows, temperature, np.float32)
+    ids, num_broken = cpu_ops.draw(logits, bitmask, mask_of, heat, uniform)
+    is_possible = top[:, 0] > -np.inf
+    assert num_broken == (~is_possible).sum()
+    rows = np.flatnonzero(is_possible)
+    chosen = np.array(ids)[rows]
+    assert (weights[rows, chosen] > 0).all()
+    slack = 1e-5 * mass[rows, -1]
+    assert (mass[rows, chosen] > point[rows, 0] - slack).all()
+    before = mass[rows, chosen] - weights[rows, chosen]
+    assert (before <= point[rows, 0] + slack).all()
+
+
+def test_draws_at_temperature_zero_and_without_a_finite_best_logit() -> None:
+    if reason := cpu_ops.unsupported_reason(torch.float32):
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 700, generator=generator)
+    logits[1, 300] = torch.nan
+    logits[2, 500] = torch.inf
+    logits[3] = -torch.inf
+    bitmask = np.zeros((1, 22), np.int32)
+    mask_of = np.array([-1, -1, -1, -1, 0, -1])
+    heat = np.array([0, 1, 1, 1, 1, 1], np.float32)
+    ids, num_broken = cpu_ops.draw(logits, bitmask, mask_of, heat, np.full(6, 1 - 2.0**-53))
+    assert ids[0] == int(logits[0].argmax())
+    assert ids[1:3] == [300, 500]
+    assert ids[4] == -1
+    assert ids[5] == 699, "the last one of all"
+    assert num_broken == 4

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from radixserve.request import SamplingParams
 from radixserve.runner import sampler
+from radixserve.runner.plain_draws import uniform_numbers
 from radixserve.schedule import SampleSpec
 from radixserve_kernels import gpu_ops
 
@@ -43,7 +44,7 @@ def draw(
 def sampled(logits: Tensor, params: Sequence[SamplingParams], seed: int) -> tuple[list, list]:
     """By the kernels, and by the sampler itself."""
     specs = [SampleSpec(one, seed + row, 0, NO_TOKENS, 0) for row, one in enumerate(params)]
-    found, finite = draw(logits, params, torch.tensor(sampler.uniform_numbers(specs)))
+    found, finite = draw(logits, params, torch.tensor(uniform_numbers(specs)))
     assert all(finite)
     return found, sampler.draw_tokens(logits.cpu(), specs).tolist()
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from radixserve.request import SamplingParams
+from radixserve.runner import plain_draws, sampler
 from radixserve.runner.logit_changes import apply_penalties
+from radixserve.runner.plain_draws import uniform_numbers
 from radixserve.runner.sampler import (
     best_tokens,
     draw_tokens,
@@ -17,11 +19,21 @@ from radixserve.runner.sampler import (
     invert_distribution,
     sample,
     score,
-    uniform_numbers,
 )
 from radixserve.schedule import SampleSpec
+from radixserve_kernels import cpu_ops
 
 VOCAB = 50
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def _draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain rows by the compiled code and without it."""
+    is_compiled = request.param == "compiled"
+    if is_compiled and (reason := cpu_ops.unsupported_reason(torch.float32)):
+        pytest.skip(reason)
+    for module in (sampler, plain_draws):
+        monkeypatch.setattr(module, "is_loaded", lambda: is_compiled)
 
 
 def spec(

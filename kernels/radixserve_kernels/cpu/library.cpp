@@ -1,9 +1,9 @@
 // The C interface, see cpu_library.py. No function takes Python's lock. Those that need memory return 1, or null for
 // a pointer, where there is none. RADIXSERVE_NUMBER is the type of all numbers, float or bf16; is_bf16 says it once
 // more.
-#include "argmax.h"
 #include "cascade.h"
 #include "decoder.h"
+#include "draw.h"
 
 #include <algorithm>
 #include <optional>
@@ -180,6 +180,36 @@ int64_t radixserve_argmax_allowed(const float *x, int64_t rows, int64_t columns,
         const int64_t at = ids[row] = argmax_allowed(x, columns, masks + mask_of[row] * stride);
         num_broken += at < 0 || x[at] - x[at] != 0;
     }
+    return num_broken;
+}
+
+// Tokens drawn of x [rows][columns], with masks as above: the best one where temperature [rows] is 0 or where that is
+// not finite or not there; returns how many of the best are not. uniform [rows] in (0, 1); sums: a number for each row
+// and DRAW_BLOCK columns.
+int64_t radixserve_draw(const float *x, int64_t rows, int64_t columns, const uint32_t *masks, int64_t stride,
+                        const int64_t *mask_of, const float *temperature, const double *uniform, double *sums,
+                        int64_t *ids) {
+    const int64_t num_blocks = (columns + DRAW_BLOCK - 1) / DRAW_BLOCK;
+    const double ns = rows * price(20.0 * columns, 8.0 * columns);
+    std::atomic<int64_t> num_broken{0};
+    this_team().run(num_threads_for(ns), [&](const TeamThread &thread) {
+        thread.share(rows, ns, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; row++) {
+                const float *values = x + row * columns;
+                const uint32_t *mask = mask_of[row] < 0 ? nullptr : masks + mask_of[row] * stride;
+                int64_t &at = ids[row];
+                if (mask)
+                    at = argmax_allowed(values, columns, mask);
+                else
+                    argmax_rows(values, 1, columns, &at);
+                if (at < 0 || values[at] - values[at] != 0)
+                    num_broken++;
+                else if (temperature[row] > 0)
+                    at = draw_token(values, columns, mask, values[at], temperature[row], uniform[row],
+                                    sums + row * num_blocks);
+            }
+        });
+    });
     return num_broken;
 }
 
