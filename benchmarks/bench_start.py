@@ -4,8 +4,9 @@ the first compile.
     python benchmarks/bench_start.py [--models demo,smollm2] [--repeats 3] [--json]
 
 Every figure is taken in a process of its own; seconds are the least of the repeats, by the clock
-and of the processor. Of the first second: how many times as long a token takes the processor
-there as later.
+and of the processor. x weights: the peak of private memory, pages of files apart, over that after
+torch's import, as a multiple of the weights. Of the first second: how many times as long a token
+takes the processor there as later.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from harness.report import parse_sizes, print_table
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("", "wall s", "CPU s", "first answer s", "MB: torch", "started", "peak", "weights",
-           "x later")  # fmt: skip
+           "x weights", "x later")  # fmt: skip
 
 PRELUDE = """
 import json, resource, sys, time
 def megabytes():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 1e6
+def private():
+    _, resident, of_files = map(int, open("/proc/self/statm").read().split()[:3])
+    return (resident - of_files) * resource.getpagesize() / 1e6
 def timed(call):
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
@@ -48,10 +52,12 @@ print(json.dumps([timed(refuse)[1]]))
 START = """
 import torch
 from radixserve import Runtime, SamplingParams
-base = megabytes()
+base, before = megabytes(), private()
 rt, seconds = timed(lambda: Runtime(sys.argv[1]))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-memory = [base, megabytes(), peak, rt.memory.weight_bytes / 1e6]
+started, weights = megabytes(), rt.memory.weight_bytes / 1e6
+own = private() + peak - started - before
+memory = [base, started, peak, weights, own / weights]
 params = SamplingParams(max_tokens=8, ignore_eos=True)
 answer = timed(lambda: rt.generate([list(range(5, 40))], params))[1]
 print(json.dumps([[*seconds, answer[0], *memory]]))
