@@ -122,8 +122,13 @@ def _byte_level(fields: dict[str, Any], split: PreTokenizer) -> Any:
     """Merges of the bytes of each piece, as GPT-2's tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
     vocabulary = {token: token_id for token_id, token in enumerate(fields.get("tokens", ()))}
+    own = {token: token for token in vocabulary}  # a merge's parts are not kept a second time
+    merges = [
+        tuple(own.get(part, part) for part in merge.split(" ", 1))
+        for merge in fields.pop("merges", ())
+    ]
+    del own
     bpe = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.takes_whole_words))
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
