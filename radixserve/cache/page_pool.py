@@ -64,11 +64,8 @@ class PagePool:
         """
         runs, first = self._runs, page + 1
         if count == 1:  # the usual case
-            if end := runs.pop(first, 0):
-                self._num_kept -= 1
-                if first + 1 < end:
-                    runs[first + 1] = end
-                return (first,)
+            if (taken_page := self.take_next(page)) >= 0:
+                return (taken_page,)
             if self._free and not self._may_begin_run():
                 return (self._free.pop(),)
         if count > len(self._free) + self._num_kept:
@@ -92,6 +89,17 @@ class PagePool:
             if stop < end:
                 runs[stop] = end
         return taken
+
+    def take_next(self, page: int) -> int:
+        """Take page `page` + 1 where a run is reserved there, else nothing and answer -1. O(1)."""
+        runs, first = self._runs, page + 1
+        end = runs.pop(first, 0)
+        if not end:
+            return -1
+        self._num_kept -= 1
+        if first + 1 < end:
+            runs[first + 1] = end
+        return first
 
     def release_run(self, page: int) -> None:
         """Return the run reserved after `page` to the free list. O(1)."""
@@ -204,6 +212,7 @@ class PageAllocator:
         self.page_size = page_size
         self.pool = pool
         self.free = pool.free  # private pages go back to the free list
+        self.take_next = pool.take_next  # never evicts: a reserved page is a free one
         self.stats = CacheStats()
         self.live_sequences: set[LockHolder] = set()
         self._owner = owner

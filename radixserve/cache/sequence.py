@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -186,7 +187,11 @@ class CacheSequence(ABC):
         length = self.length + len(data) // TOKEN_BYTES
         wanted = -(-length // allocator.page_size) - len(pages)
         if wanted > 0:
-            if wanted <= FEW_PAGES and pages:
+            more: Sequence[int]
+            if wanted == 1 and pages and (page := allocator.take_next(pages[-1])) >= 0:
+                more = (page,)
+                self._has_run = True
+            elif wanted <= FEW_PAGES and pages:
                 more = allocator.allocate_after(pages[-1], wanted)
                 self._has_run = True
             else:

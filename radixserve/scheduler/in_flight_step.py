@@ -58,13 +58,15 @@ def plan_ahead(
         return False
     rows, num_pages, budget, size = [], 0, plan.budget, cache.page_size
     for is_prefill, _, state, left in _in_order(running):
-        count = min(budget, left) if is_prefill else 1
-        if count:
-            assert state.sequence is not None
-            length = state.sequence.length
+        assert state.sequence is not None
+        length = state.sequence.length
+        if not is_prefill:
+            num_pages += length % size == 0
+            rows.append((state, 1, False, left))
+        elif count := min(budget, left):
             num_pages += -(-(length + count) // size) - -(-length // size)
-            budget -= count if is_prefill else 0
-            rows.append((state, count, is_prefill, left))
+            budget -= count
+            rows.append((state, count, True, left))
     if num_pages > cache.num_available:
         return False
     for state, count, is_prefill, left in rows:

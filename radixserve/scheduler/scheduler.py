@@ -209,8 +209,7 @@ class Scheduler:
         drawing, outputs = self._commit_rows(step, output.outputs)
         searches: dict[int, BeamSearch] = {}
         for state, drawn in drawing:
-            search = state.search
-            if search is not None:
+            if (search := state.search) is not None:
                 searches[search.leader.arrival] = search
                 draws = self._beams.note_draw(state, drawn)
                 if draws:
@@ -237,6 +236,7 @@ class Scheduler:
         """Publish what the rows computed. Returns the requests that drew, and outputs of others."""
         drawing: list[tuple[RequestState, SampleOutput]] = []
         outputs: list[RequestOutput] = []
+        num_decoded = 0
         for (state, sequence), row, one in zip(step.rows, step.schedule.rows, drawn, strict=True):
             num_tokens = len(row.token_ids)
             if state.sequence is not sequence:  # it has ended
@@ -249,7 +249,7 @@ class Scheduler:
             if state.waiters:
                 self._waiting.note_woken(wake_waiters(state))
             if num_tokens == 1 and end > state.num_prompt:
-                self.counts.decoded_tokens += 1
+                num_decoded += 1
             else:
                 self.counts.count_prefill(row.start, num_tokens, state.num_prompt_done)
                 state.note_committed(end)
@@ -257,6 +257,7 @@ class Scheduler:
                 outputs += self._note_scores(state, row, one)
             if one is not None and row.sample is not None:
                 drawing.append((state, one))
+        self.counts.decoded_tokens += num_decoded
         return drawing, outputs
 
     def _requeue(self, state: RequestState) -> None:
