@@ -16,6 +16,7 @@ from harness.workloads import Workload, ideal_rounds
 
 PREFILL_ROWS = 512  # tokens in the products whose rate is measured
 _SAMPLE_S = 0.02
+_MANY = 1 << 20  # tokens, which together need every expert
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def measure_limits(shape: Shape, dtype: str, num_samples: int) -> Limits:
     torch_dtype = getattr(torch, dtype)
     shapes = (*shape.projections.values(), (shape.vocab, shape.hidden))
     work = sum(2 * PREFILL_ROWS * n * k for n, k in shapes)
-    weights = (shape.layer_weights + shape.head_weights) * torch_dtype.itemsize
+    weights = int(shape.weights_read(_MANY) + shape.head_weights) * torch_dtype.itemsize
     with torch.inference_mode():
         flops = {}
         for name, prepare in routines.items():
@@ -118,8 +119,9 @@ def find_floor(
     decode    num_new - 1 steps, in a burst all requests of a round together, else each alone. A
               step over requests of l tokens, C distinct ones among them, b bytes a number:
                   max( sum of (2 W + 2 V H + A l) / rate,
-                       b (W + V H + C x KV numbers of a token) / bandwidth )
-              Of what requests share the step reads one copy.
+                       b (R + V H + C x KV numbers of a token) / bandwidth )
+              Of what requests share the step reads one copy. R is W, with experts more: W counts
+              those of one token, R those that the step's tokens choose if they choose at random.
 
     Norms, activations, softmax, embeddings and everything that is no arithmetic cost nothing here.
     """
@@ -134,7 +136,8 @@ def find_floor(
 
     def step_s(lengths: list[int], num_distinct: int) -> float:
         work = sum(2 * weights + shape.score_flops * length for length in lengths)
-        read = number_bytes * (weights + num_distinct * shape.kv_elements)
+        numbers = shape.weights_read(len(lengths)) + shape.head_weights
+        read = number_bytes * (numbers + num_distinct * shape.kv_elements)
         return max(work / flops, read / bandwidth)
 
     num_prefilled, prefill, decode = 0, 0.0, 0.0

@@ -64,6 +64,15 @@ class Shape:
         """Elements of the matrices of all layers."""
         return self.num_layers * sum(n * k for n, k in self.projections.values())
 
+    def weights_read(self, num_tokens: int) -> float:
+        """Elements of the matrices of all layers that so many tokens need together, where each
+        chooses its experts at random."""
+        if not self.num_experts:
+            return self.layer_weights
+        distinct = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+        each = self.num_layers * 3 * self.hidden * self.intermediate / self.top_k
+        return self.layer_weights + each * (distinct - self.top_k)
+
     @property
     def head_weights(self) -> int:
         """Elements of the matrix that makes logits; the embedding has as many."""

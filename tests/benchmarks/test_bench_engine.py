@@ -110,6 +110,14 @@ def test_the_floor_of_a_chat() -> None:
     assert alone.decode_s > floor.decode_s
 
 
+def test_experts_that_tokens_read_together() -> None:
+    shape = module("harness.shapes").SHAPES["qwen3-moe"]
+    each = 4 * 3 * 512 * 192  # of one expert, all layers
+    assert shape.weights_read(1) == pytest.approx(shape.layer_weights)
+    assert shape.weights_read(2) == pytest.approx(shape.layer_weights + 7 * each)  # 8 of 64 twice
+    assert shape.weights_read(10_000) == pytest.approx(shape.layer_weights + 56 * each)
+
+
 def test_outputs_are_compared_where_prompts_are_the_same() -> None:
     serving, workloads = module("engine.serving"), module("harness.workloads")
     workload = workloads.make_workload(

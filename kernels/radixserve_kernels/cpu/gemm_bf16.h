@@ -45,6 +45,7 @@ class VectorBf16 {
     template <class Epilogue>
     static void packed_gemm(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels,
                                const OutputTile &tile, Epilogue &&epilogue) {
+        if (rows <= ROWS) return few_rows_gemm(x, stride, rows, panels, epilogue);
         for_bf16_blocks(rows, panels, [&](int top, int count, int panel, float *sums) {
             Prefetcher<1> prefetcher{(const char *)(panels[panel] + panels.size)};
             const int blocks = (count + ROWS - 1) / ROWS, lines = 32 * PANEL * int(sizeof(bf16)) / 64;
@@ -59,6 +60,18 @@ class VectorBf16 {
     }
 
   private:
+    // See packed_gemm, for one block of rows: panels are read once, from memory.
+    template <class Epilogue>
+    static void few_rows_gemm(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels,
+                              Epilogue &&epilogue) {
+        alignas(64) float sums[ROWS * PANEL];
+        PanelPrefetch prefetcher;
+        for (int panel = 0; panel < panels.count; panel++) {
+            tile_rows<false>(rows, x, stride, panels[panel], panels.depth, sums, PANEL, prefetcher);
+            finish_rows(sums, 0, 0, rows, panel, epilogue);
+        }
+    }
+
     // M rows of x times one panel, to out[M][PANEL] or added to it.
     template <int M, bool ADD, class Fetch>
     static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
@@ -67,6 +80,10 @@ class VectorBf16 {
         for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
             prefetcher.fetch();
             for (int pair = 0; pair < 16; pair++) {
+                if (std::is_same<Fetch, PanelPrefetch>::value) {
+                    prefetch_panel<false, 64>(panel + pair * 32);
+                    prefetch_panel<false, 64>(panel + 512 + pair * 32);
+                }
                 __m512bh low = (__m512bh)_mm512_loadu_si512(panel + pair * 32);
                 __m512bh high = (__m512bh)_mm512_loadu_si512(panel + 512 + pair * 32);
 #pragma GCC unroll 12

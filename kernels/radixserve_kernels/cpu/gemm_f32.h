@@ -80,11 +80,11 @@ template <class T, class W = T> class VectorF32 {
 
   private:
     static constexpr int STEPS = 6;          // of k, without a branch
+    static constexpr int BOUND_BY_READS = 4;  // rows whose arithmetic takes less time than reading the panel
     static constexpr int FETCH_DEPTH = 36;   // rows of k between two calls of fetch
     static constexpr int FETCH_ROWS = 2;     // output rows of a call of fetch
-    // Up to here several panels are read at a time: measured. 16 bits are not widened twice.
-    static constexpr int FEW_ROWS = sizeof(W) == 2 ? (LANES == 16 ? ROWS : ROWS / 2) : LANES == 16 ? 24 : 6;
-    static constexpr int FEW_ROWS_DEPTH = 64;
+    // Up to here a panel is read once, from memory: 16 bits are widened in registers.
+    static constexpr int FEW_ROWS = sizeof(W) == 2 && LANES != 16 ? ROWS / 2 : ROWS;
     static constexpr int SPLIT_PANELS = 128;  // panels whose partial sums are held at a time
 
     // Number of parts that K is cut into, each multiplied with all panels before the next: a shallower
@@ -138,7 +138,7 @@ template <class T, class W = T> class VectorF32 {
                      float *out, int64_t out_stride, Fetch &caller_prefetcher) {
         constexpr int N = 2 * P;
         constexpr bool FETCHES = std::is_same<Fetch, Prefetcher<FETCH_ROWS>>::value;
-        constexpr bool NEAR = std::is_same<Fetch, PanelPrefetch>::value;
+        constexpr bool READS = std::is_same<Fetch, PanelPrefetch>::value;
         Fetch prefetcher = caller_prefetcher;  // a copy stays in registers
         vec sums[M][N] = {};
         if (OUT == Accumulate)
@@ -154,7 +154,7 @@ template <class T, class W = T> class VectorF32 {
 #pragma GCC unroll 8
                 for (int n = 0; n < N; n++) {
                     const Number *from = panel + (n / 2) * panel_size + i * PANEL + (n % 2) * LANES;
-                    if (NEAR) prefetch<LANES * int(sizeof(Number)), 3>(from + 512);
+                    if (READS) prefetch_panel<M <= BOUND_BY_READS, LANES * int(sizeof(Number))>(from);
                     w[n] = load(from);
                 }
 #pragma GCC unroll 12
@@ -162,7 +162,7 @@ template <class T, class W = T> class VectorF32 {
                     vec one = broadcast(three_rows[m / 3][m % 3 * stride + i]);
 #pragma GCC unroll 8
                     for (int n = 0; n < N; n++)
-                        sums[m][n] = FETCHES ? fmadd(sums[m][n], one, w[n]) : sums[m][n] + one * w[n];
+                        sums[m][n] = FETCHES || READS ? fmadd(sums[m][n], one, w[n]) : sums[m][n] + one * w[n];
                 }
             };
             auto advance = [&](int steps) {
@@ -170,7 +170,7 @@ template <class T, class W = T> class VectorF32 {
                 for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] += steps;
                 panel += steps * PANEL, k += steps;
             };
-            for (; FETCHES && k + STEPS <= end; advance(STEPS)) {
+            for (; (FETCHES || READS) && k + STEPS <= end; advance(STEPS)) {
 #pragma GCC unroll 6
                 for (int i = 0; i < STEPS; i++) step(i);
             }
@@ -222,29 +222,13 @@ template <class T, class W = T> class VectorF32 {
             for (int n = 0; n < N; n++) store(out + m * out_stride + n * LANES, sums[m][n]);
     }
 
-    // P panels for all rows, out[rows][P * PANEL]. With more than one block of rows, each takes its turn
-    // with one part of K while that part of the panels is in the first-level cache.
+    // P panels for all rows, out[rows][P * PANEL]. Panels of vectors one at a time: what is read is then one
+    // stream, which goes on from panel to panel.
     template <int P, class Number>
-    static void few_rows_panels(const float *x, int64_t stride, int rows, const Number *panel,
-                                int64_t panel_size, int64_t depth, float *out) {
-        const int64_t width = P * PANEL, part = rows * P <= ROWS ? depth : FEW_ROWS_DEPTH;
-        for (int64_t k = 0; k < depth; k += part) {
-            const int64_t deep = min(depth - k, part);
-            auto block = [&](int first, int some) {
-                PanelPrefetch panel_prefetch;
-                NoPrefetch no_prefetch;
-                auto multiply = [&](auto output, auto &prefetcher) {
-                    tile_rows<P, output>(some, x + first * stride + k, stride, panel + k * PANEL, panel_size,
-                                         deep, out + first * width, width, prefetcher);
-                };
-                auto accumulate = [&](auto &prefetcher) {
-                    k ? multiply(OutputConstant<Accumulate>(), prefetcher)
-                      : multiply(OutputConstant<Store>(), prefetcher);
-                };
-                first ? accumulate(no_prefetch) : accumulate(panel_prefetch);  // the first block loads the part
-            };
-            for_row_blocks(rows, block, ROWS / P);
-        }
+    static void few_rows_panels(const float *x, int64_t stride, int rows, const Number *panel, int64_t panel_size,
+                                int64_t depth, float *out) {
+        PanelPrefetch panel_prefetch;
+        tile_rows<P, Store>(rows, x, stride, panel, panel_size, depth, out, P * PANEL, panel_prefetch);
     }
 
     template <int P>
@@ -260,17 +244,19 @@ template <class T, class W = T> class VectorF32 {
     template <class Epilogue>
     static void few_rows_gemm(const float *x, int64_t stride, int rows, const Panels<W> &panels,
                                  Epilogue &&epilogue) {
-        alignas(64) float sums[2 * FEW_ROWS * PANEL];  // also enough for four panels with ROWS / 4 rows
-        const int most = rows * 4 <= ROWS ? 4 : sizeof(W) == 2 && rows * 2 > ROWS ? 1 : 2;
+        alignas(64) float sums[ROWS * PANEL];
+        constexpr bool IS_WIDENED = std::is_same<W, bf16>::value;  // such panels are read several at a time
+        const int most = !IS_WIDENED ? 1 : rows * 4 <= ROWS ? 4 : rows * 2 <= ROWS ? 2 : 1;
         for (int panel = 0; panel < panels.count;) {
             const W *from = panels[panel];
             const int some = panels.count - panel >= most ? most : 1;
-            if (some == 4)
-                few_rows_panels<4>(x, stride, rows, from, panels.size, panels.depth, sums);
-            else if (some == 2)
-                few_rows_panels<2>(x, stride, rows, from, panels.size, panels.depth, sums);
-            else
-                few_rows_panels<1>(x, stride, rows, from, panels.size, panels.depth, sums);
+            auto multiply = [&](auto count) {
+                few_rows_panels<count>(x, stride, rows, from, panels.size, panels.depth, sums);
+            };
+            if (some == 1)
+                multiply(std::integral_constant<int, 1>());
+            else if constexpr (IS_WIDENED)
+                some == 4 ? multiply(std::integral_constant<int, 4>()) : multiply(std::integral_constant<int, 2>());
             for (int p = 0; p < some; p++, panel++)
                 for (int m = 0; m < rows; m++) {
                     const float *row = sums + (m * some + p) * PANEL;

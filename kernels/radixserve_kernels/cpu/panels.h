@@ -81,16 +81,21 @@ struct NoPrefetch {
     void fetch() {}
 };
 
-// Prefetches the panels themselves a short distance ahead, where they are loaded: see `prefetch`.
+// Prefetches the panels themselves ahead of where they are loaded: see `prefetch_panel`.
 struct PanelPrefetch {
     void fetch() {}
 };
 
-// Prefetches BYTES from `from` on, 1 to 2 KB beyond the current load: with few rows a product is bound by
-// reading the weight, and a longer distance lowers the bandwidth.
+// Prefetches BYTES from `from` on: with few rows a product is bound by reading the weight.
 template <int BYTES, int LEVEL> inline void prefetch(const void *from) {
 #pragma GCC unroll 32
     for (int i = 0; i < BYTES; i += 64) __builtin_prefetch((const char *)from + i, 0, LEVEL);
+}
+
+// For a panel that is read once, from memory. Near: into the first cache level. Far: into the second, which pays
+// where the arithmetic takes about as long as reading. Which of them is measured, as are the distances.
+template <bool NEAR, int BYTES> inline void prefetch_panel(const void *from) {
+    prefetch<BYTES, NEAR ? 3 : 2>((const char *)from + (NEAR ? 2048 : 8192));
 }
 
 // -- blocks of rows
