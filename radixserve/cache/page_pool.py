@@ -112,12 +112,14 @@ class PagePool:
 
     def free_all(self, pieces: list[array[int]]) -> int:
         """Give the pages of all `pieces` back; returns how many. O(that many)."""
-        before = len(self._free)
-        if len(pieces) == 1:
-            self._free += pieces[0]
+        free = self._free
+        before = len(free)
+        if len(pieces) > 4:
+            free.frombytes(b"".join(pieces))
         else:
-            self._free.frombytes(b"".join(pieces))
-        return len(self._free) - before
+            for piece in pieces:
+                free += piece
+        return len(free) - before
 
     def free_ids(self) -> list[int]:
         """A copy of the free list, for audits."""

@@ -51,9 +51,10 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
 
 def token_view(tokens: TokenIds) -> memoryview:
     """[n] int32, contiguous; not a copy where `tokens` are. Raises as `as_token_ids`."""
-    if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
+    if type(tokens) is np.ndarray and tokens.dtype is _INT32:
         view = as_view(tokens)
-        if view.c_contiguous and view.format == "i":  # it is "=i" where memory is not aligned
+        # its format is "=i" where memory is not aligned
+        if view.format == "i" and view.ndim == 1 and view.c_contiguous:
             return view
     ids = as_token_ids(tokens)
     return as_view(ids.copy() if ids is tokens else ids)

@@ -122,10 +122,19 @@ class LRU(EvictionOrder):
         return node
 
     def pop(self, num_pages: int) -> Node | None:
-        node = self._nodes.get(self._oldest) or self.victim()
-        if node is not None and len(node.pages) <= num_pages:
-            del self._nodes[self._oldest]
-            self._oldest += 1
+        nodes, tick = self._nodes, self._oldest
+        node = nodes.get(tick)
+        if node is None:
+            tick += 1  # usual gap: the parent, which was locked again
+            node = nodes.get(tick)
+            if node is None:
+                node, tick = self.victim(), self._oldest
+                if node is None:
+                    return None
+            self._oldest = tick
+        if len(node.pages) <= num_pages:
+            del nodes[tick]
+            self._oldest = tick + 1
         return node
 
     def preview(self) -> Iterator[tuple[Node, str]]:

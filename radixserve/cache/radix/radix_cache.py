@@ -40,7 +40,7 @@ from radixserve.cache.radix.snapshot import snapshot_tree
 from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.sequence import PageCopy
 from radixserve.cache.state_pool import StateCopy
-from radixserve.cache.tokens import TokenIds, as_token_ids, token_view
+from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, token_view
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import OutOfPages
@@ -133,15 +133,16 @@ class RadixCache(PrefixCache):
 
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
         """
-        ids, tree = as_token_ids(tokens), self._tree
-        limit = len(ids) if allow_full else len(ids) - 1
+        data, tree = token_view(tokens), self._tree
+        limit = len(data) if allow_full or not data else len(data) - 1
         found = tree.namespaces.get(namespace) if self._reuse else None
         if found is None:
             found = NamespaceTree(check_str("namespace", namespace))
         size = tree.page_size
-        if limit >= size and tree.never_saw(found, ids[:size].tobytes()):
+        first_page = data[:size].tobytes()
+        is_unknown = limit >= size and first_page not in found.root.children
+        if is_unknown and tree.never_saw(found, first_page):
             return NEVER_SEEN
-        data, limit = token_view(ids), max(0, limit)
         match = find_match(found, data, limit, size)
         answer = explain(tree, found, match, data, limit, compare_namespaces)
         if self._checkpoints is not None and match.length:
@@ -149,8 +150,7 @@ class RadixCache(PrefixCache):
             if best.length < match.length:
                 match = Match(best.length, best.node, best.node)
                 answer = Lookup(best.length, "no_checkpoint", answer.position)
-        extra = match[0] % size
-        if not extra or self._can_copy_page_prefix(match):
+        if not match[0] % size or self._can_copy_page_prefix(match):
             return answer
         return answer._replace(cached_len=self._without_page_prefix(match))
 
@@ -209,7 +209,11 @@ class RadixCache(PrefixCache):
         stats.matched_tokens += length
         if copy is not None:
             stats.copied_tokens += copy[2]
-        known = bytearray(data[:length])
+        if 2 * length > count:
+            known = bytearray(data)  # it keeps that room, for the rest
+            del known[length * TOKEN_BYTES :]
+        else:
+            known = bytearray(data[:length])
         if checkpoints is None:
             return CachedSequence(
                 allocator, tree, node, known, shared, copy, length, owner, priority

@@ -70,12 +70,12 @@ class RadixTree:
         return (name,), b""
 
     def never_saw(self, namespace: NamespaceTree, first_page: bytes) -> bool:
-        """Whether nothing begins with the first token of that page, nor did anything that is
-        remembered. May say no where a closer look says yes. O(1)."""
+        """Whether nothing begins with the first token of that page, which is not the key of a
+        child, nor did anything that is remembered. May say no where a closer look says yes. O(1).
+        """
         root = namespace.root
         return (
-            first_page not in root.children
-            and (self.page_size == 1 or closest_child(root, first_page)[0] is None)
+            (self.page_size == 1 or closest_child(root, first_page)[0] is None)
             and not self.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
             and len(self.namespaces) == 1
             and namespace.name in self.namespaces
@@ -236,7 +236,8 @@ class RadixTree:
         self._count_pages(leaf, -len(pages))
         if not leaf.lock_ref:
             self.order.on_resized(leaf)
-        self.watch_registry.notify(leaf.node_id)
+        if self._watched:
+            self.watch_registry.notify(leaf.node_id)
         return pages
 
     def withdraw(self, leaf: Node) -> tuple[Node, array[int]]:
@@ -312,7 +313,7 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        order, wanted = self.order, num_pages
+        order, remember, wanted = self.order, self.evicted_history.remember, num_pages
         gone: list[array[int]] = []
         num_bytes = 0  # of the tokens dropped
         while wanted > 0:
@@ -324,6 +325,7 @@ class RadixTree:
             if leaf.namespace.is_dead:  # counts as free already
                 self.drop(leaf)
                 continue
+            num_bytes += len(leaf.tokens)
             if size <= wanted:
                 keep, page = 0, leaf.key
                 point = (parent.node_id, leaf.start, page[:TOKEN_BYTES])
@@ -333,13 +335,12 @@ class RadixTree:
                 page = bytes(leaf.tokens[cut : cut + self._key_bytes])
                 point = (leaf.node_id, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
                 num_bytes -= cut
-            self.evicted_history.remember(point, page)
+            remember(point, page)
             if order.tracks_evictions:
                 order.on_evicted(leaf, point, size)
-            num_bytes += len(leaf.tokens)
             wanted -= size
             gone.append(self.cut(leaf, keep) if keep else self.remove(leaf))
-            if parent.parent is None and not parent.children:
+            if not parent.children and parent.parent is None:
                 self._prune(leaf.namespace)
         self._free_all(gone)
         self.num_evicted_tokens += num_bytes // TOKEN_BYTES

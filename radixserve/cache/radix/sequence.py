@@ -131,7 +131,7 @@ class CachedSequence(CacheSequence):
             # A leaf with whole pages: after its end nothing can collide with what is appended.
             self._extend_leaf(leaf, start)
             return
-        node = node_covering(leaf, base)
+        node = leaf if leaf.start < base else node_covering(leaf, base)
         if owns_tail:  # a leaf of one partial page, whose key changes
             if leaf.lock_ref == 1:
                 self._last_node, _ = tree.withdraw(leaf)
