@@ -56,7 +56,10 @@ LEVELS = {  # what a processor says of itself, lowest first, and what the compil
     ),
 }
 WIDEN_BF16 = "-DRADIXSERVE_WIDEN_BF16"  # bfloat16 products in float32 despite instructions for them
-NUMBERS = {torch.float32: "float", torch.bfloat16: "bf16"}  # the type's name in C++
+NUMBERS = {  # the type's name in C++
+    torch.float32: ("-DRADIXSERVE_NUMBER=float",),
+    torch.bfloat16: ("-DRADIXSERVE_NUMBER=bf16", "-DRADIXSERVE_IS_BF16"),
+}
 FORMS = "forms"  # the library of 8- and 4-bit weights
 
 
@@ -69,7 +72,7 @@ loaded: dict[torch.dtype | str, ctypes.CDLL] = {}  # in that order
 
 
 def cpu_library(dtype: torch.dtype | None = None) -> ctypes.CDLL:
-    """The loaded library of a number type, compiled if need be: about five seconds.
+    """The loaded library of a number type, compiled if need be: five to ten seconds.
 
     None: any one that is loaded, else float32's; what it offers does not depend on the type.
     Tried once a process: a failure is remembered. Raises CpuLibraryError.
@@ -116,8 +119,8 @@ def load(part: torch.dtype | str) -> ctypes.CDLL | str:
         compiler, flags = find_compiler(), compiler_flags()
         sources: tuple[str, ...] = ("forms.cpp",)
         if isinstance(part, torch.dtype):
-            flags = (*flags, f"-DRADIXSERVE_NUMBER={NUMBERS[part]}")
-            sources = ("library.cpp", "attention.cpp")
+            flags = (*flags, *NUMBERS[part])
+            sources = ("library.cpp", "attention.cpp", "tiles_f32.cpp")
         folder, name = cache_folder(), f"cpu-{_fingerprint(compiler, (*flags, *sources))}"
         path = find_compiled(folder, name) or _compile([*compiler, *flags], sources, folder, name)
         library = ctypes.CDLL(str(path))

@@ -203,4 +203,6 @@ void Attention<T, A>::store_state(const TaskState<T> &state, int64_t head_of_tas
 }
 
 template class Attention<RADIXSERVE_NUMBER, float>;
-template class Attention<RADIXSERVE_NUMBER, bf16>;
+#if defined(RADIXSERVE_IS_BF16)
+template class Attention<bf16, bf16>;
+#endif

@@ -1,6 +1,6 @@
 // The C interface, see cpu_library.py. No function takes Python's lock. Those that need memory return 1, or null for
 // a pointer, where there is none. RADIXSERVE_NUMBER is the type of all numbers, float or bf16; is_bf16 says it once
-// more.
+// more, and RADIXSERVE_IS_BF16 is defined with the latter.
 #include "cascade.h"
 #include "decoder.h"
 #include "draw.h"

@@ -50,8 +50,6 @@ struct OutputTile {
 // its sums, which to the bit is one longer sum.
 enum Output { Store, Add, Accumulate };
 
-template <Output OUT> using OutputConstant = std::integral_constant<Output, OUT>;
-
 // -- prefetch policies: fetch() is called once for each step of a product
 
 // Spreads prefetches over a product: with each call `lines` cache lines from `next` on, and AT_ONCE of
@@ -109,12 +107,12 @@ template <class Block> inline void for_row_blocks(int rows, Block &&block, int m
     }
 }
 
-template <class Call, int... M>
+template <int LEAST, class Call, int... M>
 inline void with_row_count(int rows, Call &&call, std::integer_sequence<int, M...>) {
-    (void)((rows == M + 1 && (call(std::integral_constant<int, M + 1>()), true)) || ...);
+    (void)((rows == LEAST + M && (call(std::integral_constant<int, LEAST + M>()), true)) || ...);
 }
 
-// Calls call(rows), 1 <= rows <= MAX, with the number as a compile-time constant.
-template <int MAX, class Call> inline void with_row_count(int rows, Call &&call) {
-    with_row_count(rows, call, std::make_integer_sequence<int, MAX>());
+// Calls call(rows), LEAST <= rows <= MAX, with the number as a compile-time constant.
+template <int MAX, int LEAST = 1, class Call> inline void with_row_count(int rows, Call &&call) {
+    with_row_count<LEAST>(rows, call, std::make_integer_sequence<int, MAX - LEAST + 1>());
 }

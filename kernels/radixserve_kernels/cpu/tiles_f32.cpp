@@ -1,0 +1,139 @@
+// See tiles_f32.h.
+#include "tiles_f32.h"
+
+static constexpr int STEPS = 6;  // of k, without a branch
+static constexpr int BOUND_BY_READS = 4;  // rows whose arithmetic takes less time than reading the panel
+
+// M rows of x [M][stride] times P panels, to out[M][P * PANEL].
+template <int M, int P, class W, class Fetch>
+static void tile(Output output, const float *x, int64_t stride, const W *panel, int64_t panel_size, int64_t depth,
+                 float *out, int64_t out_stride, Fetch &caller_prefetcher) {
+    constexpr int N = 2 * P;
+    constexpr bool FETCHES = std::is_same<Fetch, PrefetcherF32>::value;
+    constexpr bool READS = std::is_same<Fetch, PanelPrefetch>::value;
+    Fetch prefetcher = caller_prefetcher;  // a copy stays in registers
+    vec sums[M][N] = {};
+    if (output == Accumulate)
+        for (int m = 0; m < M; m++)
+            for (int n = 0; n < N; n++) sums[m][n] = load(out + m * out_stride + n * LANES);
+    const float *three_rows[(M + 2) / 3];  // row m is three_rows[m / 3][m % 3 * stride]: no pointer spills
+    for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
+    for (int64_t k = 0; k < depth;) {
+        prefetcher.fetch();
+        const int64_t end = FETCHES ? min<int64_t>(k + FETCH_DEPTH, depth) : depth;
+        auto step = [&](int i) {
+            vec w[N];
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                const W *from = panel + (n / 2) * panel_size + i * PANEL + (n % 2) * LANES;
+                if (READS) prefetch_panel<M <= BOUND_BY_READS, LANES * int(sizeof(W))>(from);
+                w[n] = load(from);
+            }
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                vec one = broadcast(three_rows[m / 3][m % 3 * stride + i]);
+#pragma GCC unroll 8
+                for (int n = 0; n < N; n++)
+                    sums[m][n] = FETCHES || READS ? fmadd(sums[m][n], one, w[n]) : sums[m][n] + one * w[n];
+            }
+        };
+        auto advance = [&](int steps) {
+#pragma GCC unroll 4
+            for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] += steps;
+            panel += steps * PANEL, k += steps;
+        };
+        for (; (FETCHES || READS) && k + STEPS <= end; advance(STEPS)) {
+#pragma GCC unroll 6
+            for (int i = 0; i < STEPS; i++) step(i);
+        }
+        for (; k < end; advance(1)) step(0);
+    }
+    caller_prefetcher = prefetcher;
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) {
+            float *to = out + m * out_stride + n * LANES;
+            store(to, output == Add ? load(to) + sums[m][n] : sums[m][n]);
+        }
+}
+
+// `tile` for bfloat16 panels, which are widened in registers.
+template <int M, int P>
+static void widening_tile(const float *x, int64_t stride, const bf16 *panel, int64_t panel_size, int64_t depth,
+                          float *out, int64_t out_stride) {
+    constexpr int N = 2 * P;
+    vec sums[M][N] = {};
+    for (int64_t k = 0; k < depth; k += DEPTH, panel += DEPTH * PANEL)
+        for (int i = 0; i < DEPTH; i += 2, x += 2) {
+#pragma GCC unroll 8
+            for (int n = 0; n < N; n++) {
+                const bf16 *from = panel + (n / 2) * panel_size + panel_offset<bf16>(i, n % 2 * LANES);
+                if (n % 2 == 0 || LANES == 16) prefetch<64, 3>(from + 1024);
+                const uvec pairs = load_pairs(from);
+                const vec low = low_halves(pairs), high = high_halves(pairs);
+#pragma GCC unroll 12
+                for (int m = 0; m < M; m++) {
+                    sums[m][n] += broadcast(x[m * stride]) * low;
+                    sums[m][n] += broadcast(x[m * stride + 1]) * high;
+                }
+            }
+        }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) store(out + m * out_stride + n * LANES, sums[m][n]);
+}
+
+template <int P>
+void tile_rows_f32(Output output, int rows, const float *x, int64_t stride, const float *panel, int64_t panel_size,
+                   int64_t depth, float *out, int64_t out_stride) {
+    NoPrefetch no_prefetch;
+    with_row_count<ROWS / P>(rows, [&](auto count) {
+        tile<count, P>(output, x, stride, panel, panel_size, depth, out, out_stride, no_prefetch);
+    });
+}
+
+void tile_rows_f32(Output output, int rows, const float *x, int64_t stride, const float *panel, int64_t depth,
+                   float *out, PrefetcherF32 &prefetcher) {
+    with_row_count<ROWS, ROWS / 2>(rows, [&](auto count) {
+        tile<count, 1>(output, x, stride, panel, 0, depth, out, PANEL, prefetcher);
+    });
+}
+
+// Panels of vectors one at a time: what is read is then one stream, which goes on from panel to panel.
+template <int P, class W>
+static void few_rows_panels(const float *x, int64_t stride, int rows, const W *panel, int64_t panel_size, int64_t depth,
+                            float *out) {
+    PanelPrefetch panel_prefetch;
+    with_row_count<few_rows<W>()>(rows, [&](auto count) {
+        tile<count, P>(Store, x, stride, panel, panel_size, depth, out, P * PANEL, panel_prefetch);
+    });
+}
+
+template <int P>
+static void few_rows_panels(const float *x, int64_t stride, int rows, const bf16 *panel, int64_t panel_size,
+                            int64_t depth, float *out) {
+    with_row_count<few_rows<bf16>() * P <= ROWS ? few_rows<bf16>() : ROWS / P>(rows, [&](auto count) {
+        widening_tile<count, P>(x, stride, panel, panel_size, depth, out, P * PANEL);
+    });
+}
+
+template <int P, class W>
+void few_rows_panels_f32(const float *x, int64_t stride, int rows, const W *panel, int64_t panel_size, int64_t depth,
+                         float *out) {
+    few_rows_panels<P>(x, stride, rows, panel, panel_size, depth, out);
+}
+
+template void tile_rows_f32<1>(Output, int, const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t);
+template void tile_rows_f32<4>(Output, int, const float *, int64_t, const float *, int64_t, int64_t, float *, int64_t);
+
+#define RADIXSERVE_FEW_ROWS(P, W) \
+    template void few_rows_panels_f32<P, W>(const float *, int64_t, int, const W *, int64_t, int64_t, float *);
+RADIXSERVE_FEW_ROWS(1, RADIXSERVE_NUMBER)
+#if defined(RADIXSERVE_IS_BF16)
+RADIXSERVE_FEW_ROWS(2, bf16)
+RADIXSERVE_FEW_ROWS(4, bf16)
+#else  // weights in float16 are a form beside activations in float32
+RADIXSERVE_FEW_ROWS(1, half)
+#endif
