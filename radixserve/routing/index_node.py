@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
@@ -26,10 +28,27 @@ class Reserved:
         return Reserved(counts) if counts else None
 
 
-class IndexNode:
-    """Where an edge ends. 88 bytes, its tokens, and its place among the parent's children."""
+class Conversation(NamedTuple):
+    """A prompt that later ones may continue."""
 
-    __slots__ = ("children", "holders", "parent", "reserved", "tokens", "used_at")
+    number: int  # of its replica
+    expected_s: float  # work of the requests that continue it, when it was last used
+    used_at: float
+
+
+class IndexNode:
+    """Where an edge ends. 104 bytes, its tokens, and its place among the parent's children."""
+
+    __slots__ = (
+        "children",
+        "conversation",
+        "holders",
+        "parent",
+        "reserved",
+        "tokens",
+        "used_at",
+        "work_s",
+    )
 
     def __init__(
         self, parent: IndexNode | None, tokens: bytes, holders: int, used_at: float
@@ -39,6 +58,8 @@ class IndexNode:
         self.holders = holders  # bit r: replica r has all tokens from the root to here
         self.reserved: Reserved | None = None
         self.used_at = used_at  # when a prompt last went through it, to whatever replica
+        self.work_s = 0.0  # recent work of all requests whose prompts go through it, at `used_at`
+        self.conversation: Conversation | None = None  # whose last prompt ends here
         self.children = NO_CHILDREN
 
     @property

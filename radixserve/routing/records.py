@@ -22,6 +22,8 @@ class Matched(NamedTuple):
 
     node: IndexNode
     pos: int  # bytes
+    spread: int = 0  # leading tokens with fewer holders than their share of all work needs
+    continued: IndexNode | None = None  # where the conversation ends that the prompt continues
 
 
 class HoldingReplica:

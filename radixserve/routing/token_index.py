@@ -28,8 +28,11 @@ from radixserve.cache.events import (
 )
 from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.routing.index_node import NO_CHILDREN, IndexNode, Reserved, Root
+from radixserve.routing.matching import common_bytes, write_lengths
 from radixserve.routing.records import NEVER, HoldingReplica, Matched, Reservation
 
+WORK_HALF_LIFE_S = 3600.0
+NO_NEED = (float("inf"), 0.0)
 _SWEPT = 64  # ends of removed replicas' nodes that are cleared with a batch of events
 
 
@@ -145,7 +148,7 @@ class TokenIndex:
                 return self._attach(node, tokens[pos:], bit)
             edge = child.tokens
             if not tokens.startswith(edge, pos):
-                child = self._split(child, _common_bytes(edge, tokens, pos))
+                child = self._split(child, common_bytes(edge, tokens, pos))
                 edge = child.tokens
             child.holders |= bit
             node = child
@@ -175,6 +178,7 @@ class TokenIndex:
         assert parent is not None
         upper = IndexNode(parent, edge[:at], node.holders, node.used_at)
         upper.reserved = reserved
+        upper.work_s = node.work_s
         parent.children[edge[:TOKEN_BYTES]] = upper
         node.parent, node.tokens = upper, edge[at:]
         upper.children = {edge[at : at + TOKEN_BYTES]: node}
@@ -266,9 +270,13 @@ class TokenIndex:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def match(self, tokens: bytes, namespace: str, lengths: IntArray) -> Matched | None:
+    def match(
+        self, tokens: bytes, namespace: str, lengths: IntArray, needs: tuple[float, float] = NO_NEED
+    ) -> Matched | None:
         """Write how many leading tokens of `tokens` (int32) each replica has, or will have when the
         prompts under way to it are computed, to `lengths`, by number. Returns how far any has.
+        `needs`: recent work of a replica, seconds to compute a token. Tokens whose requests are
+        more work than both for each replica that has them are to be computed on one more.
 
         O(tokens matched) in memcmp, and about 0.3 us an edge and a replica.
         """
@@ -277,38 +285,58 @@ class TokenIndex:
         if node is None:
             return None
         alive, pos, stop = self._live, 0, len(tokens)
+        spread, is_spread, continued = 0, needs is not NO_NEED, None
+        share_s, token_s = needs
         while alive:
             child = node.children.get(tokens[pos : pos + TOKEN_BYTES]) if pos < stop else None
             if child is None:
-                _write(lengths, alive, pos // TOKEN_BYTES)
+                write_lengths(lengths, alive, pos // TOKEN_BYTES)
                 break
             reserved = child.reserved
             holding = alive & (child.holders if reserved is None else child.holders | reserved.mask)
             if holding != alive:
-                _write(lengths, alive & ~holding, pos // TOKEN_BYTES)
+                write_lengths(lengths, alive & ~holding, pos // TOKEN_BYTES)
                 alive = holding
                 if not alive:
                     break
             edge = child.tokens
+            if is_spread:
+                age_s = self.now - child.used_at
+                work_s = child.work_s * 0.5 ** (age_s / WORK_HALF_LIFE_S)
+                least_s = max(share_s, (pos + len(edge)) // TOKEN_BYTES * token_s)
+                is_spread = work_s >= (alive.bit_count() + 1) * least_s
             if not tokens.startswith(edge, pos):
-                _write(lengths, alive, (pos + _common_bytes(edge, tokens, pos)) // TOKEN_BYTES)
+                write_lengths(
+                    lengths, alive, (pos + common_bytes(edge, tokens, pos)) // TOKEN_BYTES
+                )
                 break
             node = child
             pos += len(edge)
-        return Matched(node, pos)
+            if is_spread:
+                spread = pos // TOKEN_BYTES
+            if node.conversation is not None:
+                continued = node
+        return Matched(node, pos, spread, continued)
 
     def reserve(
-        self, tokens: bytes, namespace: str, number: int, matched: Matched | None = None
+        self,
+        tokens: bytes,
+        namespace: str,
+        number: int,
+        matched: Matched | None = None,
+        work_s: float = 0.0,
     ) -> Reservation:
-        """All of `tokens` (int32) counts as held by that replica until released, and as used now.
+        """All of `tokens` (int32) counts as held by that replica until released, and as used now,
+        by a request of that much work, prefill aside.
 
         `matched`: of the same tokens, where the index has not changed since. As `match`.
         """
-        at, pos = matched or Matched(self._root(namespace), 0)
+        at, pos, *_ = matched or Matched(self._root(namespace), 0)
         node = end = self._store(at, tokens[pos:], 0)
         one = Reserved({number: 1})
         now = self.now
         while node.parent is not None:
+            node.work_s = node.work_s * 0.5 ** ((now - node.used_at) / WORK_HALF_LIFE_S) + work_s
             node.used_at = now
             reserved = node.reserved
             node.reserved = one if reserved is None else reserved.with_one(number)
@@ -368,23 +396,3 @@ class TokenIndex:
         for name, holder in self._holders.items():
             for end in holder.ends.values():
                 assert end.holders >> holder.number & 1, f"{name} ends where it holds nothing"
-
-
-def _write(lengths: IntArray, mask: int, length: int) -> None:
-    """Set the entries of the bits of `mask`."""
-    if mask.bit_count() > 8:
-        data = np.frombuffer(mask.to_bytes(-(-len(lengths) // 8), "little"), np.uint8)
-        lengths[np.unpackbits(data, count=len(lengths), bitorder="little").view(np.bool_)] = length
-        return
-    while mask:
-        low = mask & -mask
-        lengths[low.bit_length() - 1] = length
-        mask ^= low
-
-
-def _common_bytes(edge: bytes, tokens: bytes, pos: int) -> int:
-    """Bytes of the whole tokens that `edge` and `tokens` from byte `pos` have in common."""
-    count = min(len(edge), len(tokens) - pos) // TOKEN_BYTES
-    differs = np.frombuffer(edge, np.int32, count) != np.frombuffer(tokens, np.int32, count, pos)
-    first = int(differs.argmax()) if count else 0
-    return (first if count and differs[first] else count) * TOKEN_BYTES

@@ -1,11 +1,15 @@
 """`TreeRouter`: each request goes where it costs least, by what every replica really has cached.
 
-    cost = work x price + wait + displaced        seconds, the smallest wins
+    cost = prefill x (1 + price) + half a mean request x price + wait + displaced
 
-- work: prefill of the tokens that are not cached there, and decode of the answer.
-- price: 1 + (excess / scale)^2 of the replica's recent work over that of the least loaded one. What
-  a hit saves is saved anywhere, what is computed costs more on a busy replica: prefixes stay
-  together until a replica has too many of them, and then those that are computed again soonest go.
+In seconds, the smallest wins.
+
+- prefill: of the tokens that are not cached there. Tokens that fewer replicas have than their share
+  of all work needs cost nothing: one more replica has to compute them anyway.
+- price: exp((load - mean load) / scale). Work costs more on a busy replica: prefixes stay together
+  until a replica has too many of them, and then those that are computed again soonest go.
+- load: recent work, and what the other conversations there are expected to bring. How often a
+  prompt is continued, and how soon, is learned. So new conversations go where few are open.
 - wait: half of the prefill that is queued there, as order of arrival is not that of service.
 - displaced: prefill of what the new tokens push out. The older the tokens that a replica evicts,
   the less they are worth; prompts that nobody has go to where they push out least, and all caches
@@ -23,13 +27,17 @@ from numpy.typing import NDArray
 
 from radixserve.cache.events import EventBatch, EventSnapshot
 from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.routing.index_node import Conversation, IndexNode
 from radixserve.routing.records import NEVER, Reservation
-from radixserve.routing.token_index import TokenIndex
+from radixserve.routing.token_index import WORK_HALF_LIFE_S, TokenIndex
 
 Floats = NDArray[np.float64]
-_HALF_LIFE_S = 3600.0  # of recent work
-_SCALE_REQUESTS = 3.0  # an excess of so many mean requests,
-_SCALE_SHARE = 0.09  # and of this part of the mean recent work, doubles the price
+_SCALE_REQUESTS = 2.0  # an excess of so many mean requests,
+_SCALE_SHARE = 0.02  # and of this part of the mean load, makes the price e times as high
+_PRICED_REQUESTS = 0.5  # mean requests that cost their price beside the prefill
+_MAX_EXPONENT = 50.0
+_MAX_CONTINUED = 10.0  # mean requests that an open conversation is expected to bring at most
+_OPEN_GAPS = 4.0  # mean gaps between its requests after which half as much is expected
 _WAIT_SHARE = 0.5
 _MAX_DISPLACED = 4.0  # what is evicted costs its prefill as often at most
 _EMA = 0.02  # weight of a request in the means of requests
@@ -69,17 +77,20 @@ class TreeRouter:
         self._homes: dict[str, str] = {}  # by session
         self._mean_output = 128.0  # tokens
         self._mean_work = 0.0  # seconds of a request
+        self._continued = 0.0  # share of requests that continue another one's prompt
+        self._mean_gap_s = 10.0  # between two such
         self._decayed_at = clock()
         self._resize(8)
 
     def _resize(self, size: int) -> None:
         """Room for so many replicas. All arrays: [size], by number."""
-        old = getattr(self, "_state", np.zeros((7, 0)))
-        self._state = np.zeros((7, size))
+        old = getattr(self, "_state", np.zeros((8, 0)))
+        self._state = np.zeros((8, size))
         self._state[:, : old.shape[1]] = old
         (self._prefill_s, self._row_s, self._kv_s) = self._state[:3]  # StepCosts
         (self._work_s, self._queued_s) = self._state[3:5]  # recent work; prefill not begun
-        self._evicted_at, self._absent = self._state[5:]  # absent: 0.0 or inf
+        self._evicted_at, self._absent = self._state[5:7]  # absent: 0.0 or inf
+        self._expected_s = self._state[7]  # work that open conversations will bring
         self._evicted_at[old.shape[1] :] = NEVER
         self._absent[old.shape[1] :] = np.inf
         self._lengths = np.zeros(size, np.int32)
@@ -96,7 +107,7 @@ class TreeRouter:
         if number >= len(self._lengths):
             self._resize(2 * number)
         others = [self._work_s[other] for other in self._names]
-        self._state[:, number] = (*(costs or StepCosts()), min(others, default=0.0), 0, NEVER, 0)
+        self._state[:, number] = (*(costs or StepCosts()), min(others, default=0), 0, NEVER, 0, 0)
         self._names[number] = replica
 
     def remove(self, replica: str) -> None:
@@ -108,7 +119,7 @@ class TreeRouter:
         number = self.index.number(replica)
         self.index.remove(replica)
         del self._names[number]
-        self._state[:, number] = (0, 0, 0, 0, 0, NEVER, np.inf)
+        self._state[:, number] = (0, 0, 0, 0, 0, NEVER, np.inf, 0)
 
     def take(self, replica: str, batch: EventBatch) -> None:
         """See `TokenIndex.take`."""
@@ -143,9 +154,14 @@ class TreeRouter:
             return None
         now = self.index.now = self._clock()
         num_prompt = len(tokens) // TOKEN_BYTES
-        matched = self.index.match(tokens, namespace, self._lengths)
+        self._decay(now)
+        share_s = max(float(self._work_s.sum()) / len(self._names), 1e-9)
+        needs = (share_s, float(self._prefill_s.max()))
+        matched = self.index.match(tokens, namespace, self._lengths, needs)
+        spread = 0 if matched is None else matched.spread
         home = self._homes.get(session)
         if home is not None:
+            spread = 0
             at = self.index.number(home)
             kept, self._lengths[:] = self._lengths[at], 0
             self._lengths[at] = kept
@@ -155,13 +171,18 @@ class TreeRouter:
         work = prefill + num_output * (self._row_s + num_prompt * self._kv_s)
         displaced = (missing + num_output) * self._prefill_s * self._displaced(now)
         wait = _WAIT_SHARE * self._queued_s
-        cost = work * self._prices(now) + wait + displaced + self._absent
-        number = int(cost.argmin())
+        price = self._prices(now, None if matched is None else matched.continued)
+        charged = (num_prompt - np.maximum(self._lengths, spread)) * self._prefill_s
+        cost = charged * (1.0 + price) + _PRICED_REQUESTS * self._mean_work * price
+        number = int((cost + wait + displaced + self._absent).argmin())
         seconds = float(work[number])
         self._mean_work += (seconds - self._mean_work) * (_EMA if self._mean_work else 1.0)
         self._work_s[number] += seconds
         self._queued_s[number] += prefill[number]
-        reservation = self.index.reserve(tokens, namespace, number, matched)
+        reservation = self.index.reserve(
+            tokens, namespace, number, matched, seconds - float(prefill[number])
+        )
+        self._expect(reservation, now)
         name = self._names[number]
         prefill_s = float(prefill[number])
         self._open[request_id] = _Open(name, reservation, num_prompt, num_output, prefill_s)
@@ -170,16 +191,41 @@ class TreeRouter:
             self._homes[session] = name
         return name
 
-    def _prices(self, now: float) -> Floats:
-        """[size] what a second of work costs each replica."""
+    def _decay(self, now: float) -> None:
         elapsed = now - self._decayed_at
-        if elapsed > 1.0:
-            self._work_s *= 0.5 ** (elapsed / _HALF_LIFE_S)
+        if elapsed > 0.0:
+            self._work_s *= 0.5 ** (elapsed / WORK_HALF_LIFE_S)
+            self._expected_s *= self._still_open(elapsed)
             self._decayed_at = now
-        scale = _SCALE_REQUESTS * self._mean_work
-        scale += _SCALE_SHARE * float(self._work_s.sum()) / len(self._names)
-        excess = self._work_s - (self._work_s + self._absent).min()
-        return 1.0 + (excess / max(scale, 1e-9)) ** 2
+
+    def _still_open(self, elapsed: float) -> float:
+        """Part of what a conversation was expected to bring that still is after so long."""
+        return float(0.5 ** (elapsed / (_OPEN_GAPS * max(self._mean_gap_s, 1e-3))))
+
+    def _prices(self, now: float, continued: IndexNode | None) -> Floats:
+        """[size] what a second of work costs each replica more than it takes. The conversation
+        that goes on is not expected of its replica any more."""
+        self._continued += _EMA * ((continued is not None) - self._continued)
+        if continued is not None and continued.conversation is not None:
+            number, expected_s, used_at = continued.conversation
+            continued.conversation = None
+            elapsed = now - used_at
+            expected_s = min(expected_s * self._still_open(elapsed), self._expected_s[number])
+            self._expected_s[number] -= expected_s
+            self._mean_gap_s += _EMA * (elapsed - self._mean_gap_s)
+        load = self._work_s + self._expected_s
+        mean = float(load.sum()) / len(self._names)
+        scale = max(_SCALE_REQUESTS * self._mean_work + _SCALE_SHARE * mean, 1e-9)
+        return np.exp(np.minimum((load - mean) / scale, _MAX_EXPONENT))
+
+    def _expect(self, reservation: Reservation, now: float) -> None:
+        """The prompt will be continued, as far as others were."""
+        number, node = reservation
+        if node.conversation is not None:  # of an equal prompt
+            return
+        times = min(self._continued / max(1.0 - self._continued, 1e-9), _MAX_CONTINUED)
+        node.conversation = Conversation(number, times * self._mean_work, now)
+        self._expected_s[number] += times * self._mean_work
 
     def _displaced(self, now: float) -> Floats | float:
         """[size] how many tokens worth of prefill a token pushes out."""
