@@ -23,7 +23,7 @@ SIZES = {  # tokens of each replica: a few of the longest requests
     "tau_airline": 20_000,
     "bbh_fewshot": 4_000,
 }
-ROUTERS = ("tree", "approximate", "session", "round-robin")
+ROUTERS = ("tree", "approximate", "session", "random", "round-robin")
 NUMBERS = (4, 16, 64)
 _LOADS = (1, 1.5, 2, 4, 8, 16, 64)  # ticks
 

@@ -32,8 +32,8 @@ from radixserve.routing.records import NEVER, Reservation
 from radixserve.routing.token_index import WORK_HALF_LIFE_S, TokenIndex
 
 Floats = NDArray[np.float64]
-_SCALE_REQUESTS = 2.0  # an excess of so many mean requests,
-_SCALE_SHARE = 0.02  # and of this part of the mean load, makes the price e times as high
+_SCALE_REQUESTS = 1.0  # an excess of so many mean requests,
+_SCALE_SHARE = 0.045  # and of this part of the mean load, makes the price e times as high
 _PRICED_REQUESTS = 0.5  # mean requests that cost their price beside the prefill
 _MAX_EXPONENT = 50.0
 _MAX_CONTINUED = 10.0  # mean requests that an open conversation is expected to bring at most
