@@ -10,6 +10,7 @@ from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, Scheduler
 from radixserve.scheduler.request_state import RequestState
 
 _UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
+_NO_STATE = ScheduledRequest("", _UNKNOWN_TOKEN, 0, _UNKNOWN_TOKEN, None)[10:]
 
 
 class BatchBuilder:
@@ -87,9 +88,9 @@ class BatchBuilder:
         spec = state.greedy_only_spec or _sample_spec(state, 1)
         values = (
             state.request_id, _UNKNOWN_TOKEN, sequence.length - 1, pages, spec, None, 0,
-            future_index, first_new, state.req_pool_idx, -1, (),  # no state
+            future_index, first_new, state.req_pool_idx,
         )  # fmt: skip
-        self._rows.append(new_tuple(ScheduledRequest, values))
+        self._rows.append(new_tuple(ScheduledRequest, values + _NO_STATE))
 
     def build(self) -> SchedulerOutput:
         return SchedulerOutput(

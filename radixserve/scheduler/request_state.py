@@ -10,6 +10,8 @@ from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec, new_tuple
 from radixserve.structured_output import Matcher
 
+_NO_BEAMS = RequestOutput("", (), (), (), None)[5:]
+
 
 class BeamSearch:
     """A beam search from one joint step to the next."""
@@ -242,6 +244,7 @@ class RequestState:
             token_ids: tuple[int, ...] = (drawn.token_id,)
             if drawn.forced_ids:
                 token_ids += drawn.forced_ids
-            return new_tuple(RequestOutput, (self.request_id, token_ids, (), (), finish, (), ()))
+            values = self.request_id, token_ids, (), (), finish
+            return new_tuple(RequestOutput, values + _NO_BEAMS)
         top = dict(drawn.top_logprobs)
         return RequestOutput(self.request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)
