@@ -12,10 +12,14 @@ static void tile(Output output, const float *x, int64_t stride, const W *panel, 
     constexpr bool FETCHES = std::is_same<Fetch, PrefetcherF32>::value;
     constexpr bool READS = std::is_same<Fetch, PanelPrefetch>::value;
     Fetch prefetcher = caller_prefetcher;  // a copy stays in registers
-    vec sums[M][N] = {};
-    if (output == Accumulate)
-        for (int m = 0; m < M; m++)
-            for (int n = 0; n < N; n++) sums[m][n] = load(out + m * out_stride + n * LANES);
+    alignas(64) static constexpr float zeros[N * LANES] = {};  // no branch around the sums: it would spill registers
+    const float *start = output == Accumulate ? out : zeros;
+    const int64_t start_stride = output == Accumulate ? out_stride : 0;
+    vec sums[M][N];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sums[m][n] = load(start + m * start_stride + n * LANES);
     const float *three_rows[(M + 2) / 3];  // row m is three_rows[m / 3][m % 3 * stride]: no pointer spills
     for (int i = 0; i < (M + 2) / 3; i++) three_rows[i] = x + 3 * i * stride;
     for (int64_t k = 0; k < depth;) {
@@ -54,7 +58,7 @@ static void tile(Output output, const float *x, int64_t stride, const W *panel, 
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
             float *to = out + m * out_stride + n * LANES;
-            store(to, output == Add ? load(to) + sums[m][n] : sums[m][n]);
+            store(to, !FETCHES && output == Add ? load(to) + sums[m][n] : sums[m][n]);
         }
 }
 
