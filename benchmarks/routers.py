@@ -15,7 +15,7 @@ from typing import Any
 from harness.report import parse_traces, replace_block
 
 from radixserve.replay import CacheSpec, Cluster, read_trace
-from radixserve.replay.replicas import cluster_finding, replay_clusters
+from radixserve.replay.cluster_report import cluster_finding, replay_clusters
 
 SIZES = {  # tokens of each replica: a few of the longest requests
     "mooncake_conversation": 260_000,

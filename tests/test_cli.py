@@ -101,6 +101,9 @@ def test_help_and_flags_need_no_torch() -> None:
     assert "generate" in found.stdout
 
 
+_TWO = ("--replicas", "2", "--cache-tokens", "1k")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -137,6 +140,13 @@ def test_help_and_flags_need_no_torch() -> None:
         (["replay", "x", "--replicas", "2"], "--cache-tokens"),
         (["replay", "x", "--replicas", "x", "--cache-tokens", "1k"], "--replicas"),
         (["replay", "x", "--replicas", "2", "--cache-tokens", "1k", "--router", "y"], "tree"),
+        (["replay", "x", "--failures", "60"], "--replicas"),
+        (["replay", "x", *_TWO, "--failures", "0"], "--failures"),
+        (["replay", "x", *_TWO, "--autoscaling", "replicas=3"], "max_replicas"),
+        (["replay", "x", *_TWO, "--autoscaling", "max_replicas=many"], "max_replicas"),
+        (["replay", "x", *_TWO, "--autoscaling", "upscale_delay_s=soon"], "upscale_delay_s"),
+        (["replay", "x", *_TWO, "--autoscaling", "max_replicas=1"], "num_replicas"),
+        (["replay", "x", *_TWO, "--failures", "60", "--router", "offline"], "offline"),
         (["replay", "x", "--lease-s", "-1"], "--lease-s"),
         (["replay", "x", "--order", "lpm", "--step-ms", "-1"], "--step-ms"),
         (

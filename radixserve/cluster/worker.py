@@ -29,11 +29,10 @@ from radixserve.engine.worker import EngineFacts
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
 from radixserve.hint import HintAnswer
 from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
+from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 
 _log = logging.getLogger("radixserve")
 SILENCE_S = 10 * REPORT_EVERY_S  # a replica that says nothing for so long hangs
-WITHOUT_REPLICA_S = 120.0  # how long requests wait for one
-MAX_LOST = 3  # replicas that end under a request: it may be what ends them
 _KEEP_S = 5.0  # between two signs of life to a replica
 _REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
@@ -239,10 +238,12 @@ class ClusterWorker:
 
     def _set_replicas(self, links: Sequence[ReplicaLink]) -> None:
         names = {link.name for link in links}
-        for name in [name for name in self._replicas if name not in names]:
-            replica = self._replicas.pop(name)
+        gone = [self._replicas.pop(name) for name in list(self._replicas) if name not in names]
+        for replica in gone:  # what one had must not go to another
             assert replica.task is not None
             replica.task.cancel()
+            self._router.remove(replica.link.name)
+        for replica in gone:
             self._note_lost(replica)
         for link in links:
             if link.name not in self._replicas:

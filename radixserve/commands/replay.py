@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from radixserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from radixserve.replay.caches import CacheSpec
+    from radixserve.replay.cluster import Cluster
     from radixserve.replay.paths import PathTable
     from radixserve.replay.serving import Serving
     from radixserve.replay.trace import Trace
@@ -38,6 +40,9 @@ examples:
   radixserve replay requests.jsonl --index radix,hash --page-size 1,16 --json
   radixserve replay requests.jsonl --order lpm,fcfs --cache-tokens 500k --plot hits.png
   radixserve replay requests.jsonl --replicas 4,16 --cache-tokens 500k --router tree,session
+  radixserve replay requests.jsonl --replicas 8 --cache-tokens 500k --failures 3600
+  radixserve replay requests.jsonl --replicas 4 --cache-tokens 500k \\
+      --autoscaling max_replicas=16,target_ongoing_requests=4,downscale_delay_s=120
 """
 
 
@@ -95,6 +100,10 @@ _CLUSTER = {
     "--router NAMES": "tree,approximate,session,round-robin,random,offline (default: all)",
     "--event-delay-s SECONDS": "from a cache to the tree router, in time of the trace "
     "(default: 0.1)",
+    "--failures SECONDS": "a replica's mean time to failure; its requests go on elsewhere",
+    "--autoscaling SETTINGS": "fields of Ray Serve's autoscaling_config, such as min_replicas=2,"
+    "max_replicas=16,target_ongoing_requests=4; --replicas are those at the beginning",
+    "--start-s SECONDS": "until a replica that was added or lost serves (default: 60)",
 }
 _LISTS = {  # by usage: help, default
     "--policy NAMES": ("eviction policies", "lru"),
@@ -130,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
         check_plot_path(args.plot)
     if args.replicas is not None:
         return _run_replicas(args)
+    if args.failures is not None or args.autoscaling is not None:
+        raise InvalidRequest("--failures and --autoscaling need --replicas")
     studies, documents = [], []
     for path in args.traces:
         trace = read_trace(as_path(path), limit=limit, stitch=args.stitch)
@@ -151,19 +162,18 @@ def run(args: argparse.Namespace) -> int:
 def _run_replicas(args: argparse.Namespace) -> int:
     from radixserve.replay import parse_tokens, read_trace
     from radixserve.replay.caches import CacheSpec
-    from radixserve.replay.replicas import Cluster, cluster_finding, replay_clusters
-    from radixserve.replay.routers import ROUTERS
+    from radixserve.replay.cluster_report import (
+        changes_finding,
+        cluster_finding,
+        replay_clusters,
+    )
 
     if args.cache_tokens is None:
         raise InvalidRequest("--replicas needs --cache-tokens, the size of each one's cache")
     if args.plot is not None or args.order is not None or args.sessions:
         raise InvalidRequest("--replicas goes without --plot, --order and --sessions")
     sizes = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
-    delay = 0.1 if args.event_delay_s is None else args.event_delay_s
-    check_float("--event-delay-s", delay, 0.0, 1e6)
-    numbers = [_count("--replicas", text) for text in _items("--replicas", args.replicas)]
-    names = list(ROUTERS) if args.router is None else _items("--router", args.router)
-    clusters = [Cluster(number, name, delay) for number in numbers for name in names]
+    clusters = _clusters(args)
     specs = [CacheSpec(size) for size in sizes]
     documents = []
     for path in args.traces:
@@ -171,10 +181,53 @@ def _run_replicas(args: argparse.Namespace) -> int:
         rows = replay_clusters(trace, specs, clusters, watch=_bar)
         documents.append({"trace": trace.name, "requests": len(trace), "replicas": rows})
         if not args.json:
-            cluster_finding(documents[-1]).print(make_console())
+            console = make_console()
+            cluster_finding(documents[-1]).print(console)
+            if (changes := changes_finding(documents[-1])) is not None:
+                changes.print(console)
     if args.json:
         print(json.dumps({"radixserve": __version__, "traces": documents}, indent=2))
     return 0
+
+
+def _clusters(args: argparse.Namespace) -> list[Cluster]:
+    """Each number of replicas with each router."""
+    from radixserve.replay.cluster import Autoscaling, Cluster, Failures
+    from radixserve.replay.routers import ROUTERS
+
+    common: dict[str, Any] = {}
+    for usage in ("--event-delay-s", "--start-s"):
+        flag, name, value = _given(args, usage)
+        if value is not None:
+            common[name] = check_float(flag, value, 0.0, 1e6)
+    if args.failures is not None:
+        common["failures"] = Failures(check_float("--failures", args.failures, 1e-3, 1e9))
+    if args.autoscaling is not None:
+        common["autoscaling"] = Autoscaling(**_autoscaling(args.autoscaling))
+    numbers = [_count("--replicas", text) for text in _items("--replicas", args.replicas)]
+    is_fixed = args.failures is None and args.autoscaling is None
+    names = [name for name in ROUTERS if is_fixed or name != "offline"]
+    if args.router is not None:
+        names = _items("--router", args.router)
+    return [Cluster(number, name, **common) for number in numbers for name in names]
+
+
+def _autoscaling(text: str) -> dict[str, Any]:
+    from radixserve.replay.cluster import Autoscaling
+
+    flag = "--autoscaling"
+    found: dict[str, Any] = {}
+    for item in _items(flag, text):
+        name, _, value = item.partition("=")
+        check_choice(flag, name, tuple(one.name for one in fields(Autoscaling)))
+        if name.endswith("replicas"):
+            found[name] = _count(f"{flag} {name}", value)
+            continue
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise InvalidRequest(f"{flag}: {name} must be a number, got {value!r}") from None
+    return found
 
 
 def _count(flag: str, text: str) -> int:

@@ -3,58 +3,332 @@
 As in `direct` a request is served at once when it arrives; its time is modelled: prefills of a
 replica follow each other, answers are drawn beside them. Routers know what has happened until now,
 and the tree router what the caches' events say, which come late.
+
+Replicas may come and go. One that is lost, or taken away, loses its cache; its requests go on
+elsewhere from the prompt and the tokens that have come, as `radixserve.cluster` has it.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
-from typing import Any
 
 import numpy as np
 
-from radixserve.checks import check_choice, check_float, check_int
+from radixserve.cache import PrefixCache
+from radixserve.errors import InvalidRequest
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
-from radixserve.replay.direct import replay_direct, serve
-from radixserve.replay.report import Finding, format_tokens
-from radixserve.replay.routers import ROUTERS, make_router
-from radixserve.replay.serving import StepModel
-from radixserve.replay.study import Watch, unwatched
-from radixserve.replay.trace import Floats, Ints, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Equal replicas and their router. InvalidRequest for what there is not."""
-
-    num_replicas: int
-    router: str = "tree"
-    event_delay_s: float = 0.1  # from a cache to the router, in time of the trace
-    step: StepModel = field(default_factory=StepModel)
-
-    def __post_init__(self) -> None:
-        check_int("num_replicas", self.num_replicas, 1, 1024)
-        check_choice("router", self.router, tuple(ROUTERS))
-        check_float("event_delay_s", self.event_delay_s, 0.0, 1e6)
+from radixserve.replay.cluster import Autoscaler, Cluster, Failures
+from radixserve.replay.direct import serve
+from radixserve.replay.routers import make_router
+from radixserve.replay.trace import Floats, Ints, Trace, TraceRequest
+from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterResult(ReplayResult):
-    """`spec` is the cache of one replica."""
+    """`spec` is the cache of one replica. `hits`: of a request that is sent again, where its first
+    tokens were computed; what is computed again later is in `recomputed_tokens`."""
 
     cluster: Cluster
-    replicas: Ints  # [requests] where each went; -1: it did not fit
+    replicas: Ints  # [requests] where each went last; -1: it did not fit, or failed
     work_s: Floats  # [replicas] modelled seconds of prefill and decode
+    even_work_s: Floats  # [replicas] as much if all work went in equal parts to those there then
+    alive_s: Floats  # [replicas] time that each was there
+    mean_replicas: float  # that were there, over the time of the trace
+    ttft_s: Floats  # [requests] modelled time to first token; nan for those without one
+    num_failures: int  # of replicas
+    num_moved: int  # times that a request lost its replica and went on elsewhere
+    num_failed: int  # requests that lost too many replicas, or waited too long for one
+    recomputed_tokens: int  # whose K/V requests had when they lost their replica, and not after it
+    lost_tokens: int  # in caches of replicas when they were lost or taken away
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the prompts' tokens that was not computed, less what was computed again."""
+        return (self.hit_tokens - self.recomputed_tokens) / self.prompt_tokens
+
+    @property
+    def ttft_p95_s(self) -> float:
+        known = self.ttft_s[~np.isnan(self.ttft_s)]
+        return float(np.percentile(known, 95)) if len(known) else math.nan
 
     @property
     def max_load(self) -> float:
-        """Work of the busiest replica over the mean; 1.0 at best."""
-        return float(self.work_s.max() / max(self.work_s.mean(), 1e-12))
+        """Work of the busiest replica over its equal share; 1.0 at best."""
+        if self.cluster.is_fixed:
+            return float(self.work_s.max() / max(self.work_s.mean(), 1e-12))
+        return float((self.work_s / np.maximum(self.even_work_s, 1e-12)).max())
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """A request, and where it runs now."""
+
+    request: TraceRequest  # its prompt with the tokens that had come when it was sent
+    since: float  # when it came or lost its replica
+    known: int | None = None  # tokens whose K/V it had when it lost a replica
+    num_lost: int = 0  # replicas
+    has_started: bool = False  # its first token has come
+    number: int = -1  # another one each time that it is sent
+    replica: int = -1
+    cached: int = 0
+    prefill_s: float = 0.0
+    token_s: float = 0.0  # work of an output token
+    first: float = 0.0  # when its first token comes
+    ends: float = 0.0
+
+
+class _ClusterReplay:
+    def __init__(self, trace: Trace, spec: CacheSpec, cluster: Cluster) -> None:
+        self._trace, self._spec, self._cluster = trace, spec, cluster
+        self._clock = TraceClock()
+        size = cluster.most_replicas
+        self._router = make_router(cluster.router, size, trace, cluster.step, self._clock)
+        self._due: list[tuple[float, int, Callable[[], object]]] = []  # a heap
+        self._plans, self._sendings = itertools.count(), itertools.count()
+        self._live: dict[int, PrefixCache] = {}  # replicas that are there, in order of their start
+        self._wanted: set[int] = set()  # and those that will be
+        self._starts = [0] * size  # how often each was started, or was not to be any more
+        self._under_way: dict[int, _Sending] = {}  # by number
+        self._waiting: deque[_Sending] = deque()  # for a replica
+        self._ongoing_s = 0.0  # time of all requests under way or waiting
+        rule = cluster.autoscaling
+        self._autoscaler = None if rule is None else Autoscaler(rule, cluster.num_replicas)
+        self._samples = deque([(0.0, 0.0)])  # time, _ongoing_s
+
+        self._hits = np.zeros(len(trace), np.int64)
+        self._fits = np.zeros(len(trace), np.bool_)
+        self._replicas = np.full(len(trace), -1, np.int64)
+        self._ttft_s = np.full(len(trace), np.nan)
+        self._work_s, self._busy_until = np.zeros(size), np.zeros(size)
+        self._even_s, self._alive_s, self._up_at = np.zeros(size), np.zeros(size), np.zeros(size)
+        self._each_s = 0.0  # work that a replica would have had that was always there
+        self._evicted = self._failures = self._moved = self._failed = 0
+        self._recomputed = self._lost_tokens = 0
+
+    def run(self, on_request: Callable[[], object]) -> ClusterResult:
+        start = time.perf_counter()
+        for replica in range(self._cluster.num_replicas):
+            self._wanted.add(replica)
+            self._add(replica, 0)
+        for at, replica in (self._cluster.failures or Failures()).at:
+            self._plan(at, partial(self._fail, replica, None))
+        if self._cluster.autoscaling is not None:
+            self._plan(self._cluster.autoscaling.metrics_interval_s, self._scale)
+        most = self._spec.num_pages * self._spec.page_size
+        for request in self._trace:
+            while self._due and self._due[0][0] <= request.time:
+                self._next()
+            self._advance(request.time)
+            on_request()
+            if len(request.kept) <= most:
+                self._send(_Sending(request, request.time))
+        while self._waiting:
+            self._next()
+        for replica in list(self._live):
+            self._note_gone(replica, self._live.pop(replica))
+        now, alive_s = self._clock.now, float(self._alive_s.sum())
+        return ClusterResult(
+            spec=self._spec,
+            cluster=self._cluster,
+            hits=self._hits,
+            is_served=self._fits,
+            prompt_tokens=self._trace.prompt_tokens,
+            evicted_tokens=self._evicted,
+            seconds=time.perf_counter() - start,
+            replicas=self._replicas,
+            work_s=self._work_s,
+            even_work_s=self._even_s,
+            alive_s=self._alive_s,
+            mean_replicas=alive_s / now if now else float(self._cluster.num_replicas),
+            ttft_s=self._ttft_s,
+            num_failures=self._failures,
+            num_moved=self._moved,
+            num_failed=self._failed,
+            recomputed_tokens=self._recomputed,
+            lost_tokens=self._lost_tokens,
+        )
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def _plan(self, at: float, call: Callable[[], object]) -> None:
+        heapq.heappush(self._due, (at, next(self._plans), call))
+
+    def _next(self) -> None:
+        at, _, call = heapq.heappop(self._due)
+        self._advance(at)
+        call()
+
+    def _advance(self, now: float) -> None:
+        num_ongoing = len(self._under_way) + len(self._waiting)
+        self._ongoing_s += (now - self._clock.now) * num_ongoing
+        self._clock.now = now
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def _send(self, one: _Sending) -> None:
+        now, step, request = self._clock.now, self._cluster.step, one.request
+        if not self._live:
+            self._waiting.append(one)
+            self._plan(one.since + WITHOUT_REPLICA_S, partial(self._give_up, one))
+            return
+        number = one.number = next(self._sendings)
+        replica = one.replica = self._router.choose(request, number)
+        cached = serve(self._live[replica], request, None)
+        num_prompt, num_output = len(request.prompt), len(request.output)
+        one.cached = cached or 0
+        one.prefill_s = prefill_s = (num_prompt - one.cached) * step.prefill_token_s
+        one.token_s = token_s = step.decode_row_s + step.kv_token_s * num_prompt
+        self._note_work(replica, prefill_s + num_output * token_s)
+        self._busy_until[replica] = max(self._busy_until[replica], now) + prefill_s
+        one.first = first = float(self._busy_until[replica])
+        one.ends = first + num_output * (step.fixed_s + token_s)
+        self._under_way[number] = one
+        self._plan(now + self._cluster.event_delay_s, self._router.events(replica))
+        self._plan(first, partial(self._router.start, number))
+        last = max(one.ends, now + self._cluster.event_delay_s)
+        self._plan(last, partial(self._end, number, num_output))
+        if not one.has_started:
+            self._ttft_s[request.index] = first - self._trace.times[request.index]
+        if cached is not None:
+            self._fits[request.index], self._replicas[request.index] = True, replica
+        self._count(one, 1)
+
+    def _count(self, one: _Sending, sign: int) -> None:
+        """What it found cached; -1 takes that back."""
+        if one.known is None:
+            self._hits[one.request.index] += sign * one.cached
+        else:
+            self._recomputed += sign * (one.known - one.cached)
+
+    def _note_work(self, replica: int, seconds: float) -> None:
+        self._work_s[replica] += seconds
+        self._each_s += seconds / len(self._live)
+
+    def _end(self, number: int, num_output: int) -> None:
+        self._under_way.pop(number, None)
+        self._router.end(number, num_output)
+
+    def _note_lost(self, one: _Sending) -> None:
+        """Its replica was lost: how far it had come."""
+        now, request, step = self._clock.now, one.request, self._cluster.step
+        since_begin = now - (one.first - one.prefill_s)
+        part, num_came = 0.0, 0
+        if since_begin < 0.0:  # what it would have found counts where it goes
+            self._count(one, -1)
+        else:
+            part = min(since_begin / one.prefill_s, 1.0) if one.prefill_s else 1.0
+            if now >= one.first:
+                one.has_started = True
+                num_came = int((now - one.first) / (step.fixed_s + one.token_s))
+                num_came = min(num_came, len(request.output) - 1)
+            num_done = int(part * (len(request.prompt) - one.cached))
+            one.known = one.cached + num_done + max(num_came - 1, 0)
+        undone = len(request.output) - num_came
+        self._note_work(one.replica, -(1.0 - part) * one.prefill_s - undone * one.token_s)
+        self._replicas[request.index] = -1
+        if num_came:
+            prompt = np.concatenate((request.prompt, request.output[:num_came]))
+            one.request = replace(request, prompt=prompt, output=request.output[num_came:])
+        one.since, one.num_lost = now, one.num_lost + 1
+
+    def _give_up(self, one: _Sending) -> None:
+        """It waits for a replica since long ago."""
+        if one in self._waiting and self._clock.now >= one.since + WITHOUT_REPLICA_S:
+            self._waiting.remove(one)
+            self._note_failed(one)
+
+    def _note_failed(self, one: _Sending) -> None:
+        self._failed += 1
+        self._fits[one.request.index] = True
+        if not one.has_started:
+            self._ttft_s[one.request.index] = np.nan
+
+    # -- replicas -----------------------------------------------------------------------------
+
+    def _add(self, replica: int, start: int) -> None:
+        """A replica serves from now on, unless it was called off since."""
+        if self._starts[replica] != start:
+            return
+        now, failures = self._clock.now, self._cluster.failures
+        self._live[replica] = cache = self._spec.make(self._clock)
+        self._router.add(replica, cache)
+        self._busy_until[replica] = self._up_at[replica] = now
+        self._even_s[replica] -= self._each_s
+        if failures is not None and failures.mean_s is not None:
+            after = failures.time_to_failure(replica, start)
+            self._plan(now + after, partial(self._fail, replica, start))
+        waiting, self._waiting = self._waiting, deque()
+        for one in waiting:
+            self._send(one)
+
+    def _note_gone(self, replica: int, cache: PrefixCache) -> None:
+        cache.check()
+        self._evicted += cache.stats()["evicted_tokens"]
+        self._alive_s[replica] += self._clock.now - self._up_at[replica]
+        self._even_s[replica] += self._each_s
+
+    def _lose(self, replicas: Sequence[int]) -> None:
+        """All at once; then their requests go on elsewhere."""
+        now = self._clock.now
+        ours = [one for one in self._under_way.values() if one.replica in replicas]
+        lost = [one for one in ours if one.ends > now]
+        for one in ours:
+            del self._under_way[one.number]
+        for one in lost:
+            self._note_lost(one)
+        for replica in replicas:
+            cache = self._live.pop(replica)
+            self._lost_tokens += cache.stats()["pages_cached"] * cache.page_size
+            self._note_gone(replica, cache)
+            self._router.remove(replica)
+        for one in lost:
+            if one.num_lost < MAX_LOST:
+                self._moved += 1
+                self._send(one)
+            else:
+                self._note_failed(one)
+
+    def _fail(self, replica: int, start: int | None) -> None:
+        """`start`: the one that this was planned at; None: whichever."""
+        if replica in self._live and start in (None, self._starts[replica]):
+            self._failures += 1
+            self._start(replica)
+            self._lose([replica])
+
+    def _start(self, replica: int) -> None:
+        self._starts[replica] += 1
+        at = self._clock.now + self._cluster.start_s
+        self._plan(at, partial(self._add, replica, self._starts[replica]))
+
+    def _scale(self) -> None:
+        rule, now = self._cluster.autoscaling, self._clock.now
+        assert rule is not None
+        assert self._autoscaler is not None
+        self._samples.append((now, self._ongoing_s))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - rule.look_back_period_s:
+            self._samples.popleft()
+        before, ongoing_s = self._samples[0]
+        mean = (self._ongoing_s - ongoing_s) / (now - before)
+        num_wanted = self._autoscaler.decide(now, mean)
+        while len(self._wanted) < num_wanted:
+            replica = min(set(range(self._cluster.most_replicas)) - self._wanted)
+            self._wanted.add(replica)
+            self._start(replica)
+        coming = sorted(self._wanted - set(self._live))
+        gone = [*self._live, *coming][num_wanted:]  # those not there yet, then the newest
+        for replica in gone:
+            self._wanted.remove(replica)
+            self._starts[replica] += 1
+        self._lose([replica for replica in gone if replica in self._live])
+        self._plan(now + rule.metrics_interval_s, self._scale)
 
 
 def replay_replicas(
@@ -64,103 +338,8 @@ def replay_replicas(
     *,
     on_request: Callable[[], object] = lambda: None,
 ) -> ClusterResult:
-    """`spec`: the cache of each replica. Audits all caches at the end. Deterministic."""
-    start, clock, step = time.perf_counter(), TraceClock(), cluster.step
-    caches = [spec.make(clock) for _ in range(cluster.num_replicas)]
-    router = make_router(cluster.router, caches, trace, step, clock)
-    hits, replicas = np.zeros(len(trace), np.int64), np.full(len(trace), -1, np.int64)
-    work_s, busy_until = np.zeros(len(caches)), np.zeros(len(caches))
-    due: list[tuple[float, int, Callable[[], object]]] = []  # a heap
-    numbers = itertools.count()
-
-    def plan(at: float, call: Callable[[], object]) -> None:
-        heapq.heappush(due, (at, next(numbers), call))
-
-    for request in trace:
-        while due and due[0][0] <= request.time:
-            clock.now, _, call = heapq.heappop(due)
-            call()
-        clock.now = request.time
-        on_request()
-        if len(request.kept) > spec.num_pages * spec.page_size:
-            continue
-        number = router.choose(request)
-        cached = serve(caches[number], request, None)
-        num_prompt, num_output = len(request.prompt), len(request.output)
-        prefill_s = (num_prompt - (cached or 0)) * step.prefill_token_s
-        token_s = step.decode_row_s + step.kv_token_s * num_prompt
-        work_s[number] += prefill_s + num_output * token_s
-        busy_until[number] = first = max(busy_until[number], clock.now) + prefill_s
-        plan(clock.now + cluster.event_delay_s, router.events(number))
-        plan(first, partial(router.start, request.index))
-        last = first + num_output * (step.fixed_s + token_s)
-        last = max(last, clock.now + cluster.event_delay_s)
-        plan(last, partial(router.end, request.index, num_output))
-        if cached is not None:
-            hits[request.index], replicas[request.index] = cached, number
-    for cache in caches:
-        cache.check()
-    return ClusterResult(
-        spec=spec,
-        cluster=cluster,
-        hits=hits,
-        is_served=replicas >= 0,
-        replicas=replicas,
-        work_s=work_s,
-        prompt_tokens=trace.prompt_tokens,
-        evicted_tokens=sum(cache.stats()["evicted_tokens"] for cache in caches),
-        seconds=time.perf_counter() - start,
-    )
-
-
-def replay_clusters(
-    trace: Trace,
-    specs: Sequence[CacheSpec],
-    clusters: Sequence[Cluster],
-    *,
-    watch: Watch = unwatched,
-) -> list[dict[str, Any]]:
-    """A row for each cluster with each cache, beside one cache of the same size in all."""
-    rows: list[dict[str, Any]] = []
-    whole: dict[int, float] = {}  # hit rate of one cache, by its size
-    for spec, cluster in product(specs, clusters):
-        size = spec.cache_tokens * cluster.num_replicas
-        if size not in whole:
-            one = replace(spec, cache_tokens=size)
-            with watch(f"one cache, {size:,} tokens", len(trace)) as step:
-                whole[size] = replay_direct(trace, one, on_request=step).hit_rate
-        with watch(f"{cluster.router}, {cluster.num_replicas} replicas", len(trace)) as step:
-            result = replay_replicas(trace, spec, cluster, on_request=step)
-        rows.append(
-            {
-                "cache_tokens": spec.cache_tokens,
-                "replicas": cluster.num_replicas,
-                "router": cluster.router,
-                "event_delay_s": cluster.event_delay_s,
-                "hit_rate": result.hit_rate,
-                "one_cache_hit_rate": whole[size],
-                "max_load": result.max_load,
-                "too_large_requests": result.num_too_large,
-                "seconds": result.seconds,
-            }
-        )
-    return rows
-
-
-def cluster_finding(document: dict[str, Any]) -> Finding:
-    heads = ("router", "replicas", "tokens each", "hit %", "one cache %", "ratio", "max/mean load")
-    rows = [
-        (
-            row["router"],
-            str(row["replicas"]),
-            format_tokens(row["cache_tokens"]),
-            f"{100 * row['hit_rate']:.2f}",
-            f"{100 * row['one_cache_hit_rate']:.2f}",
-            f"{row['hit_rate'] / max(row['one_cache_hit_rate'], 1e-9):.3f}",
-            f"{row['max_load']:.2f}",
-        )
-        for row in document["replicas"]
-    ]
-    lines = ["load: modelled seconds of prefill and decode over the whole trace"]
-    title = f"{document['trace']}, {document['requests']:,} requests"
-    return Finding(title, heads, rows, lines)
+    """`spec`: the cache of each replica. Audits all caches, the lost ones too. Deterministic.
+    Failures and autoscaling need a trace with times: InvalidRequest."""
+    if not (cluster.is_fixed or trace.has_times):
+        raise InvalidRequest(f"{trace.name} has no times, which failures and autoscaling need")
+    return _ClusterReplay(trace, spec, cluster).run(on_request)

@@ -5,75 +5,100 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from bisect import bisect
-from collections.abc import Callable, Sequence
+from bisect import bisect, insort
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from radixserve.cache import EventLog, PrefixCache
+from radixserve.cache import EventBatch, EventLog, PrefixCache
 from radixserve.replay.paths import build_paths
 from radixserve.replay.serving import StepModel
 from radixserve.replay.trace import Trace, TraceRequest
+from radixserve.routing.records import Reservation
 from radixserve.routing.token_index import TokenIndex
 from radixserve.routing.tree_router import StepCosts, TreeRouter
 
 
 class ReplayRouter(Protocol):
-    """Replicas are known by their numbers, requests by their indexes."""
+    """Replicas are known by their numbers from `add` to `remove`, requests by that of their
+    sending: one that loses its replica is sent again."""
 
-    def choose(self, request: TraceRequest) -> int: ...
+    def add(self, replica: int, cache: PrefixCache) -> None:
+        """The cache is empty."""
+        ...
+
+    def remove(self, replica: int) -> None: ...
+
+    def choose(self, request: TraceRequest, sending: int) -> int:
+        """Only called while there are replicas."""
+        ...
 
     def events(self, replica: int) -> Callable[[], object]:
         """Takes what that cache has to tell; the call is made when it arrives."""
         ...
 
-    def start(self, index: int) -> None:
-        """The request's first token has come."""
+    def start(self, sending: int) -> None:
+        """The first token has come. Nothing happens where the replica was removed meanwhile."""
         ...
 
-    def end(self, index: int, num_output: int) -> None: ...
+    def end(self, sending: int, num_output: int) -> None:
+        """As `start`."""
+        ...
 
 
 class _CacheUnaware:
     """Knows nothing of the caches."""
 
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
+    def __init__(self) -> None:
+        self._replicas: list[int] = []  # that are there, sorted
+
+    def add(self, replica: int, cache: PrefixCache) -> None:  # noqa: ARG002
+        insort(self._replicas, replica)
+
+    def remove(self, replica: int) -> None:
+        self._replicas.remove(replica)
 
     def events(self, replica: int) -> Callable[[], object]:  # noqa: ARG002
         return lambda: None
 
-    def start(self, index: int) -> None:
+    def start(self, sending: int) -> None:
         pass
 
-    def end(self, index: int, num_output: int) -> None:
+    def end(self, sending: int, num_output: int) -> None:
         pass
 
 
 class RoundRobin(_CacheUnaware):
-    def choose(self, request: TraceRequest) -> int:
-        return request.index % self._num_replicas
+    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
+        return self._replicas[request.index % len(self._replicas)]
 
 
 class Random(_CacheUnaware):
-    def choose(self, request: TraceRequest) -> int:
-        return random.Random(request.index).randrange(self._num_replicas)
+    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
+        return self._replicas[random.Random(request.index).randrange(len(self._replicas))]
 
 
 class BySession(_CacheUnaware):
-    """Consistent hashing of the session, of the request itself where it has none."""
+    """Consistent hashing of the session, of the request itself where it has none. A replica has the
+    same place on the ring whenever it is there."""
 
-    def __init__(self, num_replicas: int) -> None:
-        super().__init__(num_replicas)
-        points = [
-            (zlib.crc32(f"{replica} {point}".encode()), replica)
-            for replica in range(num_replicas)
-            for point in range(128)
-        ]
-        self._points = sorted(points)
+    def __init__(self) -> None:
+        super().__init__()
+        self._points: list[tuple[int, int]] = []
 
-    def choose(self, request: TraceRequest) -> int:
+    def add(self, replica: int, cache: PrefixCache) -> None:
+        super().add(replica, cache)
+        names = (f"{replica} {point}" for point in range(128))
+        self._points += [(zlib.crc32(name.encode()), replica) for name in names]
+        self._points.sort()
+
+    def remove(self, replica: int) -> None:
+        super().remove(replica)
+        self._points = [point for point in self._points if point[1] != replica]
+
+    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
         key = zlib.crc32((request.session or f"#{request.index}").encode())
         return self._points[bisect(self._points, (key, -1)) % len(self._points)][1]
 
@@ -87,34 +112,47 @@ class Approximate(_CacheUnaware):
     CACHE_THRESHOLD = 0.3
     BALANCE_ABS, BALANCE_REL = 64, 1.5
 
-    def __init__(self, num_replicas: int) -> None:
-        super().__init__(num_replicas)
+    def __init__(self, most_replicas: int) -> None:
+        super().__init__()
         self._index = TokenIndex()
-        for replica in range(num_replicas):
+        for replica in range(most_replicas):
             assert self._index.add(str(replica)) == replica
-        self._lengths = np.zeros(num_replicas, np.int32)
-        self._sizes = np.zeros(num_replicas, np.int64)  # tokens
-        self._running = np.zeros(num_replicas, np.int64)
+        self._sent: list[list[Reservation]] = [[] for _ in range(most_replicas)]
+        self._lengths = np.zeros(most_replicas, np.int32)
+        self._sizes = np.zeros(most_replicas, np.int64)  # tokens
+        self._running = np.zeros(most_replicas, np.int64)
         self._places: dict[int, int] = {}
 
-    def choose(self, request: TraceRequest) -> int:
+    def remove(self, replica: int) -> None:
+        """The tree forgets what was sent there."""
+        super().remove(replica)
+        for one in self._sent[replica]:
+            self._index.release(one)
+        self._sent[replica].clear()
+        self._sizes[replica] = self._running[replica] = 0
+        self._places = {key: place for key, place in self._places.items() if place != replica}
+
+    def choose(self, request: TraceRequest, sending: int) -> int:
         tokens, num_prompt = request.prompt.tobytes(), len(request.prompt)
         matched = self._index.match(tokens, request.namespace, self._lengths)
-        most, least = self._running.max(), self._running.min()
+        there = self._replicas
+        running = self._running[there]
+        most, least = running.max(), running.min()
         if most - least > self.BALANCE_ABS and most > self.BALANCE_REL * least:
-            number = int(self._running.argmin())
+            number = there[running.argmin()]
         elif self._lengths.max() > self.CACHE_THRESHOLD * num_prompt:
             number = int(self._lengths.argmax())
         else:
-            number = int(self._sizes.argmin())
-        self._index.reserve(tokens, request.namespace, number, matched)  # never released
+            number = there[self._sizes[there].argmin()]
+        self._sent[number].append(self._index.reserve(tokens, request.namespace, number, matched))
         self._sizes[number] += num_prompt - self._lengths[number]
         self._running[number] += 1
-        self._places[request.index] = number
+        self._places[sending] = number
         return number
 
-    def end(self, index: int, num_output: int) -> None:  # noqa: ARG002
-        self._running[self._places.pop(index)] -= 1
+    def end(self, sending: int, num_output: int) -> None:  # noqa: ARG002
+        if sending in self._places:
+            self._running[self._places.pop(sending)] -= 1
 
 
 class Offline(_CacheUnaware):
@@ -126,7 +164,7 @@ class Offline(_CacheUnaware):
     """
 
     def __init__(self, num_replicas: int, trace: Trace, step: StepModel) -> None:
-        super().__init__(num_replicas)
+        super().__init__()
         sessions: dict[str, list[int]] = {}
         for index, session in enumerate(trace.sessions):
             sessions.setdefault(session or f"#{index}", []).append(index)
@@ -150,58 +188,68 @@ class Offline(_CacheUnaware):
             else:
                 low = share
 
-    def choose(self, request: TraceRequest) -> int:
+    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
         return int(self._places[request.index])
 
 
 class Tree:
     """`TreeRouter`, fed by the events of the caches."""
 
-    def __init__(
-        self, caches: Sequence[PrefixCache], step: StepModel, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, step: StepModel, clock: Callable[[], float]) -> None:
         self._router = TreeRouter(clock)
-        self._logs: list[EventLog] = []
-        costs = StepCosts(step.prefill_token_s, step.decode_row_s, step.kv_token_s)
-        for number, cache in enumerate(caches):
-            self._logs.append(cache.open_events(1))
-            self._router.add(str(number), costs)
-            self._router.restart(str(number), self._logs[-1].snapshot())
+        self._costs = StepCosts(step.prefill_token_s, step.decode_row_s, step.kv_token_s)
+        self._logs: dict[int, EventLog] = {}  # by number
+        self._names: dict[int, str] = {}  # another one at each start
+        self._numbers: dict[str, int] = {}
+        self._starts = itertools.count()
 
-    def choose(self, request: TraceRequest) -> int:
-        found = self._router.choose(str(request.index), request.prompt.tobytes(), request.namespace)
+    def add(self, replica: int, cache: PrefixCache) -> None:
+        name = f"{replica} {next(self._starts)}"
+        log = self._logs[replica] = cache.open_events(1)
+        self._names[replica], self._numbers[name] = name, replica
+        self._router.add(name, self._costs)
+        self._router.restart(name, log.snapshot())
+
+    def remove(self, replica: int) -> None:
+        name = self._names.pop(replica)
+        del self._logs[replica], self._numbers[name]
+        self._router.remove(name)
+
+    def choose(self, request: TraceRequest, sending: int) -> int:
+        found = self._router.choose(str(sending), request.prompt.tobytes(), request.namespace)
         assert found is not None
-        return int(found)
+        return self._numbers[found]
 
     def events(self, replica: int) -> Callable[[], object]:
-        batch = self._logs[replica].take()
-        return lambda: self._router.take(str(replica), batch)
+        return partial(self._take, self._names[replica], self._logs[replica].take())
 
-    def start(self, index: int) -> None:
-        self._router.start(str(index))
+    def _take(self, name: str, batch: EventBatch) -> None:
+        if name in self._numbers:  # what comes from a lost one is dropped
+            self._router.take(name, batch)
 
-    def end(self, index: int, num_output: int) -> None:
-        self._router.end(str(index), num_output)
+    def start(self, sending: int) -> None:
+        self._router.start(str(sending))
+
+    def end(self, sending: int, num_output: int) -> None:
+        self._router.end(str(sending), num_output)
 
 
-_BLIND: dict[str, type[RoundRobin | Random | BySession | Approximate]] = {
-    "round-robin": RoundRobin,
-    "random": Random,
-    "session": BySession,
-    "approximate": Approximate,
-}
-ROUTERS = ("tree", *_BLIND, "offline")
+ROUTERS = ("tree", "round-robin", "random", "session", "approximate", "offline")
 
 
 def make_router(
-    name: str,
-    caches: Sequence[PrefixCache],
-    trace: Trace,
-    step: StepModel,
-    clock: Callable[[], float],
+    name: str, most_replicas: int, trace: Trace, step: StepModel, clock: Callable[[], float]
 ) -> ReplayRouter:
+    """It knows no replica yet. `most_replicas`: that are there at one time."""
     if name == "tree":
-        return Tree(caches, step, clock)
+        return Tree(step, clock)
     if name == "offline":
-        return Offline(len(caches), trace, step)
-    return _BLIND[name](len(caches))
+        return Offline(most_replicas, trace, step)
+    if name == "approximate":
+        return Approximate(most_replicas)
+    blind: dict[str, type[RoundRobin | Random | BySession]] = {
+        "round-robin": RoundRobin,
+        "random": Random,
+        "session": BySession,
+    }
+    return blind[name]()

@@ -8,6 +8,7 @@ import functools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixserve import EngineConfig, Runtime, SamplingParams
@@ -17,8 +18,10 @@ from radixserve.cluster.routing import ByTree
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
 from radixserve.engine.messages import Message
+from radixserve.engine.ticket import Event, Ticket
 from radixserve.engine.worker import EngineFacts
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
+from radixserve.output import EngineStatus
 from radixserve.request import Request
 from tests.pacing import PATIENCE_S, wait_until
 
@@ -253,6 +256,58 @@ def test_a_request_that_ends_replicas_ends(runtime: ClusterRuntime, links: list[
         reviving.cancel()
 
     asyncio.run(ask())
+
+
+class SilentLink(Link):
+    """To a replica that never answers, without an engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.requests: list[Request] = []
+
+    async def facts(self) -> Any:
+        return None
+
+    async def reports(self, *_: Any) -> AsyncGenerator[Report, None]:
+        status = EngineStatus(
+            is_alive=True,
+            is_idle=True,
+            stepped_at=0.0,
+            running=0,
+            waiting=0,
+            waiting_tokens=0,
+            stats={"pages_total": 1},
+        )
+        yield Report([], [], status)
+        await asyncio.sleep(PATIENCE_S)
+
+    async def submit(self, _: str, __: int, requests: Sequence[Request]) -> bool:
+        self.requests += requests
+        return True
+
+    async def end(self, *_: Any) -> None:
+        pass
+
+
+def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
+    links = [SilentLink(name) for name in "abcd"]
+    worker = ClusterWorker(ByTree(), silence_s=2 * PATIENCE_S)
+    try:
+        worker.set_replicas(links)
+        wait_until(lambda: worker.status().stats.get("pages_total") == len(links))
+        events: list[Event] = []
+        ids = np.arange(10, dtype=np.int32)
+        request = Request("one", ids, SamplingParams(), 0, frozenset(), 100)
+        worker.submit([Ticket(request, None, events.append, streams=False)])
+        wait_until(lambda: any(link.requests for link in links))
+        (first,) = [link for link in links if link.requests]
+        stays = links[-1] if first is not links[-1] else links[0]
+        worker.set_replicas([stays])
+        wait_until(lambda: bool(stays.requests or events))
+        assert not events
+        assert sum(len(link.requests) for link in links) == 2
+    finally:
+        worker.close()
 
 
 def test_ids_aborts_and_the_end(runtime: ClusterRuntime) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from radixserve.errors import InvalidRequest
 from radixserve.replay import CacheSpec, Cluster, replay_direct, replay_replicas
-from radixserve.replay.replicas import cluster_finding, replay_clusters
+from radixserve.replay.cluster_report import cluster_finding, replay_clusters
 from radixserve.replay.routers import ROUTERS
 from tests.replay.traces import Turn, make_trace, synthetic_trace
 
