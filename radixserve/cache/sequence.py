@@ -19,7 +19,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache.page_pool import PageAllocator
-from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, as_view, check_not_negative
+from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_view, token_bytes
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest
 
@@ -177,9 +177,7 @@ class CacheSequence(ABC):
                 f"{self.num_unknown} tokens at the end are unknown: fill them before others "
                 f"follow, or append more placeholders"
             )
-        data = as_token_ids(tokens).tobytes()
-        check_not_negative(data)
-        self._append(data)
+        self._append(token_bytes(tokens))
 
     def _append(self, data: bytes) -> None:
         """Append int32 tokens and allocate their pages."""
@@ -220,8 +218,7 @@ class CacheSequence(ABC):
 
     def fill(self, tokens: TokenIds) -> None:
         """Replace the first placeholders. InvalidRequest where there are not as many."""
-        data = as_token_ids(tokens).tobytes()
-        check_not_negative(data)
+        data = token_bytes(tokens)
         left = self.num_unknown - len(data) // TOKEN_BYTES
         if left < 0:
             raise InvalidRequest(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve.arrays import IntArray, pack_int32
+from radixserve.arrays import IntArray, has_negative, pack_int32
 from radixserve.errors import InvalidRequest
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -17,19 +16,44 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 TOKEN_BYTES = 4  # inside the cache, tokens are int32 bytes: one memcmp compares many
 
 _INT32 = np.dtype(np.int32)
-_SIGN_BYTE = 3 if sys.byteorder == "little" else 0  # of an int32
-_MANY = 4096  # bytes from which numpy finds a negative id faster
 as_view: Callable[[Any], memoryview] = memoryview  # numpy arrays are buffers, says 3.12 only
 
 
 def as_token_ids(tokens: TokenIds) -> IntArray:
     """[n] int32. Raises InvalidRequest for anything but a flat sequence of ids, 0 to 2**31 - 1.
 
-    An int32 array is returned as it is: `check_not_negative` where its ids enter a sequence. What
-    is looked up need not be checked, since no negative id is ever cached.
+    An int32 array is returned as it is, unchecked: what is looked up need not be checked, since no
+    negative id is ever cached. What enters a sequence is: see `token_bytes`.
     """
     if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
         return cast(IntArray, tokens)
+    return np.frombuffer(_converted(tokens), np.int32)
+
+
+def token_view(tokens: TokenIds) -> memoryview:
+    """[n] int32, contiguous; not a copy where `tokens` are. Raises as `as_token_ids`."""
+    if type(tokens) is np.ndarray and tokens.dtype is _INT32:
+        view = as_view(tokens)
+        # its format is "=i" where memory is not aligned
+        if view.format == "i" and view.ndim == 1 and view.c_contiguous:
+            return view
+        if view.ndim == 1:
+            return as_view(tokens.tobytes()).cast("i")
+    return as_view(_converted(tokens)).cast("i")
+
+
+def token_bytes(tokens: TokenIds) -> bytes:
+    """[n] int32 as bytes. Raises as `as_token_ids`, and for a negative id in any array. O(n)."""
+    if type(tokens) is not np.ndarray or tokens.dtype is not _INT32 or tokens.ndim != 1:
+        return _converted(tokens)
+    data = tokens.tobytes()
+    if has_negative(data):
+        raise InvalidRequest(f"token ids must be >= 0, got {tokens.min()}")
+    return data
+
+
+def _converted(tokens: TokenIds) -> bytes:
+    """`token_bytes` of anything but an int32 array."""
     if (type(tokens) is list or type(tokens) is tuple) and tokens and type(tokens[0]) is int:
         packed = pack_int32(tokens)
         if packed is not None:  # else numpy tells what is wrong
@@ -41,31 +65,9 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
     if ids.ndim != 1:
         raise InvalidRequest(f"token ids must be a flat sequence, got {ids.ndim} dimensions")
     if not len(ids):
-        return np.empty(0, np.int32)
+        return b""
     if not np.issubdtype(ids.dtype, np.integer):
         raise InvalidRequest(f"token ids must be integers, got {ids.dtype}")
     if ids.min() < 0 or ids.max() >= 2**31:
         raise InvalidRequest(f"token ids must be >= 0 and < 2**31, got {ids.min()} to {ids.max()}")
-    return ids.astype(np.int32)
-
-
-def token_view(tokens: TokenIds) -> memoryview:
-    """[n] int32, contiguous; not a copy where `tokens` are. Raises as `as_token_ids`."""
-    if type(tokens) is np.ndarray and tokens.dtype is _INT32:
-        view = as_view(tokens)
-        # its format is "=i" where memory is not aligned
-        if view.format == "i" and view.ndim == 1 and view.c_contiguous:
-            return view
-    ids = as_token_ids(tokens)
-    return as_view(ids.copy() if ids is tokens else ids)
-
-
-def check_not_negative(data: bytes) -> None:
-    """InvalidRequest for a negative id among `data` (int32 bytes). O(tokens)."""
-    if len(data) < _MANY:
-        is_valid = data[_SIGN_BYTE::TOKEN_BYTES].isascii()
-    else:
-        is_valid = np.frombuffer(data, np.int32).min() >= 0
-    if not is_valid:
-        least = np.frombuffer(data, np.int32).min()
-        raise InvalidRequest(f"token ids must be >= 0, got {least}")
+    return ids.astype(np.int32).tobytes()

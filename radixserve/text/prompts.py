@@ -158,8 +158,9 @@ def _as_array(ids: object) -> NDArray[np.integer[Any]] | None:
         return ids
     if not isinstance(ids, list | tuple):
         return None
-    packed = pack_int32(ids)
-    if packed is not None:  # a bool packs as 0 or 1
+    data = pack_int32(ids)
+    if data is not None:  # a bool packs as 0 or 1
+        packed = np.frombuffer(data, np.int32)
         small = np.flatnonzero(packed.view(np.uint32) <= 1)
         return packed if all(is_token_id(ids[at]) for at in small) else None
     if not all(map(is_token_id, ids)):
