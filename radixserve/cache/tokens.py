@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 TOKEN_BYTES = 4  # inside the cache, tokens are int32 bytes: one memcmp compares many
 
+_ARRAY = np.ndarray
 _INT32 = np.dtype(np.int32)
 as_view: Callable[[Any], memoryview] = memoryview  # numpy arrays are buffers, says 3.12 only
 
@@ -25,26 +26,21 @@ def as_token_ids(tokens: TokenIds) -> IntArray:
     An int32 array is returned as it is, unchecked: what is looked up need not be checked, since no
     negative id is ever cached. What enters a sequence is: see `token_bytes`.
     """
-    if type(tokens) is np.ndarray and tokens.dtype is _INT32 and tokens.ndim == 1:
-        return cast(IntArray, tokens)
+    ids: Any = tokens
+    if type(ids) is _ARRAY and ids.dtype is _INT32 and ids.ndim == 1:
+        return ids
     return np.frombuffer(_converted(tokens), np.int32)
 
 
-def token_view(tokens: TokenIds) -> memoryview:
-    """[n] int32, contiguous; not a copy where `tokens` are. Raises as `as_token_ids`."""
-    if type(tokens) is np.ndarray and tokens.dtype is _INT32:
-        view = as_view(tokens)
-        # its format is "=i" where memory is not aligned
-        if view.format == "i" and view.ndim == 1 and view.c_contiguous:
-            return view
-        if view.ndim == 1:
-            return as_view(tokens.tobytes()).cast("i")
-    return as_view(_converted(tokens)).cast("i")
+def token_view(ids: IntArray) -> memoryview:
+    """[n] int32, contiguous; not a copy where `ids` are. Of unaligned memory: only for slices."""
+    view = as_view(ids)
+    return view if view.c_contiguous else as_view(ids.copy())
 
 
 def token_bytes(tokens: TokenIds) -> bytes:
     """[n] int32 as bytes. Raises as `as_token_ids`, and for a negative id in any array. O(n)."""
-    if type(tokens) is not np.ndarray or tokens.dtype is not _INT32 or tokens.ndim != 1:
+    if type(tokens) is not _ARRAY or tokens.dtype is not _INT32 or tokens.ndim != 1:
         return _converted(tokens)
     data = tokens.tobytes()
     if has_negative(data):

@@ -51,10 +51,10 @@ def _edges(node: Node) -> Iterable[bytes]:
 def demotable(match: Match, num_tokens: int) -> list[Node]:
     """The nodes that only a prefix of `num_tokens` and what goes on from it need: each before its
     parent. Empty where other prefixes go on from the node in which its match ends."""
-    node = match.node
+    length, node, _, _ = match
     if node.parent is None:
         return []
-    if match.length < num_tokens and (match.length < node.end or node.children):
+    if length < num_tokens and (length < node.end or node.children):
         return []  # what comes after the match is another prefix's
     found: list[Node] = [node]
     for at in found:  # grows: the nodes below, level by level

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
+import numpy as np
+
 from radixserve.cache.radix.child_index import common_head
 from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.node import NamespaceTree, Node
@@ -28,25 +30,28 @@ def explain(
     compare_namespaces: bool,
 ) -> Lookup:
     """Why `match` is not longer. `data`: the whole prompt; `limit`: tokens looked for."""
-    length, node, resume = match
+    length, node, resume, page = match
     if length >= limit:
         return _lookup((length, "full", length, None, None))
-    point = resume.end
+    size, point = tree.page_size, resume.start + len(resume.tokens) // TOKEN_BYTES
     if point > length:  # inside an edge, which may have been cut here and grown again
-        point = length - length % tree.page_size
-    page = data[point : min(limit, point + tree.page_size)].tobytes()
+        point = length - length % size
+    page = page or data[point : min(limit, point + size)].tobytes()
     evicted = tree.evicted_history.find((resume.node_id, point, page[:TOKEN_BYTES]))
     if evicted and common_head(evicted, page) > length - point:
         return _lookup((length, "evicted", length, None, None))
-    if compare_namespaces and (len(tree.namespaces) > 1 or namespace.name not in tree.namespaces):
+    if compare_namespaces and (namespace.is_dead or len(tree.namespaces) > 1):
         for other in islice(tree.namespaces.values(), _MAX_NAMESPACES):
             if other is namespace:
                 continue
-            if find_match(other, data, limit, tree.page_size).length > length:
+            if find_match(other, data, limit, size)[0] > length:
                 return _lookup((length, "namespace", length, None, None))
+    if not length:
+        return NEVER_SEEN
     below: Node | None = node
     if node.end <= length:  # newest child: deleted entries accumulate at the dict's front
         below = next(reversed(node.children.values()), None)
-    if not length or below is None:
+    if below is None:
         return _lookup((length, "never_seen", length, None, None))
-    return Lookup(length, "diverged", length, below.token_at(length), data[length])
+    found = int(np.frombuffer(data[length : length + 1], np.int32)[0])
+    return Lookup(length, "diverged", length, below.token_at(length), found)

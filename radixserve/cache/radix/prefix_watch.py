@@ -29,14 +29,15 @@ class RadixPrefixWatch(PrefixWatch):
 
         0 where what was cached has been dropped since the last refresh.
         """
-        for node in path(self._match.node):
+        length, last_node, *_ = self._match
+        for node in path(last_node):
             if node.lock_ref:
-                return min(self._match.length, node.end)
+                return min(length, node.end)
         return 0
 
     def path(self) -> tuple[int, ...]:
         """Ids of the nodes that the match goes through, from the root down."""
-        return tuple([int(node.node_id) for node in path(self._match.node)][::-1])
+        return tuple([int(node.node_id) for node in path(self._match[1])][::-1])
 
     def refresh(self) -> None:
         """Look up again and watch where the match ends now. O(tokens matched) in memcmp."""
@@ -44,16 +45,17 @@ class RadixPrefixWatch(PrefixWatch):
         namespace = tree.namespaces.get(name)
         if namespace is None:
             root = NamespaceTree(name).root
-            self._match = match = Match(0, root, root)
+            self._match = 0, root, root, b""
         else:
             data, size = self._data, tree.page_size
-            self._match = match = find_match(namespace, data, len(data), size)
-        self.cached_len = match.length
+            self._match = find_match(namespace, data, len(data), size)
+        length, node, resume, _ = self._match
+        self.cached_len = length
         # The token that would continue the match there, b"" at the prompt's end. Two nodes where
         # it ends in a child's first page: another child may share more of it.
-        places: set[Place] = {tree.place(name), (match.node.node_id, self._token(match.length))}
-        if match.resume is not match.node:
-            places.add((match.resume.node_id, self._token(match.resume.end)))
+        places: set[Place] = {tree.place(name), (node.node_id, self._token(length))}
+        if resume is not node:
+            places.add((resume.node_id, self._token(resume.end)))
         self._rest_on(frozenset(places))
 
     def _token(self, position: int) -> bytes:

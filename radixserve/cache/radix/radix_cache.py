@@ -133,24 +133,27 @@ class RadixCache(PrefixCache):
 
         O(tokens matched) in memcmp; a miss also asks other namespaces (at most 64).
         """
-        data, tree = token_view(tokens), self._tree
-        limit = len(data) if allow_full or not data else len(data) - 1
+        ids, tree = as_token_ids(tokens), self._tree
+        limit = len(ids)
+        if limit and not allow_full:
+            limit -= 1
         found = tree.namespaces.get(namespace) if self._reuse else None
         if found is None:
-            found = NamespaceTree(check_str("namespace", namespace))
+            found = NamespaceTree(check_str("namespace", namespace), is_dead=True)
         size = tree.page_size
-        first_page = data[:size].tobytes()
-        is_unknown = limit >= size and first_page not in found.root.children
-        if is_unknown and tree.never_saw(found, first_page):
+        first_page = ids[: size if size < limit else limit].tobytes()
+        if first_page and tree.never_saw(found, first_page):
             return NEVER_SEEN
-        match = find_match(found, data, limit, size)
+        data = token_view(ids)
+        match = find_match(found, data, limit, size, first_page)
         answer = explain(tree, found, match, data, limit, compare_namespaces)
-        if self._checkpoints is not None and match.length:
-            best = self._checkpoints.deepest(match.node, match.length)
-            if best.length < match.length:
-                match = Match(best.length, best.node, best.node)
-                answer = Lookup(best.length, "no_checkpoint", answer.position)
-        if not match[0] % size or self._can_copy_page_prefix(match):
+        length, node, _, _ = match
+        if self._checkpoints is not None and length:
+            deepest, _, at = self._checkpoints.deepest(node, length)
+            if deepest < length:
+                length, match = deepest, (deepest, at, at, b"")
+                answer = Lookup(length, "no_checkpoint", answer.position)
+        if not length % size or self._can_copy_page_prefix(match):
             return answer
         return answer._replace(cached_len=self._without_page_prefix(match))
 
@@ -175,8 +178,8 @@ class RadixCache(PrefixCache):
         `session`: session of the sequence, from `open_session`. `priority`: for the "priority"
         eviction policy; pages of high priority are kept longer.
         """
-        data, tree, allocator = token_view(tokens), self._tree, self._allocator
-        stats = allocator.stats
+        ids, tree, allocator = as_token_ids(tokens), self._tree, self._allocator
+        data, stats = token_view(ids), allocator.stats
         owner = None if session is None else check_session(session, tree.session_eviction)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
@@ -191,12 +194,12 @@ class RadixCache(PrefixCache):
         size, count, copy = tree.page_size, len(data), None
         limit = count - 1 if count and not allow_full else count
         match = find_match(found, data, limit, size)
-        length, node, _ = match
+        length, node, _, _ = match
         checkpoints = self._checkpoints
         if checkpoints is not None:
             wanted = {length, limit}
             length, _, node = checkpoints.deepest(node, length)
-            match = Match(length, node, node)
+            match = length, node, node, b""
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
         if length % size:
@@ -226,7 +229,7 @@ class RadixCache(PrefixCache):
 
     def _copy_page_prefix(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
-        length, node, _ = match
+        length, node, _, _ = match
         whole, extra = divmod(length, self.page_size)
         try:
             page = self._allocator.allocate(1, may_shrink_locks=False)[0]
@@ -237,17 +240,17 @@ class RadixCache(PrefixCache):
 
     def _without_page_prefix(self, match: Match) -> int:
         """Tokens of the match that can be reused in whole pages."""
-        length, size = match.length, self.page_size
+        (length, node, _, _), size = match, self.page_size
         length -= length % size
         if self._checkpoints is not None:
-            length = self._checkpoints.deepest(match.node, length, multiple_of=size).length
+            length = self._checkpoints.deepest(node, length, multiple_of=size).length
         return length
 
     def _can_copy_page_prefix(self, match: Match) -> bool:
         """Whether a page for the copy is available once the matched path is locked."""
         if self._allocator.pool.num_free:
             return True
-        kept, node = 0, match.node
+        kept, node = 0, match[1]
         while node.parent is not None and not node.lock_ref:
             kept += len(node.pages)
             node = node.parent
@@ -294,7 +297,7 @@ class RadixCache(PrefixCache):
 
     def demote(self, tokens: TokenIds, namespace: str = "") -> int:
         """See `PrefixCache.demote`. O(tokens + nodes that go on from them)."""
-        data, found = token_view(tokens), self._tree.namespaces.get(namespace)
+        data, found = token_view(as_token_ids(tokens)), self._tree.namespaces.get(namespace)
         if found is None or not len(data):
             return 0
         nodes = demotable(find_match(found, data, len(data), self.page_size), len(data))

@@ -25,7 +25,7 @@ from radixserve.cache.snapshot import (
     page_runs,
     unused_slots,
 )
-from radixserve.cache.tokens import token_view
+from radixserve.cache.tokens import as_token_ids, token_view
 
 _SCANNED = 256  # children of a node that are looked at, the newest ones
 _CHILDREN = 24  # of these, shown
@@ -97,9 +97,9 @@ class _TreeSnapshot:
         space = self._tree.namespaces.get(view.path_namespace)
         if not view.path or space is None or not view.shows(space.name):
             return []
-        data = token_view(view.path)
-        found = find_match(space, data, len(data), self._tree.page_size)
-        return [*path(found.node)][::-1]
+        data = token_view(as_token_ids(view.path))
+        _, node, *_ = find_match(space, data, len(data), self._tree.page_size)
+        return [*path(node)][::-1]
 
     def _descend(self, roots: list[Node], *, only_opened: bool) -> None:
         queue, opened = deque(roots), self._view.opened
