@@ -26,12 +26,13 @@ MAX_RUNS = 1024
 class PagePool:
     """Page ids 0 .. num_pages - 1; a page is free or allocated, never both."""
 
-    __slots__ = ("_free", "_num_kept", "_runs", "num_pages")
+    __slots__ = ("_free", "_num_kept", "_runs", "free", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         descending = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._free = array("i", descending.tobytes())  # a stack: low ids leave first
+        self.free = self._free.extend  # gives the pages of an array back; O(that many)
         self._runs: dict[int, int] = {}  # first id -> end of a run, the least recently used first
         self._num_kept = 0  # pages in runs
 
@@ -43,6 +44,10 @@ class PagePool:
     def num_runs(self) -> int:
         """Runs reserved for growing sequences, at most MAX_RUNS."""
         return len(self._runs)
+
+    def num_missing(self, count: int) -> int:
+        """Pages to be freed before `count` can be taken; 0 or less: none."""
+        return count - len(self._free) - self._num_kept
 
     def allocate(self, count: int) -> array[int]:
         """Take `count` pages, or raise OutOfPages and take none. O(count)."""
@@ -105,21 +110,6 @@ class PagePool:
         """Return the run reserved after `page` to the free list. O(1)."""
         if page + 1 in self._runs:
             self._end_run(page + 1)
-
-    def free(self, page_ids: array[int]) -> None:
-        """Give pages back. O(len(page_ids))."""
-        self._free.extend(page_ids)
-
-    def free_all(self, pieces: list[array[int]]) -> int:
-        """Give the pages of all `pieces` back; returns how many. O(that many)."""
-        free = self._free
-        before = len(free)
-        if len(pieces) > 4:
-            free.frombytes(b"".join(pieces))
-        else:
-            for piece in pieces:
-                free += piece
-        return len(free) - before
 
     def free_ids(self) -> list[int]:
         """A copy of the free list, for audits."""
@@ -224,7 +214,8 @@ class PageAllocator:
 
     def note_time(self) -> float:
         """The time: something is about to be counted."""
-        now = self._owner.now = self._clock()
+        clock = self._clock  # a method of that name would be looked for first, slowly
+        now = self._owner.now = clock()
         if now >= self.recent.due:
             self.recent.read(now)
         return now
@@ -259,12 +250,12 @@ class PageAllocator:
         `may_shrink_locks`: when short, make sequences lock no more than they need.
         """
         pool, owner = self.pool, self._owner
-        missing = count - pool.num_free
+        missing = pool.num_missing(count)
         if missing > 0 and not owner.make_room(missing):
             if may_shrink_locks:
                 for sequence in self.live_sequences:
                     sequence.shrink_lock()
-            if not owner.make_room(count - pool.num_free):
+            if not owner.make_room(pool.num_missing(count)):
                 raise OutOfPages(
                     f"{count} pages wanted: {pool.num_free} free and "
                     f"{owner.num_evictable} evictable of {pool.num_pages}"

@@ -37,6 +37,10 @@ class EvictionOrder(ABC):
     def __init__(self, num_pages: int) -> None:
         """`num_pages`: of the whole pool."""
         self._num_pages = num_pages
+        # Read for every node: an instance's own attributes are found faster than its class's.
+        self.initial_key = type(self).initial_key
+        self.tracks_use = type(self).tracks_use
+        self.tracks_evictions = type(self).tracks_evictions
 
     @abstractmethod
     def add(self, node: Node) -> None:

@@ -47,7 +47,6 @@ class RadixTree:
         self.now = 0.0  # seconds, see `PageOwner`
         self.pending_free: list[Node] = []  # subtrees of dead namespaces, freed when needed
         self.free = pool.free  # pages that `cut` and `remove` returned
-        self._free_all = pool.free_all
         self._key_bytes = page_size * TOKEN_BYTES
         self._next_id = 0
 
@@ -146,7 +145,6 @@ class RadixTree:
         key: bytes,
         tokens: bytearray,
         pages: array[int],
-        *,
         held: Node,
         is_public: bool,
     ) -> Node:
@@ -313,18 +311,17 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        order, remember, wanted = self.order, self.evicted_history.remember, num_pages
-        gone: list[array[int]] = []
-        num_bytes = 0  # of the tokens dropped
+        order, history, free, wanted = self.order, self.evicted_history, self.free, num_pages
+        is_tracked, num_bytes = order.tracks_evictions, 0  # of the tokens dropped
         while wanted > 0:
             leaf = order.pop(wanted)
             if leaf is None:
                 break
-            parent, size = leaf.parent, len(leaf.pages)
-            assert parent is not None
             if leaf.namespace.is_dead:  # counts as free already
                 self.drop(leaf)
                 continue
+            parent, size = leaf.parent, len(leaf.pages)
+            assert parent is not None
             num_bytes += len(leaf.tokens)
             if size <= wanted:
                 keep, page = 0, leaf.key
@@ -335,14 +332,13 @@ class RadixTree:
                 page = bytes(leaf.tokens[cut : cut + self._key_bytes])
                 point = (leaf.node_id, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
                 num_bytes -= cut
-            remember(point, page)
-            if order.tracks_evictions:
+            history.remember(point, page)
+            if is_tracked:
                 order.on_evicted(leaf, point, size)
             wanted -= size
-            gone.append(self.cut(leaf, keep) if keep else self.remove(leaf))
+            free(self.cut(leaf, keep) if keep else self.remove(leaf))
             if not parent.children and parent.parent is None:
                 self._prune(leaf.namespace)
-        self._free_all(gone)
         self.num_evicted_tokens += num_bytes // TOKEN_BYTES
         return num_pages - wanted
 

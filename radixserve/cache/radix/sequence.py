@@ -125,8 +125,8 @@ class CachedSequence(CacheSequence):
         if (
             leaf.start < base
             and leaf.start + len(leaf.tokens) // TOKEN_BYTES == start
-            and (owns_tail or (base == start and leaf.lock_ref == 1 and self._may_grow(leaf)))
             and not leaf.children
+            and (owns_tail or (base == start and leaf.lock_ref == 1 and self._may_grow(leaf)))
         ):
             # A leaf with whole pages: after its end nothing can collide with what is appended.
             self._extend_leaf(leaf, start)
@@ -242,7 +242,7 @@ class CachedSequence(CacheSequence):
         last, tokens = -(-end // size), self._tokens[pos * TOKEN_BYTES : end * TOKEN_BYTES]
         pages, is_public = self._pages[pos // size : last], self._session is None
         self._last_node = self._tree.attach(
-            parent, pos, key, tokens, pages, held=self._last_node, is_public=is_public
+            parent, pos, key, tokens, pages, self._last_node, is_public
         )
         self._num_shared, self._published, self._has_published = last, end, True
 
