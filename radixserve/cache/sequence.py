@@ -186,14 +186,14 @@ class CacheSequence(ABC):
         wanted = -(-length // allocator.page_size) - len(pages)
         if wanted > 0:
             more: Sequence[int]
-            if wanted == 1 and pages and (page := allocator.take_next(pages[-1])) >= 0:
-                more = (page,)
-                self._has_run = True
-            elif wanted <= FEW_PAGES and pages:
-                more = allocator.allocate_after(pages[-1], wanted)
-                self._has_run = True
-            else:
+            if wanted > FEW_PAGES or not pages:
                 more = allocator.allocate(wanted)
+            else:
+                take_next, self._has_run = allocator.take_next, True
+                if wanted == 1 and (page := take_next(pages[-1])) >= 0:
+                    more = (page,)
+                else:
+                    more = allocator.allocate_after(pages[-1], wanted)
             try:
                 pages.extend(more)
             except BufferError:  # a view of the old buffer is still exported

@@ -21,9 +21,10 @@ class EvictedHistory:
 
     def remember(self, point: EvictionPoint, page: bytes) -> None:
         """`page`: the int32 bytes of the first tokens dropped there, at most a page."""
-        self._recent[point] = page
-        if len(self._recent) > self._max_recent:
-            self._older, self._recent = self._recent, {}
+        recent = self._recent
+        recent[point] = page
+        if len(recent) > self._max_recent:
+            self._older, self._recent = recent, {}
 
     def forget(self, node_id: int | str) -> None:
         """Delete the points of that node. O(capacity)."""

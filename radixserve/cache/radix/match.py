@@ -31,17 +31,8 @@ def find_match(
     O(tokens matched) in memcmp, plus O(log children) a node at page sizes above 1.
     """
     node, pos = namespace.root, 0
-    while pos < limit:
-        if not page:
-            stop = pos + page_size
-            page = data[pos : stop if stop < limit else limit].tobytes()
-        child = node.children.get(page)
-        if child is None:
-            if page_size > 1:
-                closest, agreed = closest_child(node, page)
-                if closest is not None:
-                    return pos + agreed, closest, node, page
-            return pos, node, node, page
+    page = page or data[: page_size if page_size < limit else limit].tobytes()
+    while (child := node.children.get(page)) is not None:
         edge = child.tokens
         stop = pos + len(edge) // TOKEN_BYTES
         if stop > limit:
@@ -50,10 +41,16 @@ def find_match(
             return pos + common_tokens(edge, data, pos, limit), child, child, b""
         if edge != data[pos:stop]:
             return pos + common_tokens(edge, data, pos, stop), child, child, b""
-        node, pos, page = child, stop, b""
-        if pos % page_size:
-            break
-    return pos, node, node, b""
+        node, pos = child, stop
+        if pos == limit or pos % page_size:
+            return pos, node, node, b""
+        stop = pos + page_size
+        page = data[pos : stop if stop < limit else limit].tobytes()
+    if page_size > 1:
+        closest, agreed = closest_child(node, page)
+        if closest is not None:
+            return pos + agreed, closest, node, page
+    return pos, node, node, page
 
 
 def common_tokens(

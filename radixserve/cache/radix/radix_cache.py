@@ -137,7 +137,7 @@ class RadixCache(PrefixCache):
         limit = len(ids)
         if limit and not allow_full:
             limit -= 1
-        found = tree.namespaces.get(namespace) if self._reuse else None
+        found = tree.namespaces.get(namespace)
         if found is None:
             found = NamespaceTree(check_str("namespace", namespace), is_dead=True)
         size = tree.page_size
@@ -178,13 +178,12 @@ class RadixCache(PrefixCache):
         `session`: session of the sequence, from `open_session`. `priority`: for the "priority"
         eviction policy; pages of high priority are kept longer.
         """
-        ids, tree, allocator = as_token_ids(tokens), self._tree, self._allocator
-        data, stats = token_view(ids), allocator.stats
+        data, tree, allocator = token_view(as_token_ids(tokens)), self._tree, self._allocator
         owner = None if session is None else check_session(session, tree.session_eviction)
         if priority != 0:
             priority = check_int("priority", priority, -(2**31), 2**31 - 1)
-        found = tree.namespaces.get(namespace) if self._reuse else None
-        if found is None:
+        found = tree.namespaces.get(namespace)
+        if found is None:  # always, without reuse
             check_str("namespace", namespace)
             found = (
                 tree.open_namespace(namespace)
@@ -207,6 +206,7 @@ class RadixCache(PrefixCache):
             if copy is None:
                 del shared[length // size :]
         allocator.note_time()
+        stats = allocator.stats
         stats.num_acquired += 1
         stats.acquired_tokens += count
         stats.matched_tokens += length

@@ -84,31 +84,32 @@ class RadixTree:
 
     def lock(self, node: Node) -> None:
         """Lock `node` and its ancestors. Climbs only to the first node already locked."""
-        while True:
-            node.lock_ref += 1
-            parent = node.parent
-            if node.lock_ref > 1 or parent is None:
-                return
+        lock_ref, parent, namespace = node.lock_ref, node.parent, node.namespace
+        while not lock_ref and parent is not None:
+            node.lock_ref = 1
             self.order.discard(node)
-            pages, namespace = len(node.pages), node.namespace
+            pages = len(node.pages)
             self.num_locked += pages
             namespace.num_locked += pages
             if namespace.is_dead:
                 self.num_dead -= pages
             node = parent
+            lock_ref, parent = node.lock_ref, node.parent
+        node.lock_ref = lock_ref + 1
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock`. Nodes without locks become evictable, most recently unlocked last."""
+        namespace, order = node.namespace, self.order
         while True:
-            node.lock_ref -= 1
+            node.lock_ref = lock_ref = node.lock_ref - 1
             parent = node.parent
+            if lock_ref:
+                return
             if parent is None:
-                if not node.lock_ref and not node.children:
-                    self._prune(node.namespace)
+                if not node.children:
+                    self._prune(namespace)
                 return
-            if node.lock_ref:
-                return
-            pages, namespace = len(node.pages), node.namespace
+            pages = len(node.pages)
             self.num_locked -= pages
             namespace.num_locked -= pages
             if namespace.is_dead:
@@ -119,7 +120,7 @@ class RadixTree:
                 self.free(self.remove(node))  # a sibling holds all of this leaf, and more
             else:
                 node.last_use = self.now
-                self.order.add(node)
+                order.add(node)
             node = parent
 
     def move_lock(self, old: Node, new: Node) -> Node:
@@ -311,29 +312,25 @@ class RadixTree:
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """
-        order, history, free, wanted = self.order, self.evicted_history, self.free, num_pages
-        is_tracked, num_bytes = order.tracks_evictions, 0  # of the tokens dropped
-        while wanted > 0:
-            leaf = order.pop(wanted)
-            if leaf is None:
-                break
+        order, history, free = self.order, self.evicted_history, self.free
+        wanted, num_bytes = num_pages, 0  # of the tokens dropped
+        while wanted > 0 and (leaf := order.pop(wanted)) is not None:
             if leaf.namespace.is_dead:  # counts as free already
                 self.drop(leaf)
                 continue
-            parent, size = leaf.parent, len(leaf.pages)
+            parent, size, num_bytes = leaf.parent, len(leaf.pages), num_bytes + len(leaf.tokens)
             assert parent is not None
-            num_bytes += len(leaf.tokens)
             if size <= wanted:
                 keep, page = 0, leaf.key
-                point = (parent.node_id, leaf.start, page[:TOKEN_BYTES])
+                point = parent.node_id, leaf.start, page[:TOKEN_BYTES]
             else:
                 keep, size = size - wanted, wanted
                 cut = keep * self._key_bytes
                 page = bytes(leaf.tokens[cut : cut + self._key_bytes])
-                point = (leaf.node_id, leaf.start + keep * self.page_size, page[:TOKEN_BYTES])
+                point = leaf.node_id, leaf.start + keep * self.page_size, page[:TOKEN_BYTES]
                 num_bytes -= cut
             history.remember(point, page)
-            if is_tracked:
+            if order.tracks_evictions:
                 order.on_evicted(leaf, point, size)
             wanted -= size
             free(self.cut(leaf, keep) if keep else self.remove(leaf))
@@ -347,7 +344,7 @@ class RadixTree:
         nothing is freed, where fewer can be."""
         if num_pages > self.num_pages - self.num_locked:
             return False
-        while num_pages > 0 and self.pending_free:
+        while self.pending_free and num_pages > 0:
             node = self.pending_free.pop()
             self.pending_free.extend(node.children.values())
             if node.lock_ref or node.parent is None:  # locked, a root, or gone already
