@@ -33,12 +33,13 @@ class BlockRun:
         self.pages = array("i")
         self.tokens = bytearray()  # theirs, int32 bytes end to end
 
-    def extend(self, blocks: list[Block], tokens: bytes) -> None:
+    def extend(self, blocks: list[Block], pages: array[int], tokens: bytes) -> None:
+        """`pages` and `tokens` are those of `blocks`."""
         for index, block in enumerate(blocks, len(self.blocks)):
             block.run, block.run_index = self, index
         self.blocks += blocks
         self.keys += [block.key for block in blocks]
-        self.pages.extend([block.page for block in blocks])
+        self.pages += pages
         self.tokens += tokens
 
     def cut(self, count: int, width: int) -> None:
@@ -69,13 +70,21 @@ class Block:
         "tokens",
     )
 
-    def __init__(self, namespace: BlockNamespace, page: int, block_id: int) -> None:
+    def __init__(
+        self,
+        namespace: BlockNamespace,
+        page: int,
+        block_id: int,
+        parent: Block | None = None,
+        key: bytes = b"",
+        tokens: bytes = b"",
+    ) -> None:
         self.namespace = namespace
         self.page = page
         self.block_id = block_id  # pages are used again, ids are not
-        self.parent: Block | None = None
-        self.key = b""
-        self.tokens = b""  # int32 bytes of a whole block
+        self.parent = parent
+        self.key = key
+        self.tokens = tokens  # int32 bytes of a whole block
         self.is_listed = False  # in its namespace's table: look-ups can find it
         self.run: BlockRun | None = None  # of a listed block
         self.run_index = 0  # its place there

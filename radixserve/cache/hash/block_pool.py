@@ -115,9 +115,10 @@ class BlockPool:
 
     def evict(self, num_pages: int) -> int:
         """Forget up to `num_pages` unused blocks, oldest first; returns how many. O(those)."""
-        freed, evicted = array("i"), self.evicted
+        evicted, watched, events = self.evicted, self._watched, self.events
         shorter: dict[BlockRun, int] = {}  # and their new lengths
-        for block in self.unused.take(min(num_pages, len(self.unused))):
+        taken = self.unused.take(min(num_pages, len(self.unused)))
+        for block in taken:
             namespace, key = block.namespace, block.key
             del namespace.blocks[key]
             block.is_listed = False
@@ -127,20 +128,19 @@ class BlockPool:
             if block.run is not None:
                 shorter[block.run] = block.run_index  # its children went before it
             evicted[key] = namespace.name
-            if self._watched:
+            if watched:
                 self.watch_registry.notify(key)
-            if self.events is not None:
-                self.events.add(Removed(block.block_id, self.block_size))
-            freed.append(block.page)
+            if events is not None:
+                events.add(Removed(block.block_id, self.block_size))
             if not namespace.blocks:
                 self.prune(namespace)
         for run, count in shorter.items():
             run.cut(count, self.width)
         while len(evicted) > self._max_evicted:
             evicted.popitem(last=False)
-        self._free(freed)
-        self.num_evicted_tokens += len(freed) * self.block_size
-        return len(freed)
+        self._free(array("i", [block.page for block in taken]))
+        self.num_evicted_tokens += len(taken) * self.block_size
+        return len(taken)
 
     def make_room(self, num_pages: int) -> bool:
         return num_pages <= len(self.unused) and self.evict(num_pages) >= num_pages
@@ -211,8 +211,8 @@ class BlockPool:
         key = namespace.root_key if parent is None else parent.key
         is_listed = not namespace.is_dead and (parent is None or parent.is_listed)
         blocks: list[Block] = []
-        new: list[Block] = []  # findable ones, end to end
-        at = start = 0
+        num_known = num_new = 0  # leading blocks found in the table, and those after them put there
+        at = 0
         first_id = block_id = self._next_id
         for page in pages:
             tokens = data[at : at + width]
@@ -220,44 +220,46 @@ class BlockPool:
             block = table.get(key)
             if block is not None and block.parent is parent and block.tokens == tokens:
                 self.lock((block,))
+                num_known += 1
             else:
                 if block is not None:  # another prefix has that key
                     self.num_collisions += 1
                     is_listed = False
                 if partial is None:
                     block_id += 1
-                    block = Block(namespace, page, block_id)
+                    block = Block(namespace, page, block_id, parent, key, tokens)
                 else:
                     block = partial
-                block.parent, block.key, block.tokens = parent, key, tokens
+                    block.parent, block.key, block.tokens = parent, key, tokens
                 if is_listed:
                     block.is_listed = True
                     table[key] = block
-                    start = start if new else at
-                    new.append(block)
+                    num_new += 1
             blocks.append(block)
             parent, partial = block, None
             at += width
         self._next_id = block_id
         self.num_pages += block_id - first_id
-        if new:
-            self._announce(new, data[start : start + len(new) * width])
+        if num_new:
+            end = num_known + num_new
+            tokens = data[num_known * width : end * width]
+            self._announce(blocks[num_known:end], pages[num_known:end], tokens)
         return blocks
 
-    def _announce(self, blocks: list[Block], data: bytes) -> None:
+    def _announce(self, blocks: list[Block], pages: array[int], data: bytes) -> None:
         """`blocks`, end to end, are findable from now on; `data` are their tokens."""
         parent = blocks[0].parent
         run = None if parent is None else parent.run
         if run is None or run.blocks[-1] is not parent:
             run = BlockRun()
-        run.extend(blocks, data)
-        evicted, watched = self.evicted, self._watched
+        run.extend(blocks, pages, data)
+        forget, watched, events = self.evicted.pop, self._watched, self.events
         for block in blocks:
-            evicted.pop(block.key, None)
+            forget(block.key, None)
             if watched:
                 self.watch_registry.notify(block.key)
-            if self.events is not None:
-                self.events.add(stored(block))
+            if events is not None:
+                events.add(stored(block))
 
 
 def stored(block: Block) -> Stored:
