@@ -142,7 +142,8 @@ class RadixCache(PrefixCache):
             found = NamespaceTree(check_str("namespace", namespace), is_dead=True)
         size = tree.page_size
         first_page = ids[: size if size < limit else limit].tobytes()
-        if first_page and tree.never_saw(found, first_page):
+        is_known = not first_page or first_page in found.root.children
+        if not is_known and tree.never_saw(found, first_page):
             return NEVER_SEEN
         data = token_view(ids)
         match = find_match(found, data, limit, size, first_page)

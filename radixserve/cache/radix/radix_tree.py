@@ -69,12 +69,12 @@ class RadixTree:
         return (name,), b""
 
     def never_saw(self, namespace: NamespaceTree, first_page: bytes) -> bool:
-        """Whether nothing begins with the first token of that page, nor did anything that is
-        remembered, in any namespace. May say no where `explain` says yes. O(1)."""
+        """Whether nothing begins with the first token of that page, which is not the key of a
+        child, nor did anything that is remembered, in any namespace. May say no where `explain`
+        says yes. O(1)."""
         root = namespace.root
         return (
-            first_page not in root.children
-            and (self.page_size == 1 or closest_child(root, first_page)[0] is None)
+            (self.page_size == 1 or closest_child(root, first_page)[0] is None)
             and not self.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
             and len(self.namespaces) == 1
             and not namespace.is_dead
