@@ -350,49 +350,6 @@ def test_amx_can_be_left_out(compiled: Path) -> None:
     assert done.stdout.strip() in ("0", "1"), done.stderr
 
 
-def test_the_levels_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it has, one on top of the other; a level below the highest can be asked for."""
-    wanted = [name for names, _ in library.LEVELS.values() for name in names]
-    for told, found in (
-        (wanted, ("avx2", "avx512", "avx512vnni", "avx512bf16", "amx")),
-        (wanted[:-1], ("avx2", "avx512", "avx512vnni", "avx512bf16")),
-        ([*wanted[:3], "avx512_bf16", "avx512f"], ("avx2",)),
-        (["sse2"], ()),
-    ):
-        monkeypatch.setattr(library, "processor", lambda told=told: " ".join(told))
-        assert library.levels() == found
-        monkeypatch.delenv("RADIXSERVE_CPU_LEVEL", raising=False)
-        assert library.compiler_flags()[-1] == "-march=native"
-        for level, (_, flags) in library.LEVELS.items():
-            monkeypatch.setenv("RADIXSERVE_CPU_LEVEL", level)
-            library.forget()
-            if level not in found:
-                allowed = ", ".join(found) or "none, its instructions are not known"
-                reason = f"RADIXSERVE_CPU_LEVEL={level}: this processor has {allowed}"
-                assert unsupported_reason(torch.float32) == reason
-            elif level == found[-1]:
-                assert library.compiler_flags()[-1] == "-march=native"
-            else:
-                assert library.compiler_flags()[-len(flags) :] == flags
-
-
-def test_bfloat16_is_widened_where_its_instructions_are_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = [name for names, _ in library.LEVELS.values() for name in names]
-    with_bf16 = names[: names.index("avx512_bf16") + 1]
-    for told, level, is_widened in (
-        ([*with_bf16, "avx512_fp16", "Intel(R)"], "", True),
-        ([*with_bf16, "avx512_fp16", "Intel(R)"], "avx512bf16", False),
-        ([*with_bf16, "avx512_fp16", "AMD"], "", False),
-        ([*with_bf16, "Intel(R)"], "", False),
-        ([*names, "avx512_fp16", "Intel(R)"], "", False),
-    ):
-        monkeypatch.setattr(library, "processor", lambda told=told: " ".join(told))
-        monkeypatch.setenv("RADIXSERVE_CPU_LEVEL", level)
-        assert (library.WIDEN_BF16 in library.compiler_flags()) == is_widened
-
-
 @needs_compiler
 @pytest.mark.parametrize("damage", ["cut off", "empty", "a byte", "a folder"])
 def test_a_damaged_library_is_replaced(
