@@ -21,6 +21,7 @@ class BatchBuilder:
         self.is_out_of_pages = False  # a request found no free page: none is admitted
         self.num_ending = 0  # running requests whose last row is in flight
         self.states: list[tuple[RequestState, CacheSequence]] = []  # of each row
+        self.on_host: list[tuple[RequestState, CacheSequence]] = []  # of rows that draw there
         self._step = step
         self._rows: list[ScheduledRequest] = []
         self._planned: set[RequestState] = set()  # see `has`
@@ -53,7 +54,7 @@ class BatchBuilder:
         targets = None if request.logprob_targets is None else _targets(state, start, end)
         num_known, spec = state.tokens.size, None
         if end >= num_known and (request.logprob_targets is None or request.also_generate):
-            spec = state.greedy_only_spec or _sample_spec(state, end - num_known)
+            spec = state.greedy_only_spec or self._make_spec(state, sequence, end - num_known)
         self.states.append((state, sequence))
         if sequence.cow_copies and start == sequence.committed_len:  # else a step in flight copies
             self._copies += sequence.cow_copies
@@ -85,12 +86,20 @@ class BatchBuilder:
         self._num_decode += 1
         self.states.append((state, sequence))
         pages, first_new = sequence.take_page_table_delta()
-        spec = state.greedy_only_spec or _sample_spec(state, 1)
+        spec = state.greedy_only_spec or self._make_spec(state, sequence, 1)
         values = (
             state.request_id, _UNKNOWN_TOKEN, sequence.length - 1, pages, spec, None, 0,
             future_index, first_new, state.req_pool_idx,
         )  # fmt: skip
         self._rows.append(new_tuple(ScheduledRequest, values + _NO_STATE))
+
+    def _make_spec(
+        self, state: RequestState, sequence: CacheSequence, num_unknown: int
+    ) -> SampleSpec:
+        spec = _sample_spec(state, num_unknown)
+        if spec.on_host:
+            self.on_host.append((state, sequence))
+        return spec
 
     def build(self) -> SchedulerOutput:
         return SchedulerOutput(

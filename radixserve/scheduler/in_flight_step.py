@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from radixserve.cache import PrefixCache
+from radixserve.cache import CacheSequence, PrefixCache
 from radixserve.schedule import SchedulerOutput
 from radixserve.scheduler.batch_builder import BatchBuilder
 from radixserve.scheduler.request_state import RequestState
@@ -14,11 +14,12 @@ from radixserve.scheduler.running_requests import RunningRequests
 class InFlightStep:
     """Requests of a step's rows, by object identity: an id may be reused while the step runs."""
 
-    __slots__ = ("rows", "schedule")
+    __slots__ = ("_on_host", "rows", "schedule")
 
     def __init__(self, schedule: SchedulerOutput, plan: BatchBuilder) -> None:
         self.schedule = schedule
         self.rows = plan.states  # each row's request and its sequence at that time
+        self._on_host = plan.on_host  # those that draw on the host
 
     def active_rows(self) -> Iterator[RequestState]:
         """Requests whose sequence is still that of the row; ending one may end others."""
@@ -32,15 +33,14 @@ class InFlightStep:
         sampling depends only on the number of tokens before, penalties on token counts that the
         runner keeps, and bad words on a last token that the device compares.
         """
-        found = {}
-        for at, (state, sequence) in enumerate(self.rows):
-            spec = self.schedule.rows[at].sample
-            if spec is None or state.sequence is not sequence:
-                continue
-            if spec is not state.greedy_only_spec and spec.on_host:
-                return None
-            found[state] = at
-        return found
+        if any(state.sequence is sequence for state, sequence in self._on_host):
+            return None
+        pairs = zip(self.rows, self.schedule.rows, strict=True)
+        return {
+            state: at
+            for at, ((state, sequence), row) in enumerate(pairs)
+            if row.sample is not None and state.sequence is sequence
+        }
 
 
 def plan_ahead(
@@ -56,44 +56,44 @@ def plan_ahead(
     future_indices = step.future_indices()
     if future_indices is None:
         return False
-    rows, num_pages, budget, size = [], 0, plan.budget, cache.page_size
-    for is_prefill, _, state, left in _in_order(running):
-        assert state.sequence is not None
-        length = state.sequence.length
-        if not is_prefill:
-            num_pages += length % size == 0
-            rows.append((state, 1, False, left))
-        elif count := min(budget, left):
-            num_pages += -(-(length + count) // size) - -(-length // size)
-            budget -= count
-            rows.append((state, count, True, left))
-    if num_pages > cache.num_available:
-        return False
-    for state, count, is_prefill, left in rows:
+    decodes, prefills, num_pages, size = [], [], 0, cache.page_size
+    for state in running:
+        if state.req_pool_idx < 0:  # the step in flight ends it
+            continue
         sequence = state.sequence
         assert sequence is not None
-        if left:
-            at = sequence.length
-            sequence.extend(state.tokens.view(at, at + count))
-            plan.add(state, count, is_decode=not is_prefill)
+        length = sequence.length
+        left = state.tokens.size - length  # tokens that no step computes yet
+        if left > 0 and (left > 1 or not state.is_scored):
+            prefills.append((state.priority_key, state, sequence, left))
         else:
+            num_pages += length % size == 0
+            decodes.append((state.priority_key, state, sequence, left))
+    decodes.sort()  # keys differ: requests are never compared
+    chunks, budget = [], plan.budget
+    for _, state, sequence, left in sorted(prefills):
+        if count := min(budget, left):
+            length = sequence.length
+            num_pages += -(-(length + count) // size) - -(-length // size)
+            budget -= count
+            chunks.append((state, sequence, count))
+    if num_pages > cache.num_available:
+        return False
+    for _, state, sequence, left in decodes:
+        if left:
+            _extend(plan, state, sequence, 1, is_decode=True)
+        else:  # the step in flight draws its next token
             sequence.append_placeholders(1)
             plan.add_unknown(state, sequence, future_indices[state])
+    for state, sequence, count in chunks:
+        _extend(plan, state, sequence, count, is_decode=False)
     return True
 
 
-def _in_order(
-    running: RunningRequests,
-) -> list[tuple[bool, tuple[int, int], RequestState, int]]:
-    """(is_prefill, priority_key, state, tokens that no step computes yet) of those that continue.
-
-    Where that number is 0 the step in flight draws the next token. Those that end have no slot."""
-    order = []
-    for state in running:
-        if state.req_pool_idx >= 0:
-            assert state.sequence is not None
-            left = state.tokens.size - state.sequence.length
-            is_prefill = left > 0 and (left > 1 or not state.is_scored)
-            order.append((is_prefill, state.priority_key, state, left))
-    order.sort()  # ranks differ: requests are never compared
-    return order
+def _extend(
+    plan: BatchBuilder, state: RequestState, sequence: CacheSequence, count: int, *, is_decode: bool
+) -> None:
+    """Compute the next `count` tokens of `state`, which are known."""
+    at = sequence.length
+    sequence.extend(state.tokens.view(at, at + count))
+    plan.add(state, count, is_decode=is_decode)
