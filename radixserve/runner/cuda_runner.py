@@ -175,7 +175,8 @@ class CudaModelRunner(SingleDeviceRunner):
         graph = self._graphs.pick(inputs)
         if graph is not None:
             inputs = inputs.padded(graph.num_rows)
-        assert self._is_known[inputs.future_tokens()[1]].all(), "a token was drawn on the host"
+        future = inputs.future_tokens()
+        assert self._is_known[future[1]].all(), "a token was drawn on the host"
         plan = None
         if self._draws:
             plan = plan_samples(inputs, self.info.vocab_size)
@@ -186,7 +187,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
         batch, device_tensors = self._uploader.upload(
-            inputs, extra, self._tokens, is_fixed=graph is not None
+            inputs, extra, self._tokens, future, is_fixed=graph is not None
         )
         if "copies" in device_tensors:
             gpu_ops.copy_page_prefixes(self.pool.kv, device_tensors["copies"])

@@ -96,6 +96,7 @@ class BatchUploader:
         batch: InputBatch,
         extra: dict[str, NDArray[Any]],
         previous: Tensor,
+        future: tuple[IndexArray, IndexArray],
         *,
         is_fixed: bool = False,
     ) -> tuple[ForwardBatch, dict[str, Tensor]]:
@@ -103,9 +104,9 @@ class BatchUploader:
         valid until the next upload.
 
         previous [n] int64, on the device: the tokens that the previous step drew, by output.
+        future: the batch's `future_tokens`.
         """
-        update, future = self._table.update(batch), batch.future_tokens()
-        more = dict(extra)
+        update, more = self._table.update(batch), dict(extra)
         if len(update.slots):
             more["table_slots"], more["pages"] = update.slots, _int32(update.pages)
         if len(future[0]):
@@ -135,7 +136,7 @@ class BatchUploader:
         """A batch of padding alone in the fixed buffer, to capture a graph of `num_rows` rows."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._table.pages.device)
         padding = padding_batch(num_rows, self._page_size)
-        return self.upload(padding, {}, nothing, is_fixed=True)[0]
+        return self.upload(padding, {}, nothing, padding.future_tokens(), is_fixed=True)[0]
 
     def _send(
         self, index: dict[str, NDArray[Any]], more: dict[str, NDArray[Any]], is_fixed: bool

@@ -48,6 +48,7 @@ class DeviceSampler:
         self._d2h = D2HBuffer(queue)
         self._bitmasks = H2DBuffer(queue, 0)
         self._counts = TokenCounts(num_slots, vocab_size, queue.device)
+        self._no_token = torch.tensor(-1, device=queue.device)  # a plain -1 would be put there anew
 
     def plan(
         self, plan: SamplePlan, requests: Sequence[ScheduledRequest]
@@ -85,7 +86,7 @@ class DeviceSampler:
         if plan.has_gaps:
             tokens = token_ids.new_zeros(plan.num_outputs)
             tokens.index_copy_(0, tensors["outputs"], token_ids)
-        results = [torch.where(is_finite, token_ids, -1)]
+        results = [torch.where(is_finite, token_ids, self._no_token)]
         if len(plan.wants_logprobs):
             results += _logprobs(drawn_from, token_ids, plan, tensors)
         results += _scores(logits, plan, tensors)

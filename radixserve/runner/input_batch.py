@@ -163,7 +163,7 @@ def _single_tokens(
         slots += start % page_size
     num_rows, samples = len(requests), columns.sample
     sampled: Sequence[int] = range(num_rows)
-    if None in samples:
+    if not all(samples):
         sampled = [at for at in sampled if samples[at] is not None]
     return InputBatch(
         requests=requests,

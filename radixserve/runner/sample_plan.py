@@ -22,7 +22,7 @@ from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import InputBatch
 from radixserve.runner.logit_changes import ban_arrays, bias_arrays
 from radixserve.runner.plain_draws import uniform_numbers
-from radixserve.runner.sampler import is_greedy_only
+from radixserve.runner.sampler import are_greedy_only
 from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest
 
 _NONE: IndexArray = np.empty(0, np.int64)
@@ -75,8 +75,8 @@ class SamplePlan:
 def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
     """Sort the rows of a step. O(rows) of Python, but for steps of greedy rows alone."""
     rows, specs = inputs.requests, inputs.columns.sample
-    is_decode = inputs.num_tokens == inputs.num_rows and None not in specs
-    if is_decode and all(map(is_greedy_only, specs)):
+    is_decode = inputs.num_tokens == inputs.num_rows and all(specs)  # None: nothing is drawn
+    if is_decode and are_greedy_only(specs):
         return _greedy_step(len(rows))
     first, counts = inputs.logit_ranges()
     draws = [
@@ -84,7 +84,7 @@ def plan_samples(inputs: InputBatch, vocab_size: int) -> SamplePlan:
         for at, (logit, row) in enumerate(zip((first + counts - 1).tolist(), rows, strict=True))
         if row.sample is not None
     ]
-    is_simple = all(is_greedy_only(draw.spec) for draw in draws)
+    is_simple = are_greedy_only([draw.spec for draw in draws])
     host_sampled: tuple[Draw, ...] = ()
     if not is_simple:
         on_host = [draw.spec.on_host for draw in draws]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones 
 
 Draw = Callable[[Tensor, Sequence[SampleSpec], GrammarMasks | None], list[SampleOutput]]
 
+_TAKES_BEST, _BANNED_IDS = attrgetter("params.takes_best"), attrgetter("banned_ids")
+_NUM_CANDIDATES, _MATCHER = attrgetter("num_candidates"), attrgetter("matcher")
+
 
 def sample(
     logits: Tensor, specs: Sequence[SampleSpec], begun: StepMasks | None = None
@@ -49,7 +53,7 @@ def sample(
     """
     if not specs:
         return []
-    if logits.is_cpu and all(is_greedy_only(spec) for spec in specs):
+    if logits.is_cpu and are_greedy_only(specs):
         return best_of_all(logits)
     if begun is None:
         begun = begin_masks(specs, logits.shape[1])
@@ -170,10 +174,12 @@ def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutp
     return output._replace(scores=scored.scores, top_scores=scored.top_scores)
 
 
-def is_greedy_only(spec: SampleSpec) -> bool:
-    """Whether the row's best logit decides, and nothing else is asked for."""
-    is_free = not spec.banned_ids and spec.matcher is None
-    return is_free and spec.params.takes_best and not spec.num_candidates
+def are_greedy_only(specs: Sequence[SampleSpec]) -> bool:
+    """Whether each row's best logit decides, and nothing else is asked for. Every step asks: no row
+    runs Python code of its own."""
+    if not all(map(_TAKES_BEST, specs)) or any(map(_BANNED_IDS, specs)):
+        return False
+    return not any(map(_NUM_CANDIDATES, specs)) and not any(map(_MATCHER, specs))
 
 
 def best_candidates(

@@ -13,6 +13,7 @@ from radixserve.runner import plain_draws, sampler
 from radixserve.runner.logit_changes import apply_penalties
 from radixserve.runner.plain_draws import uniform_numbers
 from radixserve.runner.sampler import (
+    are_greedy_only,
     best_tokens,
     draw_tokens,
     filter_tokens,
@@ -48,8 +49,34 @@ def spec(
     return SampleSpec(SamplingParams(**params), seed, len(prompt), ids, banned)
 
 
+class AnyMatcher:
+    """Of no grammar."""
+
+    def fork(self) -> AnyMatcher:
+        return self
+
+
 def logits_of(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return 2 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_makes_a_row_more_than_greedy() -> None:
+    """One such row among greedy ones, wherever it lies."""
+    greedy = spec(temperature=0.0)
+    assert are_greedy_only([greedy, greedy, spec(temperature=0.0, output=(5,))])
+    others = [
+        spec(temperature=1.0),
+        spec(temperature=0.0, logprobs=0),
+        spec(temperature=0.0, repetition_penalty=1.1),
+        spec(temperature=0.0, banned=(7,)),
+        greedy._replace(num_candidates=1),
+        greedy._replace(matcher=AnyMatcher()),
+    ]
+    for other in others:
+        for at in range(3):
+            specs = [greedy, greedy]
+            specs.insert(at, other)
+            assert not are_greedy_only(specs), other
 
 
 def test_greedy_is_argmax_and_reports_what_was_asked() -> None:
