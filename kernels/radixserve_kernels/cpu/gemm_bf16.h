@@ -8,6 +8,7 @@
 #define RADIXSERVE_BF16
 
 constexpr int BF16_ROW_UNIT = 96;      // of a block of rows, see block_rows in layers.h
+constexpr int BF16_BOUND_BY_READS = 3;  // rows whose arithmetic takes less time than reading the panel
 constexpr int BF16_SUM_ROWS = 768;     // rows whose sums over one panel are held at a time
 
 // Calls block(first row, number of rows, panel, sums [BF16_SUM_ROWS][PANEL]) for every panel.
@@ -72,11 +73,35 @@ class VectorBf16 {
         }
     }
 
-    // M rows of x times one panel, to out[M][PANEL] or added to it.
-    template <int M, bool ADD, class Fetch>
-    static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
-                     int64_t out_stride, Fetch &prefetcher) {
-        __m512 sums[M][2] = {};
+    // `panel_sums` in the order of addresses, for rows whose arithmetic takes less time than reading the panel: the
+    // two vectors of a pair of k lie 1 KiB apart, which the processor's own prefetcher does not follow.
+    template <int M>
+    static void panel_sums_in_order(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth,
+                                    __m512 (&sums)[M][2]) {
+        for (int64_t k = 0; k < depth; k += 32)
+#pragma GCC unroll 2
+            for (int n = 0; n < 2; n++)
+#pragma GCC unroll 4
+                for (int pair = 0; pair < 16; pair++, panel += 32) {
+                    prefetch<64, 2>((const char *)panel + 1536);
+                    const __m512bh w = (__m512bh)_mm512_loadu_si512(panel);
+#pragma GCC unroll 4
+                    for (int m = 0; m < M; m++)
+                        sums[m][n] = _mm512_dpbf16_ps(sums[m][n], both_of(x + m * stride + k + 2 * pair), w);
+                }
+    }
+
+    // A pair of k in all lanes.
+    static __m512bh both_of(const bf16 *x) {
+        int32_t two;
+        memcpy(&two, x, 4);
+        return (__m512bh)_mm512_set1_epi32(two);
+    }
+
+    // M rows of x times one panel.
+    template <int M, class Fetch>
+    static void panel_sums(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, __m512 (&sums)[M][2],
+                           Fetch &prefetcher) {
         for (int64_t k = 0; k < depth; k += 32, panel += 32 * PANEL) {
             prefetcher.fetch();
             for (int pair = 0; pair < 16; pair++) {
@@ -88,14 +113,23 @@ class VectorBf16 {
                 __m512bh high = (__m512bh)_mm512_loadu_si512(panel + 512 + pair * 32);
 #pragma GCC unroll 12
                 for (int m = 0; m < M; m++) {
-                    int32_t two;
-                    memcpy(&two, x + m * stride + k + 2 * pair, 4);
-                    __m512bh both = (__m512bh)_mm512_set1_epi32(two);
+                    const __m512bh both = both_of(x + m * stride + k + 2 * pair);
                     sums[m][0] = _mm512_dpbf16_ps(sums[m][0], both, low);
                     sums[m][1] = _mm512_dpbf16_ps(sums[m][1], both, high);
                 }
             }
         }
+    }
+
+    // M rows of x times one panel, to out[M][PANEL] or added to it.
+    template <int M, bool ADD, class Fetch>
+    static void tile(const bf16 *x, int64_t stride, const bf16 *panel, int64_t depth, float *out,
+                     int64_t out_stride, Fetch &prefetcher) {
+        __m512 sums[M][2] = {};
+        if constexpr (M <= BF16_BOUND_BY_READS && std::is_same<Fetch, PanelPrefetch>::value)
+            panel_sums_in_order<M>(x, stride, panel, depth, sums);
+        else
+            panel_sums<M>(x, stride, panel, depth, sums, prefetcher);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
             for (int n = 0; n < 2; n++) {
