@@ -104,7 +104,8 @@ class Beam(NamedTuple):
 
 
 class RequestOutput(NamedTuple):
-    """One step's output for a request: at most one token, and `finish` at the end."""
+    """One step's output for a request: a token, after those that a grammar forces if any, and
+    `finish` at the end."""
 
     request_id: str
     token_ids: tuple[int, ...]

@@ -32,7 +32,7 @@ class _Shape(ctypes.Structure):
             for name in (
                 *("num_layers", "num_heads", "num_kv_heads", "head_dim"),
                 *("hidden_size", "intermediate_size", "vocab_size"),
-                *("norm_type", "activation", "has_whole_qk_norm", "is_parallel"),
+                *("norm_type", "activation", "has_whole_qk_norm", "has_parallel_residual"),
             )
         ),
         *(

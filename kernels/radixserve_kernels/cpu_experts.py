@@ -19,7 +19,10 @@ class ExpertsRecord(ctypes.Structure):
     _fields_ = (
         ("router", WeightRecord),
         *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
-        *((name, ctypes.c_int64) for name in ("num_experts", "top_k", "has_shared", "normalizes")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_experts", "top_k", "has_shared", "renormalizes")
+        ),
         *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
 
@@ -52,7 +55,7 @@ class PackedExperts:
         self.record = ExpertsRecord(
             router.record,
             *map(ctypes.addressof, records),
-            *(routing.num_experts, routing.top_k, routing.has_shared, routing.normalizes),
+            *(routing.num_experts, routing.top_k, routing.has_shared, routing.renormalizes),
             *(routing.swiglu_alpha, routing.swiglu_limit),
         )
 

@@ -5,7 +5,7 @@ A layer, where R is the residual stream and a norm that is None is left out:
     x = pre_attention_norm(R)
     q, k, v = x of qkv; q and k are normed and rotated
     R += residual_scale * post_attention_norm(o(attention(q, k, v)))
-    x = pre_mlp_norm(R), or with `is_parallel` the x of attention
+    x = pre_mlp_norm(R), or with `has_parallel_residual` the x of attention
     R += residual_scale * post_mlp_norm(mlp(x))
 """
 
@@ -41,7 +41,7 @@ class DecoderSizes:
     norm_type: str = "rms"  # of NORM_TYPES
     activation: str = "silu"  # of ACTIVATIONS, of the MLP's gate
     has_whole_qk_norm: bool = False  # q's and k's heads are normed together, not each on its own
-    is_parallel: bool = False
+    has_parallel_residual: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

@@ -18,7 +18,7 @@ class Routing:
 
     num_experts: int  # without the shared one
     top_k: int  # experts of a token, without the shared one
-    normalizes: bool  # the weights of the chosen experts sum to 1, else those of all experts do
+    renormalizes: bool  # the weights of the chosen experts sum to 1, else those of all experts do
     has_shared: bool = False  # a further expert that every token has, gated by a sigmoid
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0  # of the clamped swiglu; 0: silu(gate) * up
@@ -31,7 +31,7 @@ def choose_experts(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """
     logits = logits.float()
     best, ids = logits[:, : routing.num_experts].topk(routing.top_k)
-    if routing.normalizes:
+    if routing.renormalizes:
         weights = best.softmax(-1)
     else:
         weights = logits[:, : routing.num_experts].softmax(-1).gather(1, ids)

@@ -279,7 +279,7 @@ class PrefixCache(ABC):
         }
 
     def check(self) -> None:
-        """Audit every page's owner and every law of the cache; AssertionError names the first
+        """Audit every page's owner and every invariant of the cache; AssertionError names the first
         broken one. O(everything): for tests and debugging."""
         self._inspection.check()
 

@@ -177,7 +177,7 @@ class PageOwner(Protocol):
         """Free that many pages; False, and nothing is freed, where fewer can be."""
 
     def evict(self, num_pages: int) -> int:
-        """Free up to that many pages of living namespaces; returns how many."""
+        """Free up to that many pages of live namespaces; returns how many."""
 
     def reset(self, name: str | None) -> None:
         """Forget one namespace, or all."""
@@ -245,7 +245,7 @@ class PageAllocator:
         return self.pool.num_pages - self.pool.num_free - self._owner.num_pages
 
     def allocate(self, count: int, *, may_shrink_locks: bool = True) -> array[int]:
-        """`count` pages, evicting the oldest unused ones; OutOfPages, nothing dropped, if too few.
+        """`count` pages, evicting as the policy says; OutOfPages, nothing dropped, if too few.
 
         `may_shrink_locks`: when short, make sequences lock no more than they need.
         """

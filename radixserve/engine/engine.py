@@ -262,7 +262,7 @@ class Engine:
         return {**found, "engine_s": time.thread_time() - start}
 
     def check(self) -> None:
-        """Audit cache and scheduler; AssertionError names the first broken law."""
+        """Audit cache and scheduler; AssertionError names the first broken invariant."""
         self._cache.check()
         self._scheduler.check()
 

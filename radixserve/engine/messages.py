@@ -97,7 +97,7 @@ class ResetCache(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class CheckCache(Message[None]):
-    """Audit the cache; answers with AssertionError where a law is broken."""
+    """Audit the cache; answers with AssertionError where an invariant is broken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class Decoder(LayeredModel):
         layer = self._layers[number]
         is_last = number == len(self._layers) - 1
         next_norm = self._norm if is_last else self._layers[number + 1].pre_attention_norm
-        if self._shape.is_parallel:
+        if self._shape.has_parallel_residual:
             out = self._sum_over_ranks(layer.o(attended) + self._mlp(layer.mlp, x))
         else:
             out = self._sum_over_ranks(layer.o(attended))
@@ -137,7 +137,7 @@ class Decoder(LayeredModel):
         if len(logits_indices) < len(attended):  # from here on every token is on its own
             attended = attended.index_select(0, logits_indices)
             residual = residual.index_select(0, logits_indices)
-            x = x.index_select(0, logits_indices) if self._shape.is_parallel else x
+            x = x.index_select(0, logits_indices) if self._shape.has_parallel_residual else x
         return self._logits(self.finish_layer(len(self._layers) - 1, attended, x, residual), out)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:

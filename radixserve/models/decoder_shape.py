@@ -63,7 +63,7 @@ def unsupported_reason(config: Any) -> str:
         if kind not in ROPE_TYPES:
             return f"it has rope scaling {kind!r}; possible are {', '.join(ROPE_TYPES)}"
         share = rope.get("partial_rotary_factor", 1.0)
-        if kind != "default" and share != family.rotary_factor(config):
+        if kind != "default" and share != family.partial_rotary_factor(config):
             return f"it has rope scaling {kind!r} of {share} of each head"
     return ""
 
@@ -104,11 +104,11 @@ def decoder_shape(config: Any) -> DecoderShape:
         norm_type=family.norm_type,
         activation=_ACTIVATIONS[family.activation(config)],
         has_whole_qk_norm=qk_norm == "whole",
-        is_parallel=family.is_parallel,
+        has_parallel_residual=family.has_parallel_residual,
         embedding_scale=float(family.embedding_scale(config)),
         residual_scale=float(family.residual_scale(config)),
         logit_scale=float(family.logit_scale(config)),
-        logit_soft_cap=float(family.final_soft_cap(config) or 0.0),
+        logit_soft_cap=float(family.final_logits_soft_cap(config) or 0.0),
         family=family,
         qk_norm=qk_norm,
         qkv_bias=family.qkv_bias(config),
@@ -116,10 +116,10 @@ def decoder_shape(config: Any) -> DecoderShape:
         mlp_bias=family.mlp_bias(config),
         is_tied=bool(config.tie_word_embeddings),
         max_positions=_max_positions(config, ropes),
-        rotary_dim=int(head_dim * family.rotary_factor(config)),
+        rotary_dim=int(head_dim * family.partial_rotary_factor(config)),
         ropes=tuple(ropes),
         rotary=tuple(
-            ropes.index(_rope_of(config, layer)) if family.is_rotated(config, layer) else None
+            ropes.index(_rope_of(config, layer)) if family.uses_rope(config, layer) else None
             for layer in range(num_layers)
         ),
         features=tuple(_features(config, family, layer) for layer in range(num_layers)),

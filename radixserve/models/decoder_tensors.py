@@ -228,7 +228,7 @@ class _LayerReader:
         shape = self._shape
         names, hidden = shape.family.norms, shape.hidden_size
         q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        fused = "self_attn.qkv_proj" if "qkv" in shape.family.fuses else None
+        fused = "self_attn.qkv_proj" if "qkv" in shape.family.fused_projections else None
         attention = [(f"self_attn.{one}_proj", q if one == "q" else kv) for one in "qkv"]
         q_proj, k_proj, v_proj = self._parts(attention, fused, hidden, has_bias=shape.qkv_bias)
         return LayerTensors(
@@ -258,7 +258,7 @@ class _LayerReader:
         if (experts := shape.experts[self._number]) is not None:
             return read_experts(self._reader, self._prefix, experts, shape.hidden_size)
         hidden, inner, has_bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
-        fused = "mlp.gate_up_proj" if "gate_up" in shape.family.fuses else None
+        fused = "mlp.gate_up_proj" if "gate_up" in shape.family.fused_projections else None
         halves = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         gate, up = self._parts(halves, fused, hidden, has_bias=has_bias)
         return MlpTensors(gate, up, self._both("mlp.down_proj", hidden, inner, has_bias=has_bias))
@@ -290,7 +290,7 @@ class _LayerReader:
     def _order(self, rows: Tensor) -> Tensor:
         """Rows of q or k [n * D, ...] such that those of a pair are neighbours."""
         shape = self._shape
-        if shape.family.has_pairs:
+        if shape.family.has_interleaved_rope:
             return rows
         if shape.rotary_dim == shape.head_dim:
             return pair_halves(rows, shape.head_dim)

@@ -54,10 +54,10 @@ class Family:
     qkv_bias: Callable[[Any], bool] = lambda config: bool(config.attention_bias)
     o_bias: Callable[[Any], bool] = lambda config: bool(config.attention_bias)
     mlp_bias: Callable[[Any], bool] = lambda _: False
-    fuses: tuple[str, ...] = ()  # "qkv", "gate_up": one tensor in the checkpoint
-    has_pairs: bool = False  # features 2i and 2i + 1 of a head are turned, not i and i + D/2
-    rotary_factor: Read = lambda _: 1.0  # of each head's features, the first ones, are turned
-    is_rotated: Callable[[Any, int], bool] = lambda _config, _layer: True
+    fused_projections: tuple[str, ...] = ()  # "qkv", "gate_up": one tensor in the checkpoint
+    has_interleaved_rope: bool = False  # rotates features 2i and 2i + 1, not i and i + D/2
+    partial_rotary_factor: Read = lambda _: 1.0  # of each head's features, the first ones
+    uses_rope: Callable[[Any, int], bool] = lambda _config, _layer: True
     activation: Read = lambda config: config.hidden_act
     attention_scale: Read = lambda _: None  # None: 1 / sqrt(D)
     window: Callable[[Any, int], int | None] = lambda _config, _layer: None  # of a layer
@@ -65,12 +65,12 @@ class Family:
     has_sinks: bool = False
     has_mxfp4: bool = False  # checkpoints may have experts in it, which are widened
     experts: Callable[[Any, int], ExpertParts | None] = _no_experts  # of a layer
-    is_parallel: bool = False
+    has_parallel_residual: bool = False
     embedding_scale: Read = lambda _: 1.0
     has_rounded_scale: bool = False  # that one, to the dtype of the weights
     residual_scale: Read = lambda _: 1.0
     logit_scale: Read = lambda _: 1.0
-    final_soft_cap: Read = lambda _: None  # of logits
+    final_logits_soft_cap: Read = lambda _: None  # of logits
 
 
 QK_NORMS = (
@@ -126,14 +126,14 @@ def _qwen_experts(config: Any, layer: int) -> ExpertParts | None:
     routing = Routing(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
-        normalizes=config.norm_topk_prob,
+        renormalizes=config.norm_topk_prob,
         has_shared=bool(shared_size),
     )
     return ExpertParts(routing, config.moe_intermediate_size, shared_size)
 
 
 def _mixtral_experts(config: Any, _layer: int) -> ExpertParts:
-    routing = Routing(config.num_experts, config.num_experts_per_tok, normalizes=True)
+    routing = Routing(config.num_experts, config.num_experts_per_tok, renormalizes=True)
     module, names = "block_sparse_moe", ("w1", "w3", "w2")
     return ExpertParts(routing, config.intermediate_size, module=module, names=names)
 
@@ -142,7 +142,7 @@ def _gpt_oss_experts(config: Any, _layer: int) -> ExpertParts:
     routing = Routing(
         num_experts=config.num_experts,
         top_k=config.num_experts_per_tok,
-        normalizes=True,
+        renormalizes=True,
         swiglu_alpha=getattr(config, "swiglu_alpha", 1.702),
         swiglu_limit=getattr(config, "swiglu_limit", 7.0),
     )
@@ -151,7 +151,12 @@ def _gpt_oss_experts(config: Any, _layer: int) -> ExpertParts:
 
 _LLAMA = Family(mlp_bias=lambda config: bool(config.mlp_bias))
 _OLMO2 = Family(norms=_OUTPUT_NORMS, qk_norm=lambda _: "whole")
-_GLM = Family(o_bias=_never, fuses=("gate_up",), has_pairs=True, rotary_factor=_partial)
+_GLM = Family(
+    o_bias=_never,
+    fused_projections=("gate_up",),
+    has_interleaved_rope=True,
+    partial_rotary_factor=_partial,
+)
 _GEMMA = Family(
     norm_offset=1.0,
     embedding_scale=lambda config: config.hidden_size**0.5,
@@ -161,8 +166,8 @@ _COHERE = Family(
     norms=NormNames(pre_mlp=None),
     norm_type="layer",
     eps="layer_norm_eps",
-    has_pairs=True,
-    is_parallel=True,
+    has_interleaved_rope=True,
+    has_parallel_residual=True,
     logit_scale=lambda config: config.logit_scale,
 )
 
@@ -174,15 +179,13 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "CohereForCausalLM": replace(
         _COHERE, qk_norm=lambda config: "head" if config.use_qk_norm else None
     ),
-    "Cohere2ForCausalLM": replace(_COHERE, is_rotated=_is_sliding, window=_window_by_type),
+    "Cohere2ForCausalLM": replace(_COHERE, uses_rope=_is_sliding, window=_window_by_type),
     "Exaone4ForCausalLM": Family(
         norms=_OUTPUT_NORMS,
         qk_norm=lambda _: "shared",
         qkv_bias=_never,
         o_bias=_never,
-        is_rotated=lambda config, layer: (
-            config.sliding_window is None or _is_sliding(config, layer)
-        ),
+        uses_rope=lambda config, layer: config.sliding_window is None or _is_sliding(config, layer),
         window=_window_by_type,
     ),
     "GemmaForCausalLM": _GEMMA,
@@ -193,7 +196,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
         attention_scale=lambda config: config.query_pre_attn_scalar**-0.5,
         window=_window_by_type,
         logits_soft_cap=lambda config: config.attn_logit_softcapping,
-        final_soft_cap=lambda config: config.final_logit_softcapping,
+        final_logits_soft_cap=lambda config: config.final_logit_softcapping,
     ),
     "Gemma3ForCausalLM": replace(
         _GEMMA,
@@ -202,7 +205,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
         activation=lambda config: config.hidden_activation,
         attention_scale=lambda config: config.query_pre_attn_scalar**-0.5,
         window=_window_by_type,
-        final_soft_cap=lambda config: config.final_logit_softcapping,
+        final_logits_soft_cap=lambda config: config.final_logit_softcapping,
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms=_GLM4_NORMS),
@@ -224,8 +227,8 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "Phi3ForCausalLM": Family(
         qkv_bias=_never,
         o_bias=_never,
-        fuses=("qkv", "gate_up"),
-        rotary_factor=_partial,
+        fused_projections=("qkv", "gate_up"),
+        partial_rotary_factor=_partial,
         window=_window_of_all,
     ),
     "Qwen2MoeForCausalLM": Family(
@@ -239,7 +242,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     ),
     "SmolLM3ForCausalLM": replace(
         _LLAMA,
-        is_rotated=lambda config, layer: bool(config.no_rope_layers[layer]),
+        uses_rope=lambda config, layer: bool(config.no_rope_layers[layer]),
         window=_window_by_type,
     ),
 }

@@ -373,7 +373,7 @@ class TokenIndex:
         return sorted(found)
 
     def check(self) -> None:
-        """AssertionError unless all laws hold. O(everything)."""
+        """AssertionError unless all invariants hold. O(everything)."""
         num_edges = num_tokens = 0
         stack: list[IndexNode] = [*self._roots.values()]
         while stack:

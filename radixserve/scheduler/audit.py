@@ -15,7 +15,7 @@ def check(
     running: RunningRequests,
     parked: Collection[int],
 ) -> None:
-    """AssertionError names the first broken law. `parked`: arrivals. O(requests)."""
+    """AssertionError names the first broken invariant. `parked`: arrivals. O(requests)."""
     for name, state in requests.items():
         search = state.search
         rests = search is not None and (  # drawn, or the leader of a search that lost its own beam

@@ -1,8 +1,8 @@
 """`Scheduler`: selects the requests of each step and processes its results.
 
-It owns the queues and every request's status. It alone calls the cache: `schedule` takes pages,
-`update` publishes and unlocks them. A request is waiting (no sequence) or running (a locked path in
-the tree); a running one is prefilling until only its last token is uncomputed, then decoding.
+It owns the queues, every request's status and all sequences: `schedule` takes pages, `update`
+publishes and unlocks them. A request is waiting (no sequence) or running (a locked path in the
+tree); a running one is prefilling until only its last token is uncomputed, then decoding.
 
 A step in flight has been dispatched and not updated: its K/V is written to the pages but not
 committed. At most one further step may be scheduled after it (`_schedule_ahead`).
@@ -142,7 +142,7 @@ class Scheduler:
         return {**depths, "running": num_running, **report, **self._hints.stats()}
 
     def check(self) -> None:
-        """Audit the queues; AssertionError names the first broken law. O(requests)."""
+        """Audit the queues; AssertionError names the first broken invariant. O(requests)."""
         audit.check(self._requests, self._waiting, self._running, self._beams.parked)
         self._hints.check(self._cache.stats()["sessions"])
 

@@ -111,7 +111,7 @@ class SharedPrefixes:
         ]
 
     def check(self) -> None:
-        """AssertionError names the first broken law."""
+        """AssertionError names the first broken invariant."""
         lens = [len(one.tokens) for one in self._shared]
         assert lens == sorted(lens, reverse=True), "shared prefixes are out of order"
         size = self._cache.page_size

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(
     reason=unsupported_reason(torch.float32) or "they are here",
 )
 
-PLAIN = Routing(num_experts=6, top_k=2, normalizes=True)
+PLAIN = Routing(num_experts=6, top_k=2, renormalizes=True)
 ROUTINGS = {
     "normalised": PLAIN,
-    "sums below 1": replace(PLAIN, normalizes=False, top_k=3),
-    "all of them": replace(PLAIN, normalizes=False, num_experts=3, top_k=3),
-    "with a shared one": replace(PLAIN, normalizes=False, has_shared=True),
+    "sums below 1": replace(PLAIN, renormalizes=False, top_k=3),
+    "all of them": replace(PLAIN, renormalizes=False, num_experts=3, top_k=3),
+    "with a shared one": replace(PLAIN, renormalizes=False, has_shared=True),
     "clamped": replace(PLAIN, swiglu_alpha=1.702, swiglu_limit=0.9),
     "many": replace(PLAIN, num_experts=64, top_k=8),
 }
@@ -185,7 +185,7 @@ def test_equal_logits_choose_the_first() -> None:
     weights = make_weights(PLAIN, torch.float32)
     weights = weights._replace(router=torch.zeros_like(weights.router))
     x = draw_rows(4, torch.float32)
-    first = Routing(num_experts=2, top_k=2, normalizes=True)
+    first = Routing(num_experts=2, top_k=2, renormalizes=True)
     only = Weights(weights.router[:2], None, *(some[:2] for some in weights[2:5]), [])
     expected = pack(only, first, torch.float32, "dense")(x)
     assert torch.equal(pack(weights, PLAIN, torch.float32, "dense")(x), expected)

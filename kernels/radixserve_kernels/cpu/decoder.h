@@ -114,7 +114,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
             }
             const int64_t count = is_last ? step.num_sampled : tokens;
             add_product(thread, attended, q_stride, count, layer.o, layer.post_attention_norm);
-            if (!shape.is_parallel) make_input(thread, count, layer.post_attention_norm, layer.pre_mlp_norm);
+            if (!shape.has_parallel_residual) make_input(thread, count, layer.post_attention_norm, layer.pre_mlp_norm);
             add_mlp(thread, count, layer);
             make_input(thread, count, layer.post_mlp_norm, is_last ? norm : layers[number + 1].pre_attention_norm);
         }
@@ -130,7 +130,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
             if (from == i) continue;
             memcpy(attended + i * q_stride, attended + from * q_stride, q_stride * sizeof(A));
             memcpy(residual + i * residual_stride, residual + from * residual_stride, shape.hidden * sizeof(float));
-            if (shape.is_parallel)
+            if (shape.has_parallel_residual)
                 memcpy(input + i * hidden_stride, input + from * hidden_stride, shape.hidden * sizeof(A));
         }
     }

@@ -12,7 +12,7 @@ template <class T> struct Experts {
     Weight<T> router;                  // hidden to num_experts, and the gate of the shared expert
     const Weight<T> *gate_up, *down;   // of each expert; gate and up interleaved as for `gated_linear`
     int64_t num_experts, top_k;        // without the shared one
-    int64_t has_shared, normalizes;    // normalizes: weights of the chosen experts sum to 1
+    int64_t has_shared, renormalizes;  // renormalizes: weights of the chosen experts sum to 1
     float alpha, limit;                // swiglu_alpha and swiglu_limit of the clamped swiglu; limit 0: silu
     int64_t num_slots() const { return top_k + has_shared; }  // experts of a token
     int64_t num_all() const { return num_experts + has_shared; }
@@ -123,11 +123,11 @@ template <class T, class A> class ExpertMlp {
         }
         const float highest = weights[0];
         float sum = 0;
-        for (int64_t e = 0; e < experts.num_experts && !experts.normalizes; e++)
+        for (int64_t e = 0; e < experts.num_experts && !experts.renormalizes; e++)
             sum += std::exp(to_f32(logits[e]) - highest);
         for (int64_t i = 0; i < experts.top_k; i++) {
             weights[i] = std::exp(weights[i] - highest);
-            if (experts.normalizes) sum += weights[i];
+            if (experts.renormalizes) sum += weights[i];
         }
         for (int64_t i = 0; i < experts.top_k; i++) weights[i] /= sum;
         if (experts.has_shared) {

@@ -56,7 +56,7 @@ struct DecoderShape {
     int64_t num_layers, num_heads, num_kv_heads, head_dim, hidden, intermediate, vocab;
     int64_t norm_type, activation;
     int64_t has_whole_qk_norm;  // of all heads together
-    int64_t is_parallel;        // the MLP reads what attention reads
+    int64_t has_parallel_residual;  // the MLP reads what attention reads
     float eps, attention_scale, embedding_scale, residual_scale, logit_scale, logit_soft_cap;  // 0: no cap
 };
 

@@ -79,7 +79,7 @@ inline double price(double flops, double bytes) {
     return computing > reading ? computing : reading;
 }
 
-// Threads that work of that price is worth.
+// How many threads pay for work of so many nanoseconds.
 inline int num_threads_for(double ns) {
     const double worth = ns / MIN_STEP_NS;
     return worth < 2 ? 1 : worth < max_threads ? int(worth) : max_threads;
@@ -162,7 +162,7 @@ class TeamState {
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 };
 
-// One thread's args in a team. All threads call the same functions with the same arguments; each computes its
+// A thread of a team, as the functions that it calls see it. All threads call the same functions with the same arguments; each computes its
 // part, and all meet at a function's end. No result depends on the number of threads.
 struct TeamThread {
     TeamState &state;

@@ -99,7 +99,7 @@ class BlockPool:
     # -- namespaces ---------------------------------------------------------------------------
 
     def open_namespace(self, name: str) -> BlockNamespace:
-        """The living namespace of that name, made when missing."""
+        """The live namespace of that name, made when missing."""
         namespace = self.namespaces.get(name)
         if namespace is None:
             root_key = self.chains.root_key(name)

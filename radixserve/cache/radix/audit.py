@@ -65,7 +65,7 @@ def _sequences(allocator: PageAllocator) -> list[CachedSequence]:
 
 
 def _all_nodes(tree: RadixTree, sequences: list[CachedSequence]) -> list[Node]:
-    """Every node but the roots: of living namespaces, of dead ones, and of those that only
+    """Every node but the roots: of live namespaces, of dead ones, and of those that only
     sequences still use."""
     stack = [namespace.root for namespace in tree.namespaces.values()] + tree.pending_free
     for sequence in sequences:

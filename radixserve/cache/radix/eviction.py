@@ -22,11 +22,11 @@ class PathUse(NamedTuple):
 
 
 class EvictionOrder(ABC):
-    """All unlocked nodes of living namespaces. Only the tree calls it; it writes `policy_key`.
+    """All unlocked nodes of live namespaces. Only the tree calls it; it writes `policy_key`.
 
     No operation may cost more than O(log nodes), amortized, whatever the tree's size. The tree adds
     the nodes of a path deepest first, and locks (discards) a node before anything below it changes.
-    An order must keep this law, by which a victim is always a leaf: in `queues`, a node comes
+    An order must keep this invariant, by which a victim is always a leaf: in `queues`, a node comes
     before its parent or in an earlier queue.
     """
 

@@ -67,7 +67,7 @@ class PublishingTree(RadixTree):
             self.events.add(Reset(one))
 
     def stored_nodes(self) -> Iterator[Stored]:
-        """All nodes of living namespaces, parents first."""
+        """All nodes of live namespaces, parents first."""
         for space in self.namespaces.values():
             queue = deque(space.root.children.values())
             while queue:

@@ -57,7 +57,7 @@ class RadixTree:
     # -- look-up ------------------------------------------------------------------------------
 
     def open_namespace(self, name: str) -> NamespaceTree:
-        """The living namespace of that name, made when missing."""
+        """The live namespace of that name, made when missing."""
         found = self.namespaces.get(name)
         if found is None:
             found = self.namespaces[name] = NamespaceTree(name)
@@ -251,7 +251,7 @@ class RadixTree:
         """Remove a node that is not in the order of eviction; the caller now owns its pages.
 
         Children that are left, in a dead namespace, are the caller's concern. Leaves nothing that
-        a stale reference could mistake for a living node.
+        a stale reference could mistake for a live node.
         """
         parent, pages, namespace = node.parent, node.pages, node.namespace
         assert parent is not None
@@ -308,7 +308,7 @@ class RadixTree:
         return self.num_pages - self.num_locked
 
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages of living namespaces, leaves in order, each from its tail.
+        """Free up to `num_pages` pages of live namespaces, leaves in order, each from its tail.
 
         Returns the pages freed. Cost: O(pages freed + nodes removed), however large the tree.
         """

@@ -88,8 +88,8 @@ class _TreeSnapshot:
         self._show(self._on_wanted_path())
         roots = [space.root for space in self._spaces]
         self._descend(roots, only_opened=True)
-        living = (node for node in self._locked if not node.namespace.is_dead)
-        self._show(islice(living, self._view.max_nodes // 2))
+        live = (node for node in self._locked if not node.namespace.is_dead)
+        self._show(islice(live, self._view.max_nodes // 2))
         self._descend(roots, only_opened=False)
 
     def _on_wanted_path(self) -> list[Node]:
@@ -222,8 +222,8 @@ class _TreeSnapshot:
     def _victims(self) -> Iterator[dict[str, Any]]:
         tree = self._tree
         looked_at = islice(tree.order.preview(), _SCANNED)
-        living = (pair for pair in looked_at if not pair[0].namespace.is_dead)
-        for node, reason in islice(living, self._view.max_victims):
+        live = (pair for pair in looked_at if not pair[0].namespace.is_dead)
+        for node, reason in islice(live, self._view.max_victims):
             yield {
                 "id": node.node_id,
                 "namespace": node.namespace.name,
