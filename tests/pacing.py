@@ -19,9 +19,11 @@ PATIENCE_S = 200.0  # of a test that waits for another thread or process
 def held(rt: Runtime, steps: int = 3) -> Iterator[None]:
     """Engines take `steps` more steps, then none until the block ends; they answer meanwhile.
 
-    `rt` is the one that has work.
+    `rt` is the one that gets work in the block. What it still has to do is done first: a request
+    that has just been left would take the steps.
     """
     assert rt.cache_stats() is not None  # it is alive, and between two steps
+    wait_until(lambda: rt.status().is_idle)
     left, step = steps, Engine.step
 
     def held_step(engine: Engine, **how: bool) -> list[RequestOutput]:

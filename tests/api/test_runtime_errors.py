@@ -319,15 +319,15 @@ class TestNothingHangs:
     ) -> None:
         rt = Runtime(str(folder), num_pages=500)
         with ThreadPoolExecutor(4) as pool:
-            calls = [
-                pool.submit(rt.generate, f"call {i}", greedy_params(max_tokens=400))
-                for i in range(4)
-            ]
 
             def broken(*_: Any) -> Any:
                 raise ValueError("a bug in the scheduler")
 
             with held(rt):
+                calls = [
+                    pool.submit(rt.generate, f"call {i}", greedy_params(max_tokens=400))
+                    for i in range(4)
+                ]
                 wait_until(lambda: num_open(rt) == 4)
                 monkeypatch.setattr(Scheduler, "update", broken)
             for call in calls:
