@@ -68,7 +68,7 @@ class ClusterResult(ReplayResult):
 
 
 @dataclass(slots=True, eq=False)
-class _Sending:
+class _RequestState:
     """A request, and where it runs now."""
 
     request: TraceRequest  # its prompt with the tokens that had come when it was sent
@@ -76,7 +76,7 @@ class _Sending:
     known: int | None = None  # tokens whose K/V it had when it lost a replica
     num_lost: int = 0  # replicas
     has_started: bool = False  # its first token has come
-    number: int = -1  # another one each time that it is sent
+    attempt: int = -1  # another number each time that it is sent
     replica: int = -1
     cached: int = 0
     prefill_s: float = 0.0
@@ -92,12 +92,12 @@ class _ClusterReplay:
         size = cluster.most_replicas
         self._router = make_router(cluster.router, size, trace, cluster.step, self._clock)
         self._due: list[tuple[float, int, Callable[[], object]]] = []  # a heap
-        self._plans, self._sendings = itertools.count(), itertools.count()
+        self._plans, self._attempts = itertools.count(), itertools.count()
         self._live: dict[int, PrefixCache] = {}  # replicas that are there, in order of their start
         self._wanted: set[int] = set()  # and those that will be
         self._starts = [0] * size  # how often each was started, or was not to be any more
-        self._under_way: dict[int, _Sending] = {}  # by number
-        self._waiting: deque[_Sending] = deque()  # for a replica
+        self._under_way: dict[int, _RequestState] = {}  # by attempt
+        self._waiting: deque[_RequestState] = deque()  # for a replica
         self._ongoing_s = 0.0  # time of all requests under way or waiting
         rule = cluster.autoscaling
         self._autoscaler = None if rule is None else Autoscaler(rule, cluster.num_replicas)
@@ -129,7 +129,7 @@ class _ClusterReplay:
             self._advance(request.time)
             on_request()
             if len(request.kept) <= most:
-                self._send(_Sending(request, request.time))
+                self._send(_RequestState(request, request.time))
         while self._waiting:
             self._next()
         for replica in list(self._live):
@@ -173,14 +173,14 @@ class _ClusterReplay:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _send(self, one: _Sending) -> None:
+    def _send(self, one: _RequestState) -> None:
         now, step, request = self._clock.now, self._cluster.step, one.request
         if not self._live:
             self._waiting.append(one)
             self._plan(one.since + WITHOUT_REPLICA_S, partial(self._give_up, one))
             return
-        number = one.number = next(self._sendings)
-        replica = one.replica = self._router.choose(request, number)
+        attempt = one.attempt = next(self._attempts)
+        replica = one.replica = self._router.choose(request, attempt)
         cached = serve(self._live[replica], request, None)
         num_prompt, num_output = len(request.prompt), len(request.output)
         one.cached = cached or 0
@@ -190,18 +190,18 @@ class _ClusterReplay:
         self._busy_until[replica] = max(self._busy_until[replica], now) + prefill_s
         one.first = first = float(self._busy_until[replica])
         one.ends = first + num_output * (step.fixed_s + token_s)
-        self._under_way[number] = one
+        self._under_way[attempt] = one
         self._plan(now + self._cluster.event_delay_s, self._router.events(replica))
-        self._plan(first, partial(self._router.start, number))
+        self._plan(first, partial(self._router.start, attempt))
         last = max(one.ends, now + self._cluster.event_delay_s)
-        self._plan(last, partial(self._end, number, num_output))
+        self._plan(last, partial(self._end, attempt, num_output))
         if not one.has_started:
             self._ttft_s[request.index] = first - self._trace.times[request.index]
         if cached is not None:
             self._fits[request.index], self._replicas[request.index] = True, replica
         self._count(one, 1)
 
-    def _count(self, one: _Sending, sign: int) -> None:
+    def _count(self, one: _RequestState, sign: int) -> None:
         """What it found cached; -1 takes that back."""
         if one.known is None:
             self._hits[one.request.index] += sign * one.cached
@@ -212,11 +212,11 @@ class _ClusterReplay:
         self._work_s[replica] += seconds
         self._each_s += seconds / len(self._live)
 
-    def _end(self, number: int, num_output: int) -> None:
-        self._under_way.pop(number, None)
-        self._router.end(number, num_output)
+    def _end(self, attempt: int, num_output: int) -> None:
+        self._under_way.pop(attempt, None)
+        self._router.end(attempt, num_output)
 
-    def _note_lost(self, one: _Sending) -> None:
+    def _note_lost(self, one: _RequestState) -> None:
         """Its replica was lost: how far it had come."""
         now, request, step = self._clock.now, one.request, self._cluster.step
         since_begin = now - (one.first - one.prefill_s)
@@ -239,13 +239,13 @@ class _ClusterReplay:
             one.request = replace(request, prompt=prompt, output=request.output[num_came:])
         one.since, one.num_lost = now, one.num_lost + 1
 
-    def _give_up(self, one: _Sending) -> None:
+    def _give_up(self, one: _RequestState) -> None:
         """It waits for a replica since long ago."""
         if one in self._waiting and self._clock.now >= one.since + WITHOUT_REPLICA_S:
             self._waiting.remove(one)
             self._note_failed(one)
 
-    def _note_failed(self, one: _Sending) -> None:
+    def _note_failed(self, one: _RequestState) -> None:
         self._failed += 1
         self._fits[one.request.index] = True
         if not one.has_started:
@@ -281,7 +281,7 @@ class _ClusterReplay:
         ours = [one for one in self._under_way.values() if one.replica in replicas]
         lost = [one for one in ours if one.ends > now]
         for one in ours:
-            del self._under_way[one.number]
+            del self._under_way[one.attempt]
         for one in lost:
             self._note_lost(one)
         for replica in replicas:

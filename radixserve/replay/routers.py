@@ -22,8 +22,8 @@ from radixserve.routing.tree_router import StepCosts, TreeRouter
 
 
 class ReplayRouter(Protocol):
-    """Replicas are known by their numbers from `add` to `remove`, requests by that of their
-    sending: one that loses its replica is sent again."""
+    """Replicas are known by their numbers from `add` to `remove`, requests by that of
+    an attempt: one that loses its replica is sent again, as another attempt."""
 
     def add(self, replica: int, cache: PrefixCache) -> None:
         """The cache is empty."""
@@ -31,7 +31,7 @@ class ReplayRouter(Protocol):
 
     def remove(self, replica: int) -> None: ...
 
-    def choose(self, request: TraceRequest, sending: int) -> int:
+    def choose(self, request: TraceRequest, attempt: int) -> int:
         """Only called while there are replicas."""
         ...
 
@@ -39,11 +39,11 @@ class ReplayRouter(Protocol):
         """Takes what that cache has to tell; the call is made when it arrives."""
         ...
 
-    def start(self, sending: int) -> None:
+    def start(self, attempt: int) -> None:
         """The first token has come. Nothing happens where the replica was removed meanwhile."""
         ...
 
-    def end(self, sending: int, num_output: int) -> None:
+    def end(self, attempt: int, num_output: int) -> None:
         """As `start`."""
         ...
 
@@ -63,20 +63,20 @@ class _CacheUnaware:
     def events(self, replica: int) -> Callable[[], object]:  # noqa: ARG002
         return lambda: None
 
-    def start(self, sending: int) -> None:
+    def start(self, attempt: int) -> None:
         pass
 
-    def end(self, sending: int, num_output: int) -> None:
+    def end(self, attempt: int, num_output: int) -> None:
         pass
 
 
 class RoundRobin(_CacheUnaware):
-    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
+    def choose(self, request: TraceRequest, attempt: int) -> int:  # noqa: ARG002
         return self._replicas[request.index % len(self._replicas)]
 
 
 class Random(_CacheUnaware):
-    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
+    def choose(self, request: TraceRequest, attempt: int) -> int:  # noqa: ARG002
         return self._replicas[random.Random(request.index).randrange(len(self._replicas))]
 
 
@@ -98,7 +98,7 @@ class BySession(_CacheUnaware):
         super().remove(replica)
         self._points = [point for point in self._points if point[1] != replica]
 
-    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
+    def choose(self, request: TraceRequest, attempt: int) -> int:  # noqa: ARG002
         key = zlib.crc32((request.session or f"#{request.index}").encode())
         return self._points[bisect(self._points, (key, -1)) % len(self._points)][1]
 
@@ -132,7 +132,7 @@ class Approximate(_CacheUnaware):
         self._sizes[replica] = self._running[replica] = 0
         self._places = {key: place for key, place in self._places.items() if place != replica}
 
-    def choose(self, request: TraceRequest, sending: int) -> int:
+    def choose(self, request: TraceRequest, attempt: int) -> int:
         tokens, num_prompt = request.prompt.tobytes(), len(request.prompt)
         matched = self._index.match(tokens, request.namespace, self._lengths)
         there = self._replicas
@@ -147,12 +147,12 @@ class Approximate(_CacheUnaware):
         self._sent[number].append(self._index.reserve(tokens, request.namespace, number, matched))
         self._sizes[number] += num_prompt - self._lengths[number]
         self._running[number] += 1
-        self._places[sending] = number
+        self._places[attempt] = number
         return number
 
-    def end(self, sending: int, num_output: int) -> None:  # noqa: ARG002
-        if sending in self._places:
-            self._running[self._places.pop(sending)] -= 1
+    def end(self, attempt: int, num_output: int) -> None:  # noqa: ARG002
+        if attempt in self._places:
+            self._running[self._places.pop(attempt)] -= 1
 
 
 class Offline(_CacheUnaware):
@@ -188,7 +188,7 @@ class Offline(_CacheUnaware):
             else:
                 low = share
 
-    def choose(self, request: TraceRequest, sending: int) -> int:  # noqa: ARG002
+    def choose(self, request: TraceRequest, attempt: int) -> int:  # noqa: ARG002
         return int(self._places[request.index])
 
 
@@ -215,8 +215,8 @@ class Tree:
         del self._logs[replica], self._numbers[name]
         self._router.remove(name)
 
-    def choose(self, request: TraceRequest, sending: int) -> int:
-        found = self._router.choose(str(sending), request.prompt.tobytes(), request.namespace)
+    def choose(self, request: TraceRequest, attempt: int) -> int:
+        found = self._router.choose(str(attempt), request.prompt.tobytes(), request.namespace)
         assert found is not None
         return self._numbers[found]
 
@@ -227,11 +227,11 @@ class Tree:
         if name in self._numbers:  # what comes from a lost one is dropped
             self._router.take(name, batch)
 
-    def start(self, sending: int) -> None:
-        self._router.start(str(sending))
+    def start(self, attempt: int) -> None:
+        self._router.start(str(attempt))
 
-    def end(self, sending: int, num_output: int) -> None:
-        self._router.end(str(sending), num_output)
+    def end(self, attempt: int, num_output: int) -> None:
+        self._router.end(str(attempt), num_output)
 
 
 ROUTERS = ("tree", "round-robin", "random", "session", "approximate", "offline")
