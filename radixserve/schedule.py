@@ -22,7 +22,7 @@ from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
 from radixserve.structured_output import Matcher
 
-UNKNOWN = -1  # placeholder of a token id that only the device has
+PLACEHOLDER = -1  # placeholder of a token id that only the device has
 new_tuple = tuple.__new__  # of a NamedTuple and all its values: half the price of its constructor
 
 
@@ -36,14 +36,14 @@ class SampleSpec(NamedTuple):
     # params.is_greedy_only it may lack the latest ones
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
     num_candidates: int = 0  # of a beam: the best tokens wanted; none is drawn then
-    num_unknown: int = 0  # tokens that `token_ids` lacks: the step before this one draws them
+    num_placeholders: int = 0  # tokens that `token_ids` lacks: the step before this one draws them
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token ids of each of params.bad_words
     matcher: Matcher | None = None  # of params.structured; the sampler alone moves it
 
     @property
     def num_drawn(self) -> int:
         """Tokens drawn before this one; not to be asked of a plain row, see `token_ids`."""
-        return len(self.token_ids) + self.num_unknown - self.num_prompt
+        return len(self.token_ids) + self.num_placeholders - self.num_prompt
 
     @property
     def on_host(self) -> bool:
@@ -69,7 +69,7 @@ class ScheduledRequest(NamedTuple):
     num_top_logprobs: int = 0  # best tokens to report with each score
     future_index: int = -1
     # index into the previous step's outputs of the token to feed as the row's only token, which is
-    # UNKNOWN here; -1 where all tokens are known
+    # PLACEHOLDER here; -1 where all tokens are known
     first_new_page: int = 0
     # page_ids before this index are as in the last row of this slot, which was of this request; 0
     # in the first row after the request got the slot

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
+from radixserve_kernels.attention_metadata import AttentionMetadata, IndexArray
 from radixserve_kernels.cpu_library import address, cpu_library, finalize, is_bf16
-from radixserve_kernels.host_index import HostIndex, IndexArray
 
 CAUSAL, BEGINS, ENDS = 1, 2, 4  # flags of a job
 
 
-class _HostIndex(ctypes.Structure):
+class _AttentionMetadata(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_rows", "page_size")),
         *(
@@ -93,14 +93,14 @@ class Plan:
 
     def __init__(
         self,
-        rows: HostIndex,
+        rows: AttentionMetadata,
         page_size: int,
         heads: tuple[int, int, int],  # query heads, K/V heads, features of a head
         merge_tokens: int | None,
         *,
         is_exact: bool = False,
     ) -> None:
-        library, self._record = cpu_library(), _HostIndex(page_size=page_size)
+        library, self._record = cpu_library(), _AttentionMetadata(page_size=page_size)
         boundary = library.radixserve_key_block() if is_exact else 1
         self._merge = (
             ctypes.byref(_Heads(*heads, heads[2] ** -0.5)),
@@ -110,13 +110,13 @@ class Plan:
         self.pointer = library.radixserve_plan(ctypes.byref(self._record), *self._merge)
         finalize(self, library.radixserve_delete_plan, self.pointer)
 
-    def reset(self, rows: HostIndex) -> None:
+    def reset(self, rows: AttentionMetadata) -> None:
         """Replan for another step's rows in place."""
         self._take(rows)
         library = cpu_library()
         library.radixserve_reset_plan(self.pointer, ctypes.byref(self._record), *self._merge)
 
-    def _take(self, rows: HostIndex) -> None:
+    def _take(self, rows: AttentionMetadata) -> None:
         names = ("start", "qo_indptr", "kv_indptr", "kv_indices", "seq_lens")
         arrays = [np.ascontiguousarray(getattr(rows, name)) for name in names]
         self._rows = arrays  # C borrows their memory

@@ -56,7 +56,7 @@ LEVELS = {  # what a processor says of itself, lowest first, and what the compil
     ),
 }
 WIDEN_BF16 = "-DRADIXSERVE_WIDEN_BF16"  # bfloat16 products in float32 despite instructions for them
-NUMBERS = {  # the type's name in C++
+DTYPE_FLAGS = {  # the type's name in C++
     torch.float32: ("-DRADIXSERVE_NUMBER=float",),
     torch.bfloat16: ("-DRADIXSERVE_NUMBER=bf16", "-DRADIXSERVE_IS_BF16"),
 }
@@ -119,7 +119,7 @@ def load(part: torch.dtype | str) -> ctypes.CDLL | str:
         compiler, flags = find_compiler(), compiler_flags()
         sources: tuple[str, ...] = ("forms.cpp",)
         if isinstance(part, torch.dtype):
-            flags = (*flags, *NUMBERS[part])
+            flags = (*flags, *DTYPE_FLAGS[part])
             sources = ("library.cpp", "attention.cpp", "tiles_f32.cpp")
         folder, name = cache_folder(), f"cpu-{_fingerprint(compiler, (*flags, *sources))}"
         path = find_compiled(folder, name) or _compile([*compiler, *flags], sources, folder, name)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve_kernels.cpu_library import NUMBERS, CpuLibraryError, cpu_library
+from radixserve_kernels.cpu_library import DTYPE_FLAGS, CpuLibraryError, cpu_library
 
 _DRAW_BLOCK = 256  # as in cpu/draw.h
 _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
@@ -21,7 +21,7 @@ _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
 
 def unsupported_reason(dtype: torch.dtype) -> str:
     """Why these kernels cannot compute in `dtype` here; "" if they can."""
-    if dtype not in NUMBERS:
+    if dtype not in DTYPE_FLAGS:
         return f"they compute in float32 and bfloat16, not in {dtype}"
     try:
         cpu_library(dtype)

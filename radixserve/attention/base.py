@@ -17,8 +17,8 @@ from torch import Tensor
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.attention_features import PLAIN as PLAIN
 from radixserve_kernels.attention_features import AttentionFeatures as AttentionFeatures
-from radixserve_kernels.host_index import HostIndex as HostIndex
-from radixserve_kernels.host_index import IndexArray as IndexArray
+from radixserve_kernels.attention_metadata import AttentionMetadata as AttentionMetadata
+from radixserve_kernels.attention_metadata import IndexArray as IndexArray
 from radixserve_kernels.torch_ops import store_kv
 
 
@@ -57,7 +57,7 @@ class ForwardBatch:
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64, page_id * page_size + offset of each new token
     logits_indices: Tensor  # [S] int64, ascending: the tokens after which logits are computed
-    host: HostIndex
+    host: AttentionMetadata
     page_size: int
     device_kv_indices: Tensor | None = None  # [total pages] int32, where the device has them
     recurrent: RecurrentRows | None = None  # of a model with recurrent layers

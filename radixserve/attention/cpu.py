@@ -15,9 +15,9 @@ from radixserve.attention.base import (
     ForwardBatch,
 )
 from radixserve.errors import ModelNotSupported
+from radixserve_kernels.attention_metadata import AttentionMetadata
 from radixserve_kernels.cpu_attention import PagedAttention, Plan
 from radixserve_kernels.cpu_ops import unsupported_reason
-from radixserve_kernels.host_index import HostIndex
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
 # is as fast as apart at 16 to 32 shared tokens, for 2 to 32 rows, heads of 64 and 128 and both
@@ -65,7 +65,7 @@ class CpuBackend(AttentionBackend):
 
 
 def plan_step(
-    host: HostIndex,
+    host: AttentionMetadata,
     page_size: int,
     heads: tuple[int, int, int],
     *,

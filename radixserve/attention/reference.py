@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from radixserve.attention.base import (
     AttentionBackend,
     AttentionFeatures,
+    AttentionMetadata,
     ForwardBatch,
-    HostIndex,
     IndexArray,
     check_dtype,
 )
@@ -107,7 +107,7 @@ class ReferenceBackend(AttentionBackend):
             out.index_copy_(0, call.tokens, found.reshape(-1, *q.shape[1:]))
         return out
 
-    def _pad(self, host: HostIndex, blocks: Blocks, members: slice) -> PaddedCall:
+    def _pad(self, host: AttentionMetadata, blocks: Blocks, members: slice) -> PaddedCall:
         """The blocks `members`, all of N queries, in one call."""
         row, num_keys = blocks.row[members], blocks.num_keys[members][:, None]
         steps = np.arange(blocks.num_queries[members][0])  # [N]
@@ -168,7 +168,7 @@ def attend_in_full(
     return weights.to(values.dtype) @ values
 
 
-def cut_blocks(host: HostIndex) -> Blocks:
+def cut_blocks(host: AttentionMetadata) -> Blocks:
     """Every new token once; those of a row in blocks of BLOCK_QUERIES and a rest."""
     num_new = np.diff(host.qo_indptr)
     count = -(-num_new // BLOCK_QUERIES)  # blocks of each row

@@ -35,7 +35,7 @@ def check_owners(allocator: PageAllocator, published: Iterable[tuple[str, list[i
 
 def check_tokens(allocator: PageAllocator, sequence: CacheSequence) -> None:
     """Invariants of every sequence, in either cache."""
-    name, known = repr(sequence), sequence.length - sequence.num_unknown
+    name, known = repr(sequence), sequence.length - sequence.num_placeholders
     assert not sequence.is_released, f"{name} is registered after its release"
     assert len(sequence.pages) == allocator.pages_for(sequence.length), f"{name} has wrong pages"
     assert sequence.committed_len <= known, f"{name} has committed too much"

@@ -66,7 +66,7 @@ class CacheSequence(ABC):
         "cow_copies",
         "is_pin",
         "length",
-        "num_unknown",
+        "num_placeholders",
     )
 
     def __init__(
@@ -88,7 +88,7 @@ class CacheSequence(ABC):
         self.length = len(tokens) // TOKEN_BYTES  # tokens with pages, those to be computed included
         self.committed_len = self.length  # tokens whose K/V is in the pages
         self.cached_len = self.length
-        self.num_unknown = 0  # placeholder tokens at the end, resolved by `fill`
+        self.num_placeholders = 0  # placeholder tokens at the end, resolved by `fill`
         self._is_open = True
         self._has_run = False  # it has taken pages a few at a time
         self.is_pin = False  # a lock that no request needs, see `PrefixCache.pin`
@@ -171,10 +171,10 @@ class CacheSequence(ABC):
         Raises OutOfPages, and changes nothing, when there is not enough; InvalidRequest for a
         negative id. O(tokens).
         """
-        if self.num_unknown or not self._is_open:
+        if self.num_placeholders or not self._is_open:
             self._check_open()
             raise InvalidRequest(
-                f"{self.num_unknown} tokens at the end are unknown: fill them before others "
+                f"{self.num_placeholders} placeholders at the end: fill them before other tokens "
                 f"follow, or append more placeholders"
             )
         self._append(token_bytes(tokens))
@@ -214,28 +214,28 @@ class CacheSequence(ABC):
         if not self._is_open:
             self._check_open()
         self._append(_PLACEHOLDER * num_tokens)
-        self.num_unknown += num_tokens
+        self.num_placeholders += num_tokens
 
     def fill(self, tokens: TokenIds) -> None:
         """Replace the first placeholders. InvalidRequest where there are not as many."""
         data = token_bytes(tokens)
-        left = self.num_unknown - len(data) // TOKEN_BYTES
+        left = self.num_placeholders - len(data) // TOKEN_BYTES
         if left < 0:
             raise InvalidRequest(
-                f"fill takes up to {self.num_unknown} tokens, as many as are unknown, "
+                f"fill takes up to {self.num_placeholders} tokens, as many as are placeholders, "
                 f"got {len(data) // TOKEN_BYTES}"
             )
-        start = len(self._tokens) - self.num_unknown * TOKEN_BYTES
+        start = len(self._tokens) - self.num_placeholders * TOKEN_BYTES
         self._tokens[start : start + len(data)] = data
-        self.num_unknown = left
+        self.num_placeholders = left
 
     def fill_one(self, token_id: int) -> None:
         """`fill` of one token."""
-        left = self.num_unknown
+        left = self.num_placeholders
         if not left or token_id < 0:
             self.fill([token_id])  # refuses it
         _WRITE_TOKEN(self._tokens, (self.length - left) * TOKEN_BYTES, token_id)
-        self.num_unknown = left - 1
+        self.num_placeholders = left - 1
 
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
@@ -248,7 +248,7 @@ class CacheSequence(ABC):
             self._check_open()
         if type(length) is not int or length < 0:
             length = check_int("length", length, 0)
-        known = self.length - self.num_unknown
+        known = self.length - self.num_placeholders
         if not self.committed_len <= length <= known:
             raise InvalidRequest(
                 f"commit takes a length between {self.committed_len} (committed already) and "
@@ -316,7 +316,7 @@ class CacheSequence(ABC):
             self.cow_copies[:] = [
                 (src, dst, min(n, extra) if dst == last else n) for src, dst, n in self.cow_copies
             ]
-        self.num_unknown = max(0, length - (self.length - self.num_unknown))
+        self.num_placeholders = max(0, length - (self.length - self.num_placeholders))
         self._tokens = self._tokens[: length * TOKEN_BYTES]
         self.length = length
         self.committed_len = min(self.committed_len, length)

@@ -14,7 +14,7 @@ from ray import serve
 from radixserve.cluster import frontends
 from radixserve.cluster.ray_router import ReplicaRequestRouter
 from radixserve.cluster.replica import EngineReplica, Report
-from radixserve.cluster.routing import ByTree
+from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import SILENCE_S, ClusterWorker
 from radixserve.config import EngineConfig
@@ -127,7 +127,7 @@ def start_replicas(
         num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / num_replicas)
     name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
     num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
-    worker = ClusterWorker(ByTree(), silence_s=silence_s)
+    worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled")
     made: Any = serve.deployment(ReplicaDeployment)

@@ -20,7 +20,7 @@ from typing import Any
 from radixserve.cluster.open_request import OpenRequest
 from radixserve.cluster.replica import REPORT_EVERY_S, Report
 from radixserve.cluster.replica_link import Replica, ReplicaLink
-from radixserve.cluster.routing import Router
+from radixserve.cluster.router import Router
 from radixserve.cluster.stats import add_stats
 from radixserve.engine import messages
 from radixserve.engine.messages import Answer, Message

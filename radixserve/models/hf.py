@@ -25,8 +25,8 @@ from torch import Tensor
 
 from radixserve.attention.base import (
     AttentionBackend,
+    AttentionMetadata,
     ForwardBatch,
-    HostIndex,
     RecurrentPiece,
     RecurrentRow,
     RecurrentRows,
@@ -302,7 +302,7 @@ def _one_row(
 ) -> ForwardBatch:
     """A batch of one sequence on pages of one token, with logits after every token."""
     num_new, end = len(tokens), start + len(tokens)
-    host = HostIndex(
+    host = AttentionMetadata(
         start=np.array([start]),
         qo_indptr=np.array([0, num_new]),
         kv_indptr=np.array([0, end]),

@@ -83,9 +83,12 @@ class StepMasks:
     """The masks of a step's draws, begun before its forward pass or while it runs."""
 
     def __init__(
-        self, specs: Sequence[SampleSpec], vocab_size: int, unknown: Mapping[int, int] | None = None
+        self,
+        specs: Sequence[SampleSpec],
+        vocab_size: int,
+        last_tokens: Mapping[int, int] | None = None,
     ) -> None:
-        """specs: of the draws, in their order. unknown: the last token of those that a step in
+        """specs: of the draws, in their order. last_tokens: the last token of those that a step in
         flight drew, by the draw's index; a draw that is missing there has no mask, as its request
         has ended."""
         rows: list[int] = []
@@ -95,11 +98,11 @@ class StepMasks:
             if not isinstance(spec.matcher, GrammarMatcher):
                 continue
             answer = spec.token_ids[spec.num_prompt :]
-            if spec.num_unknown:
-                assert unknown is not None, "a step in flight draws the token before"
-                if row not in unknown:
+            if spec.num_placeholders:
+                assert last_tokens is not None, "a step in flight draws the token before"
+                if row not in last_tokens:
                     continue
-                answer = np.append(answer, np.int32(unknown[row]))
+                answer = np.append(answer, np.int32(last_tokens[row]))
             rows.append(row)
             matchers.append(spec.matcher)
             answers.append(answer)

@@ -2,7 +2,7 @@
 
 The arrays lie in host memory. On the CPU the tensors of the `ForwardBatch` share it; for a device
 device_batch.py uploads them. Per row the host looks at its new tokens and their pages, never at all
-pages, unless `HostIndex.kv_indices` is read.
+pages, unless `AttentionMetadata.kv_indices` is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixserve.attention.base import ForwardBatch, HostIndex, IndexArray
+from radixserve.attention.base import AttentionMetadata, ForwardBatch, IndexArray
 from radixserve.schedule import ScheduledRequest
 
 _ITEM, _LAST_ITEM = methodcaller("item"), methodcaller("item", -1)  # of an array
@@ -29,11 +29,11 @@ class InputBatch:
 
     requests: Sequence[ScheduledRequest]  # [<= R] of the rows without padding; borrowed for a step
     columns: Any  # their fields: a ScheduledRequest of tuples [<= R]
-    input_ids: IndexArray  # [T]; UNKNOWN where only the device has the token
+    input_ids: IndexArray  # [T]; PLACEHOLDER where only the device has the token
     positions: IndexArray  # [T]
     slot_mapping: IndexArray  # [T] page id * page size + offset; -1 of padding
     logits_indices: IndexArray  # [S] tokens after which logits are computed, ascending
-    host: HostIndex  # of all R rows
+    host: AttentionMetadata  # of all R rows
     page_size: int
 
     @property
@@ -79,7 +79,7 @@ class InputBatch:
             positions=np.concatenate((self.positions, zeros)),
             slot_mapping=np.concatenate((self.slot_mapping, -ones)),
             logits_indices=np.arange(num_rows),
-            host=HostIndex(
+            host=AttentionMetadata(
                 start=np.concatenate((host.start, zeros)),
                 qo_indptr=np.arange(num_rows + 1),
                 kv_indptr=indptr(num_pages),
@@ -128,7 +128,7 @@ def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> Inpu
         slot_mapping=pages[(begin - first_page)[of_row] + positions // page_size] * page_size
         + positions % page_size,
         logits_indices=_logits_indices(num_logits(requests), qo_indptr),
-        host=HostIndex(
+        host=AttentionMetadata(
             start=start,
             qo_indptr=qo_indptr,
             kv_indptr=indptr(num_pages),
@@ -172,7 +172,7 @@ def _single_tokens(
         positions=start,
         slot_mapping=slots,
         logits_indices=np.array(sampled, np.int64),
-        host=HostIndex(
+        host=AttentionMetadata(
             start=start,
             qo_indptr=np.arange(num_rows + 1),
             kv_indptr=np.array([*accumulate(num_pages, initial=0)], np.int64),
@@ -188,7 +188,7 @@ def _single_tokens(
 def padding_batch(num_rows: int, page_size: int) -> InputBatch:
     """Padding rows alone."""
     none, zero = np.empty(0, np.int64), np.zeros(1, np.int64)
-    host = HostIndex(none, zero, zero, none, (), row_slots=none, first_new_page=none)
+    host = AttentionMetadata(none, zero, zero, none, (), row_slots=none, first_new_page=none)
     batch = InputBatch((), _columns(()), none, none, none, none, host, page_size)
     return batch.padded(num_rows)
 

@@ -173,12 +173,12 @@ def _bad_words(spec: SampleSpec) -> tuple[list[int], list[tuple[int, int]]]:
     """Tokens that would complete a bad word; and (token, the unknown last token that is needed)."""
     output = spec.token_ids[spec.num_prompt :]
     banned, conditional = [], []
-    assert spec.num_unknown <= 1, "more than one step is in flight"
+    assert spec.num_placeholders <= 1, "more than one step is in flight"
     for *before, last in spec.bad_words_ids:
-        known = before[: len(before) - spec.num_unknown]
+        known = before[: len(before) - spec.num_placeholders]
         if len(before) > spec.num_drawn or output[len(output) - len(known) :].tolist() != known:
             continue
-        if before and spec.num_unknown:
+        if before and spec.num_placeholders:
             conditional.append((last, before[-1]))
         else:
             banned.append(last)

@@ -68,7 +68,7 @@ class SamplePlan:
     def awaits_tokens(self) -> bool:
         """Whether a mask depends on a token that the step in flight draws."""
         return self.has_grammar and any(
-            draw.spec.num_unknown and draw.spec.matcher is not None for draw in self.draws
+            draw.spec.num_placeholders and draw.spec.matcher is not None for draw in self.draws
         )
 
 
@@ -201,10 +201,10 @@ def begin_device_masks(
 ) -> StepMasks:
     """The masks of the device draws. previous: the outputs of the step before, where a draw follows
     a token of that."""
-    unknown: dict[int, int] = {}
+    last_tokens: dict[int, int] = {}
     for at, draw in enumerate(plan.draws):
-        if draw.spec.num_unknown and previous is not None:
+        if draw.spec.num_placeholders and previous is not None:
             output = previous[draw.request.future_index]
             if output is not None and output.error is None:
-                unknown[at] = output.token_id
-    return StepMasks([draw.spec for draw in plan.draws], vocab_size, unknown)
+                last_tokens[at] = output.token_id
+    return StepMasks([draw.spec for draw in plan.draws], vocab_size, last_tokens)

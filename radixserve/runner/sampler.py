@@ -35,7 +35,7 @@ DRAWN_AT_ONCE = 1 << 19  # logits on the CPU: what is made of them stays in its 
 BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
 BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
 
-Draw = Callable[[Tensor, Sequence[SampleSpec], GrammarMasks | None], list[SampleOutput]]
+SampleFunction = Callable[[Tensor, Sequence[SampleSpec], GrammarMasks | None], list[SampleOutput]]
 
 _TAKES_BEST, _BANNED_IDS = attrgetter("params.takes_best"), attrgetter("banned_ids")
 _NUM_CANDIDATES, _MATCHER = attrgetter("num_candidates"), attrgetter("matcher")
@@ -44,7 +44,7 @@ _NUM_CANDIDATES, _MATCHER = attrgetter("num_candidates"), attrgetter("matcher")
 def sample(
     logits: Tensor, specs: Sequence[SampleSpec], begun: StepMasks | None = None
 ) -> list[SampleOutput]:
-    """Draw one token a row, or list the best ones where they are asked for (of a beam).
+    """SampleFunction one token a row, or list the best ones where they are asked for (of a beam).
 
     logits [S, V] float32, row r for specs[r]; left unchanged. Order: what logit_changes.py does,
     temperature, min_p, top_k, top_p, draw. Log-probabilities are those of `logits` themselves. A
@@ -69,9 +69,9 @@ def _sample(
 ) -> list[SampleOutput]:
     """Beams, rows for the compiled code, and others: each kind in a pass of its own."""
     is_native = logits.is_cpu and is_loaded()
-    kinds: dict[Draw, list[int]] = {}
+    kinds: dict[SampleFunction, list[int]] = {}
     for row, spec in enumerate(specs):
-        draw: Draw = best_candidates if spec.num_candidates else _draw_in_parts
+        draw: SampleFunction = best_candidates if spec.num_candidates else _draw_in_parts
         if is_native and draws_plainly(spec):
             draw = draw_plainly
         kinds.setdefault(draw, []).append(row)

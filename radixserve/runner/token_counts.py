@@ -42,19 +42,19 @@ class TokenCounts:
             for row in requests:
                 if not row.first_new_page:
                     self._counted.pop(row.req_pool_idx, None)
-        stale, prompts, drawn, unknown = [], [], [], []
+        stale, prompts, drawn, future = [], [], [], []
         for draw in penalized:
             slot, spec = draw.request.req_pool_idx, draw.spec
-            known = draw.request.request_id, len(spec.token_ids) + spec.num_unknown
+            known = draw.request.request_id, len(spec.token_ids) + spec.num_placeholders
             if self._counted.get(slot) != known:
                 first = slot * self._vocab_size
                 ids = spec.token_ids.astype(np.int64) + first
                 stale.append(slot)
                 prompts.append(ids[: spec.num_prompt])
                 drawn.append(ids[spec.num_prompt :])
-                if spec.num_unknown:
-                    assert spec.num_unknown == 1, "more than one step is in flight"
-                    unknown.append((first, draw.request.future_index))
+                if spec.num_placeholders:
+                    assert spec.num_placeholders == 1, "more than one step is in flight"
+                    future.append((first, draw.request.future_index))
             self._counted[slot] = known[0], known[1] + 1
         if not stale:
             return {}
@@ -63,8 +63,8 @@ class TokenCounts:
             "prompt_places": np.concatenate(prompts),
             "drawn_places": np.concatenate(drawn),
         }
-        if unknown:
-            arrays["unknown_first"], arrays["unknown_outputs"] = np.array(unknown, np.int64).T
+        if future:
+            arrays["future_first"], arrays["future_outputs"] = np.array(future, np.int64).T
         return arrays
 
     def apply(self, logits: Tensor, tensors: dict[str, Tensor], previous: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ class TokenCounts:
         self._num_drawn.index_fill_(0, tensors["stale_slots"], 0)
         self._in_prompt.view(-1).index_fill_(0, tensors["prompt_places"], True)
         self._add(tensors["drawn_places"])
-        if "unknown_first" in tensors:
-            drawn = previous.index_select(0, tensors["unknown_outputs"])
-            self._add(tensors["unknown_first"] + drawn)
+        if "future_first" in tensors:
+            drawn = previous.index_select(0, tensors["future_outputs"])
+            self._add(tensors["future_first"] + drawn)
 
     def _add(self, places: Tensor) -> None:
         ones = torch.ones_like(places, dtype=torch.int32)

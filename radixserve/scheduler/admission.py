@@ -37,10 +37,10 @@ class Admission:
         self._max_running_requests = max_running_requests
         self._clock = clock
 
-    def admit(self, plan: BatchBuilder) -> None:
+    def admit(self, batch: BatchBuilder) -> None:
         """Start waiting requests in order, looking past those that cannot start now."""
         waiting, budget = self._waiting, self._page_budget
-        if plan.is_out_of_pages or not waiting or not self.has_slots(plan):
+        if batch.is_out_of_pages or not waiting or not self.has_slots(batch):
             return
         waiting.refresh()
         outstanding = budget.num_outstanding()
@@ -52,20 +52,20 @@ class Admission:
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.note_waits(state)
                 continue
-            if budget.fits(state, spare) and self._start(state, plan):
+            if budget.fits(state, spare) and self._start(state, batch):
                 sharing.add(state)
-                if not self.has_slots(plan):
+                if not self.has_slots(batch):
                     return
                 outstanding += budget.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
             if self._running and waiting.least_need > spare:
                 return  # no later candidate fits either
 
-    def has_slots(self, plan: BatchBuilder) -> bool:
-        num_running = len(self._running) - plan.num_ending
-        return plan.budget > 0 and num_running < self._max_running_requests
+    def has_slots(self, batch: BatchBuilder) -> bool:
+        num_running = len(self._running) - batch.num_ending
+        return batch.budget > 0 and num_running < self._max_running_requests
 
-    def _start(self, state: RequestState, plan: BatchBuilder) -> bool:
+    def _start(self, state: RequestState, batch: BatchBuilder) -> bool:
         """Lock its cached prefix, plan its first chunk; False and no change if pages are short."""
         namespace, prefix = state.request.params.namespace, state.match_tokens()
         lookup = self._cache.lookup(prefix, namespace)
@@ -76,7 +76,7 @@ class Admission:
         copied = self._shared.copy_into(sequence, prefix)
         if state.lookup is None:
             state.cached_on_arrival += copied
-        wanted = min(plan.budget, len(state.tokens) - sequence.cached_len)
+        wanted = min(batch.budget, len(state.tokens) - sequence.cached_len)
         state.sequence = sequence
         count = max(1, self._page_budget.num_fitting(state, wanted))
         try:
@@ -92,7 +92,7 @@ class Admission:
         if state.search is not None:
             leader = state.search.leader
             leader.num_reused = min(leader.num_reused, state.num_reused)
-        plan.add(state, count, is_decode=False)
+        batch.add(state, count, is_decode=False)
         return True
 
     def is_short(self, spare: int) -> bool:

@@ -6,11 +6,17 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
-from radixserve.schedule import UNKNOWN, SampleSpec, ScheduledRequest, SchedulerOutput, new_tuple
+from radixserve.schedule import (
+    PLACEHOLDER,
+    SampleSpec,
+    ScheduledRequest,
+    SchedulerOutput,
+    new_tuple,
+)
 from radixserve.scheduler.request_state import RequestState
 
-_UNKNOWN_TOKEN: IntArray = np.array([UNKNOWN], np.int32)
-_NO_STATE = ScheduledRequest("", _UNKNOWN_TOKEN, 0, _UNKNOWN_TOKEN, None)[10:]
+_PLACEHOLDER_TOKEN: IntArray = np.array([PLACEHOLDER], np.int32)
+_NO_STATE = ScheduledRequest("", _PLACEHOLDER_TOKEN, 0, _PLACEHOLDER_TOKEN, None)[10:]
 
 
 class BatchBuilder:
@@ -80,7 +86,9 @@ class BatchBuilder:
         ]
         self._state_copies = cache.take_state_copies()
 
-    def add_unknown(self, state: RequestState, sequence: CacheSequence, future_index: int) -> None:
+    def add_placeholder(
+        self, state: RequestState, sequence: CacheSequence, future_index: int
+    ) -> None:
         """Compute the token that output `future_index` of the step in flight draws, the last one of
         the state's sequence."""
         self._num_decode += 1
@@ -88,15 +96,15 @@ class BatchBuilder:
         pages, first_new = sequence.take_page_table_delta()
         spec = state.greedy_only_spec or self._make_spec(state, sequence, 1)
         values = (
-            state.request_id, _UNKNOWN_TOKEN, sequence.length - 1, pages, spec, None, 0,
+            state.request_id, _PLACEHOLDER_TOKEN, sequence.length - 1, pages, spec, None, 0,
             future_index, first_new, state.req_pool_idx,
         )  # fmt: skip
         self._rows.append(new_tuple(ScheduledRequest, values + _NO_STATE))
 
     def _make_spec(
-        self, state: RequestState, sequence: CacheSequence, num_unknown: int
+        self, state: RequestState, sequence: CacheSequence, num_placeholders: int
     ) -> SampleSpec:
-        spec = _sample_spec(state, num_unknown)
+        spec = _sample_spec(state, num_placeholders)
         if spec.on_host:
             self.on_host.append((state, sequence))
         return spec
@@ -122,12 +130,12 @@ def _targets(state: RequestState, start: int, end: int) -> IntArray | None:
     return wanted if len(wanted) else None
 
 
-def _sample_spec(state: RequestState, num_unknown: int = 0) -> SampleSpec:
+def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
     """The sampler's input; kept in `greedy_only_spec` for a greedy request from min_tokens on.
-    `num_unknown` tokens are drawn by the step in flight."""
+    `num_placeholders` tokens are drawn by the step in flight."""
     request = state.request
     banned: tuple[int, ...] = ()
-    min_tokens_pending = state.num_output + num_unknown < request.params.min_tokens
+    min_tokens_pending = state.num_output + num_placeholders < request.params.min_tokens
     if min_tokens_pending:
         banned = tuple(sorted(request.end_ids))
     if request.grammar is not None and state.matcher is None:
@@ -141,7 +149,7 @@ def _sample_spec(state: RequestState, num_unknown: int = 0) -> SampleSpec:
         token_ids=state.tokens.view(),
         banned_ids=banned,
         num_candidates=request.num_candidates,
-        num_unknown=0 if is_greedy_only else num_unknown,
+        num_placeholders=0 if is_greedy_only else num_placeholders,
         bad_words_ids=request.bad_words_ids,
         matcher=state.matcher,
     )

@@ -16,10 +16,10 @@ class InFlightStep:
 
     __slots__ = ("_on_host", "rows", "schedule")
 
-    def __init__(self, schedule: SchedulerOutput, plan: BatchBuilder) -> None:
+    def __init__(self, schedule: SchedulerOutput, batch: BatchBuilder) -> None:
         self.schedule = schedule
-        self.rows = plan.states  # each row's request and its sequence at that time
-        self._on_host = plan.on_host  # those that draw on the host
+        self.rows = batch.states  # each row's request and its sequence at that time
+        self._on_host = batch.on_host  # those that draw on the host
 
     def active_rows(self) -> Iterator[RequestState]:
         """Requests whose sequence is still that of the row; ending one may end others."""
@@ -44,7 +44,7 @@ class InFlightStep:
 
 
 def plan_ahead(
-    step: InFlightStep, plan: BatchBuilder, running: RunningRequests, cache: PrefixCache
+    step: InFlightStep, batch: BatchBuilder, running: RunningRequests, cache: PrefixCache
 ) -> bool:
     """Schedule the running requests assuming that `step` ends only those that reach their length
     limit: decodes, then prefill chunks, by priority.
@@ -70,7 +70,7 @@ def plan_ahead(
             num_pages += length % size == 0
             decodes.append((state.priority_key, state, sequence, left))
     decodes.sort()  # keys differ: requests are never compared
-    chunks, budget = [], plan.budget
+    chunks, budget = [], batch.budget
     for _, state, sequence, left in sorted(prefills):
         if count := min(budget, left):
             length = sequence.length
@@ -81,19 +81,24 @@ def plan_ahead(
         return False
     for _, state, sequence, left in decodes:
         if left:
-            _extend(plan, state, sequence, 1, is_decode=True)
+            _extend(batch, state, sequence, 1, is_decode=True)
         else:  # the step in flight draws its next token
             sequence.append_placeholders(1)
-            plan.add_unknown(state, sequence, future_indices[state])
+            batch.add_placeholder(state, sequence, future_indices[state])
     for state, sequence, count in chunks:
-        _extend(plan, state, sequence, count, is_decode=False)
+        _extend(batch, state, sequence, count, is_decode=False)
     return True
 
 
 def _extend(
-    plan: BatchBuilder, state: RequestState, sequence: CacheSequence, count: int, *, is_decode: bool
+    batch: BatchBuilder,
+    state: RequestState,
+    sequence: CacheSequence,
+    count: int,
+    *,
+    is_decode: bool,
 ) -> None:
     """Compute the next `count` tokens of `state`, which are known."""
     at = sequence.length
     sequence.extend(state.tokens.view(at, at + count))
-    plan.add(state, count, is_decode=is_decode)
+    batch.add(state, count, is_decode=is_decode)

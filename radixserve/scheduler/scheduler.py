@@ -157,46 +157,46 @@ class Scheduler:
         if self._in_flight:
             return self._schedule_ahead()
         self._hints.expire()
-        plan = self._plan()
-        if self._beams.parked and self._admission.has_slots(plan):
+        batch = self._new_batch()
+        if self._beams.parked and self._admission.has_slots(batch):
             self._beams.unpark_out_of_turn()
-            plan = self._plan() if plan.is_empty else plan
-            self._admission.admit(plan)
-        while plan.is_empty and self._beams.parked:  # they hold pages that the others need
+            batch = self._new_batch() if batch.is_empty else batch
+            self._admission.admit(batch)
+        while batch.is_empty and self._beams.parked:  # they hold pages that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda s: s.priority_key))
-            plan = self._plan()
-        while plan.is_empty and self._requests and self._make_way():
-            plan = self._plan()
-        if plan.is_empty:
+            batch = self._new_batch()
+        while batch.is_empty and self._requests and self._make_way():
+            batch = self._new_batch()
+        if batch.is_empty:
             assert not self._requests, "requests are left but none can continue"
             return None
-        return self._dispatch(plan)
+        return self._dispatch(batch)
 
     def _schedule_ahead(self) -> SchedulerOutput | None:
         assert len(self._in_flight) == 1, "two steps are in flight"
-        plan = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
-        plan.num_ending = self._running.free_ending_slots()
-        if not plan_ahead(self._in_flight[0], plan, self._running, self._cache):
+        batch = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
+        batch.num_ending = self._running.free_ending_slots()
+        if not plan_ahead(self._in_flight[0], batch, self._running, self._cache):
             return None
-        self._admission.admit(plan)
-        if plan.is_empty:
+        self._admission.admit(batch)
+        if batch.is_empty:
             return None
         self.counts.steps_ahead += 1
-        return self._dispatch(plan)
+        return self._dispatch(batch)
 
-    def _dispatch(self, plan: BatchBuilder) -> SchedulerOutput:
+    def _dispatch(self, batch: BatchBuilder) -> SchedulerOutput:
         if self._cache.num_states:
-            plan.add_states(self._cache)
-        schedule = plan.build()
+            batch.add_states(self._cache)
+        schedule = batch.build()
         self.counts.steps += 1
-        self._in_flight.append(InFlightStep(schedule, plan))
+        self._in_flight.append(InFlightStep(schedule, batch))
         return schedule
 
-    def _plan(self) -> BatchBuilder:
-        plan = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
-        self._plan_running(plan)
-        self._admission.admit(plan)
-        return plan
+    def _new_batch(self) -> BatchBuilder:
+        batch = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
+        self._plan_running(batch)
+        self._admission.admit(batch)
+        return batch
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
         """The step was computed: publish its tokens, append drawn tokens, end finished requests.
@@ -280,13 +280,13 @@ class Scheduler:
         if state.times.first_token is None:
             state.times.first_token = self._clock()
         finish = None if reason is None else self._close(state, reason)
-        if (sequence := state.sequence) is not None and sequence.num_unknown:
+        if (sequence := state.sequence) is not None and sequence.num_placeholders:
             sequence.fill_one(drawn.token_id)  # its row in flight computes it already
         return state.output(drawn, finish)
 
     # -- running requests ---------------------------------------------------------------------
 
-    def _plan_running(self, plan: BatchBuilder) -> None:
+    def _plan_running(self, batch: BatchBuilder) -> None:
         """Decodes first, then prefill chunks, each by priority and arrival.
 
         A request without pages preempts unplanned ones of lower priority, else skips the step. The
@@ -297,13 +297,13 @@ class Scheduler:
         for is_prefill, _, state in states:
             if state.sequence is None:  # preempted for one before it
                 continue
-            wanted = min(plan.budget, len(state.tokens) - state.committed) if is_prefill else 1
+            wanted = min(batch.budget, len(state.tokens) - state.committed) if is_prefill else 1
             if wanted:
-                count = self._allocate(state, wanted, plan)
+                count = self._allocate(state, wanted, batch)
                 if count:
-                    plan.add(state, count, is_decode=not is_prefill)
+                    batch.add(state, count, is_decode=not is_prefill)
 
-    def _allocate(self, state: RequestState, wanted: int, plan: BatchBuilder) -> int:
+    def _allocate(self, state: RequestState, wanted: int, batch: BatchBuilder) -> int:
         """Allocate up to `wanted` tokens, preempting if none fits; returns how many."""
         sequence = state.sequence
         assert sequence is not None
@@ -314,12 +314,12 @@ class Scheduler:
                 sequence.extend(state.tokens.view(start, start + count))
                 return count
             except OutOfPages:
-                plan.is_out_of_pages = True
+                batch.is_out_of_pages = True
                 parked = self._beams.victim(state) if self._beams.parked else None
                 if parked is not None:
                     self._preempt_parked(parked)
                     continue
-                victim = self._running.lowest_below(state, plan.has)
+                victim = self._running.lowest_below(state, batch.has)
                 if victim is None:
                     return 0
                 self._preempt(victim)

@@ -14,12 +14,12 @@ from radixserve.server import (
     cache_routes,
     chat,
     completions,
+    dashboard_routes,
     generate,
     health,
     hints,
     metrics,
     models,
-    page_routes,
     scores,
     sessions,
 )
@@ -42,7 +42,7 @@ def make_app(server: Server) -> FastAPI:
     app.state.comparison = Comparison()
     for subject in (health, models, completions, chat, generate, scores, metrics):
         app.include_router(subject.router)
-    for subject in (anthropic_messages, responses, cache_routes, hints, sessions, page_routes):
+    for subject in (anthropic_messages, responses, cache_routes, hints, sessions, dashboard_routes):
         app.include_router(subject.router)
     kinds = (ApiError, RadixServeError, RequestValidationError, HTTPException, RecursionError)
     for kind in (*kinds, Exception):

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixserve.server.anthropic_messages.errors import error_response as anthropic_error
 from radixserve.server.anthropic_messages.errors import is_anthropic
+from radixserve.server.dashboard_routes import PATHS as PAGE
 from radixserve.server.errors import ApiError
 from radixserve.server.health import PATHS as HEALTH
-from radixserve.server.page_routes import PATHS as PAGE
 from radixserve.server.request_log import log_request
 from radixserve.server.state import Server
 

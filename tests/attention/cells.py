@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch, HostIndex
+from radixserve.attention.base import AttentionBackend, AttentionMetadata, ForwardBatch
 from radixserve.attention.cuda.plan import LaunchPlan, PagedPlan, page_ids
 from radixserve.schedule import ScheduledRequest
 from radixserve_kernels.cpu_attention import BEGINS, CAUSAL, ENDS, Jobs
@@ -72,7 +72,7 @@ def check_reads(backend: AttentionBackend, batch: ForwardBatch, expected: Sequen
     torch.testing.assert_close(found.double(), heads, atol=1e-5, rtol=1e-5)
 
 
-def cells_of_paged(plan: PagedPlan, host: HostIndex, kernel_page_size: int) -> list[Cells]:
+def cells_of_paged(plan: PagedPlan, host: AttentionMetadata, kernel_page_size: int) -> list[Cells]:
     """Of each token that the plan's own parts have, in the batch's order: what it shares last.
 
     Cells are counted in tokens, so that they are the same however pages are read.
@@ -91,7 +91,7 @@ def cells_of_paged(plan: PagedPlan, host: HostIndex, kernel_page_size: int) -> l
 
 
 def _read_paged(
-    part: LaunchPlan, host: HostIndex, kernel_page_size: int
+    part: LaunchPlan, host: AttentionMetadata, kernel_page_size: int
 ) -> list[tuple[int, Cells]]:
     """Place of each query and what it sees in the part, whose laws are checked on the way."""
     pages = page_ids(part, host)

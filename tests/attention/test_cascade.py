@@ -12,7 +12,7 @@ import torch
 
 from radixserve.attention import cpu as cpu_backend
 from radixserve.attention import reference
-from radixserve.attention.base import ForwardBatch, HostIndex
+from radixserve.attention.base import AttentionMetadata, ForwardBatch
 from radixserve.attention.cpu import plan_step
 from radixserve.attention.cuda.cascade import CascadeCost, NodeFinder, covered_pages, find_shared
 from radixserve.attention.reference import ReferenceBackend
@@ -261,10 +261,12 @@ def test_rows_of_the_real_cache(page_size: int, monkeypatch: pytest.MonkeyPatch)
     assert levels >= 2
 
 
-def step_of_rows(pages: list[list[int]], slots: list[int], first_new: list[int]) -> HostIndex:
+def step_of_rows(
+    pages: list[list[int]], slots: list[int], first_new: list[int]
+) -> AttentionMetadata:
     """Rows of one token on pages of one, the last of which are new."""
     lens = np.array([len(ids) for ids in pages])
-    return HostIndex(
+    return AttentionMetadata(
         lens - 1,
         np.arange(len(pages) + 1),
         np.concatenate(([0], np.cumsum(lens))),
@@ -275,7 +277,7 @@ def step_of_rows(pages: list[list[int]], slots: list[int], first_new: list[int])
     )
 
 
-def nodes_of(finder: NodeFinder, host: HostIndex) -> list[tuple[list[int], int, int]]:
+def nodes_of(finder: NodeFinder, host: AttentionMetadata) -> list[tuple[list[int], int, int]]:
     return [(node.rows.tolist(), node.first, node.end) for node in finder.find(host)]
 
 

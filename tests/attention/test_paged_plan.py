@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from radixserve.attention.base import HostIndex
+from radixserve.attention.base import AttentionMetadata
 from radixserve.attention.cuda.cascade import (
     MAX_LEVELS,
     CascadeCost,
@@ -39,13 +39,13 @@ FREE = CascadeCost(1, 0)
 
 
 def find_nodes(
-    host: HostIndex, page_size: int, cost: CascadeCost, max_levels: int = MAX_LEVELS
+    host: AttentionMetadata, page_size: int, cost: CascadeCost, max_levels: int = MAX_LEVELS
 ) -> list[SharedNode]:
     return NodeFinder(page_size, cost).find(host, max_levels)
 
 
 def graph_plan(
-    host: HostIndex,
+    host: AttentionMetadata,
     page_size: int,
     nodes: list[SharedNode],
     kernel_page_size: int,
@@ -55,7 +55,7 @@ def graph_plan(
     return plan_graph(host, page_size, level, kernel_page_size, shape)
 
 
-def host_of(rows: list[ScheduledRequest], page_size: int) -> HostIndex:
+def host_of(rows: list[ScheduledRequest], page_size: int) -> AttentionMetadata:
     return build_forward_batch(rows, page_size, CPU).host
 
 

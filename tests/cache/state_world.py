@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from radixserve.cache import Lookup, RadixCache
-from radixserve.cache.radix.checkpoints import Checkpoints
 from radixserve.cache.radix.node import path
+from radixserve.cache.radix.state_checkpoints import StateCheckpoints
 from radixserve.errors import InvalidRequest, OutOfPages
 from tests.cache.hash_world import LateWorld
 from tests.cache.world import Prefix, World
@@ -37,9 +37,9 @@ class StateWorld(World):
         )
 
     @property
-    def checkpoints(self) -> Checkpoints:
+    def checkpoints(self) -> StateCheckpoints:
         found = self.cache._checkpoints  # type: ignore[attr-defined]
-        assert isinstance(found, Checkpoints)
+        assert isinstance(found, StateCheckpoints)
         return found
 
     def acquire(self, tokens: Prefix, namespace: str = "", **options: Any) -> None:

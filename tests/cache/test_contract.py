@@ -130,7 +130,7 @@ class TestReuse:
             seq.append_placeholders(1)
             with pytest.raises(InvalidRequest, match=r"must be >= 0.*, got -1"):
                 seq.fill([-1])
-            assert (seq.length, seq.num_unknown) == (1, 1)
+            assert (seq.length, seq.num_placeholders) == (1, 1)
         cache.check()
 
     def test_views_are_read_only(self, kind: Kind) -> None:

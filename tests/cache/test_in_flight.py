@@ -24,12 +24,12 @@ class TestUnknownTokens:
         seq = cache.acquire([1, 2, 3])
         seq.extend([1, 2, 3])
         seq.append_placeholders(2)
-        assert (seq.length, seq.num_unknown, len(seq.pages)) == (5, 2, 2)
+        assert (seq.length, seq.num_placeholders, len(seq.pages)) == (5, 2, 2)
         assert seq.tokens.tolist() == [1, 2, 3, -1, -1]
         seq.commit(3)
         cache.check()
         seq.fill([7])
-        assert (seq.num_unknown, seq.tokens.tolist()) == (1, [1, 2, 3, 7, -1])
+        assert (seq.num_placeholders, seq.tokens.tolist()) == (1, [1, 2, 3, 7, -1])
         seq.commit(4)
         seq.fill([8])
         seq.commit(5)
@@ -44,7 +44,7 @@ class TestUnknownTokens:
         seq.append_placeholders(1)
         with pytest.raises(InvalidRequest, match=r"between 0 .* and 1, got 2"):
             seq.commit(2)
-        with pytest.raises(InvalidRequest, match="unknown: fill them"):
+        with pytest.raises(InvalidRequest, match="placeholders at the end: fill them"):
             seq.extend([5])
         with pytest.raises(InvalidRequest, match="up to 1 tokens"):
             seq.fill([5, 6])
@@ -62,9 +62,9 @@ class TestUnknownTokens:
         seq = cache.acquire([1])
         seq.extend([1, 2])
         seq.append_placeholders(3)
-        assert (seq.length, seq.num_unknown, len(seq.pages)) == (5, 3, 3)
+        assert (seq.length, seq.num_placeholders, len(seq.pages)) == (5, 3, 3)
         assert seq.tokens.tolist() == [1, 2, -1, -1, -1]
-        with pytest.raises(InvalidRequest, match="unknown: fill them"):
+        with pytest.raises(InvalidRequest, match="placeholders at the end: fill them"):
             seq.extend([5])
         seq.fill([7, 8, 9])
         seq.commit(5)
@@ -74,7 +74,7 @@ class TestUnknownTokens:
                 seq.append_placeholders(bad)
         with pytest.raises(OutOfPages):
             seq.append_placeholders(11)
-        assert (seq.length, seq.num_unknown) == (6, 0)
+        assert (seq.length, seq.num_placeholders) == (6, 0)
         seq.append_placeholders(10)
         cache.check()
         seq.release()
@@ -87,7 +87,7 @@ class TestUnknownTokens:
         seq.append_placeholders(2)
         with pytest.raises(OutOfPages):
             seq.append_placeholders(1)
-        assert (seq.length, seq.num_unknown) == (3, 2)
+        assert (seq.length, seq.num_placeholders) == (3, 2)
         cache.check()
         seq.fill([4, 5])
         seq.commit(3)
@@ -100,9 +100,9 @@ class TestUnknownTokens:
         seq.extend([1, 2, 3])
         seq.append_placeholders(17)
         seq.truncate(5)
-        assert seq.num_unknown == 2
+        assert seq.num_placeholders == 2
         seq.truncate(2)
-        assert seq.num_unknown == 0
+        assert seq.num_placeholders == 0
         seq.commit(2)
         seq.extend([9])
         cache.check()
@@ -163,7 +163,7 @@ class FlightWorld(World):
     def launch(self, seq: Any, count: int, *, is_known: bool) -> None:
         start = seq.length
         try:
-            if is_known and not seq.num_unknown:
+            if is_known and not seq.num_placeholders:
                 seq.extend([self.now_token() for _ in range(count)])
             else:
                 seq.append_placeholders(count)
@@ -190,7 +190,7 @@ class FlightWorld(World):
         for source, target, count in flight.cow_copies:
             for slot in range(count):
                 self.cells[target, slot] = self.cells[source, slot]
-        known = seq.length - seq.num_unknown
+        known = seq.length - seq.num_placeholders
         if not seq.is_released and known < flight.end:  # the row before has told its token
             seq.fill([self.now_token() for _ in range(flight.end - known)])
         tokens = tuple(seq.tokens.tolist())

@@ -353,6 +353,6 @@ def random_tokens(world: World, rng: random.Random, max_len: int) -> Prefix:
     head: Prefix = ()
     if world.open and rng.random() < 0.7:
         seq = rng.choice(world.open)
-        other = tuple(seq.tokens[: seq.length - seq.num_unknown].tolist())
+        other = tuple(seq.tokens[: seq.length - seq.num_placeholders].tolist())
         head = other[: rng.randint(0, len(other))]
     return head + tuple(rng.randrange(2) for _ in range(rng.randrange(max_len)))

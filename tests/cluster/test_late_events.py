@@ -13,7 +13,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.cache.events import Event, Stored
 from radixserve.cluster.replica import EngineReplica, Report
-from radixserve.cluster.routing import ByTree
+from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.engine.messages import Message, TakeEvents
 from radixserve.output import EngineStatus
 from radixserve.request import Request
@@ -33,7 +33,7 @@ def report(*events: Event, first: int = 0, settled: tuple[str, ...] = ()) -> Rep
 
 
 def test_a_reservation_stands_until_its_replica_says_that_the_events_are_there() -> None:
-    router = ByTree()
+    router = TreeReplicaRouter()
     for name in ("a", "b"):
         router.add(name)
         router.update(name, Report([], [], STATUS, [EventSnapshot(1, 0, [])]))

@@ -14,7 +14,7 @@ import pytest
 from radixserve import EngineConfig, Runtime, SamplingParams
 from radixserve.cache import EventBatch
 from radixserve.cluster.replica import EngineReplica, Report
-from radixserve.cluster.routing import ByTree
+from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
 from radixserve.engine.messages import Message
@@ -112,7 +112,7 @@ def runtime(links: list[Link]) -> Iterator[ClusterRuntime]:
 
 @contextlib.contextmanager
 def cluster(links: list[Link], silence_s: float = PATIENCE_S) -> Iterator[ClusterRuntime]:
-    worker = ClusterWorker(ByTree(), silence_s=silence_s)
+    worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s)
     worker.set_replicas(links)
     with ClusterRuntime(worker, EngineConfig(**SETTINGS), lambda: None) as runtime:
         wait_for_both(runtime)
@@ -291,7 +291,7 @@ class SilentLink(Link):
 
 def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
     links = [SilentLink(name) for name in "abcd"]
-    worker = ClusterWorker(ByTree(), silence_s=2 * PATIENCE_S)
+    worker = ClusterWorker(TreeReplicaRouter(), silence_s=2 * PATIENCE_S)
     try:
         worker.set_replicas(links)
         wait_until(lambda: worker.status().stats.get("pages_total") == len(links))

@@ -21,7 +21,7 @@ from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.schedule import (
-    UNKNOWN,
+    PLACEHOLDER,
     Candidates,
     ModelRunnerOutput,
     SampleOutput,
@@ -60,7 +60,7 @@ class ChainRunner:
         drawn = []
         for row in schedule.rows:
             last = int(row.token_ids[-1]) if row.future_index < 0 else self.drawn[row.future_index]
-            assert last != UNKNOWN
+            assert last != PLACEHOLDER
             drawn.append((last * 31 + row.end) % VOCAB)
         self.drawn = drawn
         rows = zip(schedule.rows, drawn, strict=True)

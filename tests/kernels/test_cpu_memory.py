@@ -15,11 +15,11 @@ from radixserve.api.runtime import DEMO
 from radixserve.attention.cpu import CpuBackend
 from radixserve.models.cpu_decoder import load_cpu_decoder
 from radixserve.models.source import find_model
+from radixserve_kernels.attention_metadata import AttentionMetadata
 from radixserve_kernels.cpu_attention import Plan
 from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import PackedWeight
-from radixserve_kernels.host_index import HostIndex
 from radixserve_kernels.quantized import quantize_int8
 from tests.attention.cases import Case, run
 from tests.pacing import PATIENCE_S
@@ -121,7 +121,7 @@ def test_a_request_that_is_too_large() -> None:
 
 def test_a_plan_that_could_not_be_replaced_is_empty() -> None:
     ends = np.array([0, 1])
-    rows = HostIndex(ends[:1], ends, ends, ends[1:], [np.zeros(1, np.int32)])
+    rows = AttentionMetadata(ends[:1], ends, ends, ends[1:], [np.zeros(1, np.int32)])
     plan, library = Plan(rows, 1, (4, 2, 8), None), cpu_library()
     too_many, heads = (ctypes.c_int64 * 7)(1 << 50, 1), (ctypes.c_int64 * 4)(4, 2, 8)
     with pytest.raises(MemoryError):

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from radixserve_kernels import cpu_ops
+from radixserve_kernels.attention_metadata import AttentionMetadata
 from radixserve_kernels.cpu_attention import Plan
 from radixserve_kernels.cpu_library import cpu_library
 from radixserve_kernels.cpu_ops import unsupported_reason
 from radixserve_kernels.cpu_weights import LARGE_PAGE, Arena, PackedWeight, fresh_memory, interleave
-from radixserve_kernels.host_index import HostIndex
 
 AT_EXIT = """
 import atexit
@@ -27,12 +27,12 @@ ended = []
 atexit.register(lambda: print("ended:", ended))
 import numpy as np, torch
 from radixserve_kernels import cpu_attention
-from radixserve_kernels.host_index import HostIndex
+from radixserve_kernels.attention_metadata import AttentionMetadata
 library = cpu_attention.cpu_library()
 for name in ("radixserve_delete_plan", "radixserve_delete_attention"):
     setattr(library, name, lambda *_, name=name: ended.append(name))
 one, ends = np.array([0]), np.array([0, 1])
-rows = HostIndex(one, ends, ends, ends[1:], [np.zeros(1, np.int32)])
+rows = AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)])
 plans = [cpu_attention.Plan(rows, 1, (1, 1, 8), None) for _ in range(2)]
 attention = cpu_attention.PagedAttention(torch.float32)
 plans.pop()
@@ -204,15 +204,15 @@ def test_a_plan_is_cut_for_the_threads_there_are(monkeypatch: pytest.MonkeyPatch
     library = cpu_library()
     monkeypatch.setattr(library, "radixserve_set_threads", told.append)
     one, ends = np.array([0]), np.array([0, 1])
-    Plan(HostIndex(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None)
+    Plan(AttentionMetadata(one, ends, ends, ends[1:], [np.zeros(1, np.int32)]), 1, (1, 1, 8), None)
     assert told == [torch.get_num_threads()]
 
 
 def test_a_plan_that_was_reset_is_that_of_the_new_rows() -> None:
-    def rows_of(*lengths: int) -> HostIndex:
+    def rows_of(*lengths: int) -> AttentionMetadata:
         ends, one_each = np.cumsum([0, *lengths]), np.arange(len(lengths) + 1)
         pages = np.arange(ends[-1], dtype=np.int32)
-        return HostIndex(np.array(lengths) - 1, one_each, ends, np.array(lengths), [pages])
+        return AttentionMetadata(np.array(lengths) - 1, one_each, ends, np.array(lengths), [pages])
 
     plan = Plan(rows_of(7), 1, (4, 2, 8), 24)
     for lengths in ((3, 9, 1), (200, 150), (1,)):

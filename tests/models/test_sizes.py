@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.attention.base import ForwardBatch, HostIndex
+from radixserve.attention.base import AttentionMetadata, ForwardBatch
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models import decoder
@@ -152,7 +152,7 @@ def meta_batch(num_tokens: int, num_sampled: int) -> ForwardBatch:
         positions=tokens,
         slot_mapping=tokens,
         logits_indices=tokens[:num_sampled],
-        host=HostIndex(empty, empty, empty, empty, [empty.astype(np.int32)]),
+        host=AttentionMetadata(empty, empty, empty, empty, [empty.astype(np.int32)]),
         page_size=16,
     )
 

@@ -276,15 +276,15 @@ class Penalized:
         self.params = PENALTIES[seed % len(PENALTIES)]
         self.is_new = True
 
-    def spec(self, num_unknown: int) -> SampleSpec:
-        drawn = self.drawn[: len(self.drawn) - num_unknown]
+    def spec(self, num_placeholders: int) -> SampleSpec:
+        drawn = self.drawn[: len(self.drawn) - num_placeholders]
         return SampleSpec(
             SamplingParams(**self.params),
             self.seed,
             len(self.prompt),
             np.array(self.prompt + drawn, np.int32),
             (),
-            num_unknown=num_unknown,
+            num_placeholders=num_placeholders,
             bad_words_ids=((3,), *((a, b) for a in range(6) for b in range(0, 6, 2)), (1, 5, 1)),
         )
 

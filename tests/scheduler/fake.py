@@ -200,7 +200,7 @@ class FakeRunner:
         given, tokens = row.sample.token_ids.tolist(), self.tokens[row.request_id]
         assert given == tokens[: len(given)]
         if not row.sample.params.is_greedy_only:
-            assert len(given) + row.sample.num_unknown == len(tokens)
+            assert len(given) + row.sample.num_placeholders == len(tokens)
             assert row.sample.num_drawn == len(tokens) - row.sample.num_prompt
         if row.sample.num_candidates:
             return self.candidates(hashes[row.end - 1], row)

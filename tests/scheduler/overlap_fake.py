@@ -16,7 +16,7 @@ import numpy as np
 
 from radixserve.output import RequestOutput
 from radixserve.schedule import (
-    UNKNOWN,
+    PLACEHOLDER,
     ModelRunnerOutput,
     SampleOutput,
     SampleSpec,
@@ -166,12 +166,12 @@ class DelayedRunner(FakeRunner):
             return None
         known = launched.tokens[row.request_id]
         if row.future_index < 0:
-            assert UNKNOWN not in row.token_ids.tolist()
+            assert PLACEHOLDER not in row.token_ids.tolist()
             return row
         assert before is not None
         assert before.schedule.step == launched.schedule.step - 1
         assert before.output is not None
-        assert row.token_ids.tolist() == [UNKNOWN]
+        assert row.token_ids.tolist() == [PLACEHOLDER]
         assert before.schedule.rows[row.future_index].request_id == row.request_id
         assert len(known) == row.start, "the host knows more or less than it thinks"
         source = before.output.outputs[row.future_index]

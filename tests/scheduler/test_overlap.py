@@ -70,7 +70,7 @@ class TestAhead:
                 if before is not None:
                     assert before.rows[row.future_index].request_id == row.request_id
                     assert row.sample is not None
-                    assert row.sample.num_unknown == 1
+                    assert row.sample.num_placeholders == 1
             before = schedule
         driver.drain()
 

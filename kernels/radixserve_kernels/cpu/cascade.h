@@ -9,8 +9,8 @@
 
 #include "attention_plan.h"
 
-// The record of a step's rows, see host_index.py; all arrays are borrowed until the step is over.
-struct HostIndex {
+// The record of a step's rows, see attention_metadata.py; all arrays are borrowed until the step is over.
+struct AttentionMetadata {
     int64_t num_rows, page_size;
     const int64_t *start;       // [R] position of each row's first new token
     const int64_t *qo_indptr;   // [R + 1] new tokens of each row
@@ -28,7 +28,7 @@ struct SharedNode {
 class SharedPages {
   public:
     // A node pays where (rows - 1) x tokens > rows x merge_tokens; it ends at a multiple of `boundary` tokens.
-    SharedPages(const HostIndex &step, int64_t merge_tokens, int64_t boundary)
+    SharedPages(const AttentionMetadata &step, int64_t merge_tokens, int64_t boundary)
         : step(step), merge_tokens(merge_tokens), unit(boundary / std::gcd(boundary, step.page_size)) {
         std::vector<int64_t> all(step.num_rows);
         for (int64_t r = 0; r < step.num_rows; r++) all[r] = r;
@@ -44,7 +44,7 @@ class SharedPages {
         std::vector<int64_t> rows;
         int64_t first, depth, level;  // first page that is not covered, first page that is not compared
     };
-    const HostIndex &step;
+    const AttentionMetadata &step;
     const int64_t merge_tokens, unit;  // unit: pages that a node's end is a multiple of
     std::vector<Visit> pending;
 
@@ -97,7 +97,7 @@ class SharedPages {
 class StepJobs {
   public:
     // boundary: 0 shares no pages, see SharedPages.
-    StepJobs(const HostIndex &step, int64_t boundary, int64_t merge_tokens) {
+    StepJobs(const AttentionMetadata &step, int64_t boundary, int64_t merge_tokens) {
         std::vector<int64_t> covered(step.num_rows, 0);
         query_indptr.push_back(0);
         if (boundary && step.num_rows > 1) {
@@ -138,7 +138,7 @@ class StepJobs {
   private:
     std::vector<int64_t> level_indptr, query_indptr, query_tokens, first_page, num_keys, flags, first_key, positions;
 
-    void add_tokens(const HostIndex &step, int64_t row) {
+    void add_tokens(const AttentionMetadata &step, int64_t row) {
         for (int64_t t = step.qo_indptr[row]; t < step.qo_indptr[row + 1]; t++) query_tokens.push_back(t);
     }
     void add_job(int64_t page, int64_t keys, int64_t position, int64_t flag) {

@@ -55,7 +55,7 @@ struct NativePlan {
     Heads heads;
     StepJobs step;
     Plan plan;
-    NativePlan(const HostIndex &rows, const Heads &heads, int64_t boundary, int64_t merge_tokens)
+    NativePlan(const AttentionMetadata &rows, const Heads &heads, int64_t boundary, int64_t merge_tokens)
         : heads(heads), step(rows, boundary, merge_tokens), plan(step.jobs, heads) {}
 };
 
@@ -125,11 +125,11 @@ int radixserve_experts(int is_bf16, const void *experts, const void *x, int64_t 
     }); });
 }
 
-void *radixserve_plan(const HostIndex *rows, const Heads *heads, int64_t boundary, int64_t merge_tokens) {
+void *radixserve_plan(const AttentionMetadata *rows, const Heads *heads, int64_t boundary, int64_t merge_tokens) {
     return make_or_null([&] { return new AnyPlan(std::in_place, *rows, *heads, boundary, merge_tokens); });
 }
 // Replaces a plan in place.
-int radixserve_reset_plan(void *plan, const HostIndex *rows, const Heads *heads, int64_t boundary,
+int radixserve_reset_plan(void *plan, const AttentionMetadata *rows, const Heads *heads, int64_t boundary,
                           int64_t merge_tokens) {
     return lacks_memory([&] { ((AnyPlan *)plan)->emplace(*rows, *heads, boundary, merge_tokens); });
 }

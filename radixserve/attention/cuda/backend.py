@@ -19,8 +19,8 @@ from torch import Tensor
 from radixserve.attention.base import (
     AttentionBackend,
     AttentionFeatures,
+    AttentionMetadata,
     ForwardBatch,
-    HostIndex,
 )
 from radixserve.attention.cuda.cascade import CascadeCost, NodeFinder
 from radixserve.attention.cuda.graph_plan import (
@@ -239,6 +239,6 @@ class GraphBackend(PlannedBackend):
 def _one_row(page_size: int, device: torch.device) -> ForwardBatch:
     """A row of one token on page 0, to make a graph's launches with."""
     one, bounds = np.ones(1, np.int64), np.arange(2)
-    host = HostIndex(np.zeros(1, np.int64), bounds, bounds, one, [np.zeros(1, np.int32)])
+    host = AttentionMetadata(np.zeros(1, np.int64), bounds, bounds, one, [np.zeros(1, np.int32)])
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     return ForwardBatch(zero, zero, zero, zero, host, page_size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from radixserve.attention.base import HostIndex, IndexArray
+from radixserve.attention.base import AttentionMetadata, IndexArray
 
 MAX_LEVELS = 4
 MAX_ENDS = 4_096  # that are remembered
@@ -78,11 +78,11 @@ class NodeFinder:
     def __init__(self, page_size: int, cost: CascadeCost | None) -> None:
         """`cost` None: nothing is shared."""
         self._page_size, self._cost = page_size, cost
-        self._last: tuple[HostIndex, int, list[SharedNode]] | None = None
+        self._last: tuple[AttentionMetadata, int, list[SharedNode]] | None = None
         self._judged: tuple[list[SharedNode], bool] = [], False  # by `pays_in_place`
         self._ends: dict[int, int] = {}  # of the last steps, see `find_shared`
 
-    def find(self, host: HostIndex, max_levels: int = MAX_LEVELS) -> list[SharedNode]:
+    def find(self, host: AttentionMetadata, max_levels: int = MAX_LEVELS) -> list[SharedNode]:
         """At most `max_levels` deep, parents first; looks at page ids only if some may pay."""
         cost = self._cost
         if cost is None or not max_levels:
@@ -103,7 +103,7 @@ class NodeFinder:
         self._last = host, max_levels, nodes
         return nodes
 
-    def pays_in_place(self, host: HostIndex) -> bool:
+    def pays_in_place(self, host: AttentionMetadata) -> bool:
         """Whether one level pays for rows that are not put in another order."""
         nodes = self.find(host, 1)
         if nodes is not self._judged[0]:
@@ -112,7 +112,7 @@ class NodeFinder:
         return self._judged[1]
 
 
-def has_only_grown(before: HostIndex, host: HostIndex) -> bool:
+def has_only_grown(before: AttentionMetadata, host: AttentionMetadata) -> bool:
     """Whether the rows are those of the step before with pages of their own appended at most: what
     they share is the same then."""
     slots, first_new = host.row_slots, host.first_new_page
@@ -125,7 +125,7 @@ def has_only_grown(before: HostIndex, host: HostIndex) -> bool:
 
 
 def find_shared(
-    host: HostIndex, page_size: int, pays: Pays, ends: dict[int, int] | None = None
+    host: AttentionMetadata, page_size: int, pays: Pays, ends: dict[int, int] | None = None
 ) -> list[SharedNode]:
     """The nodes that pay, parents before their children.
 
@@ -225,7 +225,7 @@ def _without(dropped: SharedNode, node: SharedNode) -> SharedNode:
     return replace(node, first=first, level=node.level - 1)
 
 
-def _by_page(host: HostIndex, rows: IndexArray, depth: int) -> list[IndexArray]:
+def _by_page(host: AttentionMetadata, rows: IndexArray, depth: int) -> list[IndexArray]:
     """Groups of two and more of `rows` (ascending) that have the same page at `depth`."""
     if len(rows) < 2:
         return []
@@ -241,7 +241,7 @@ def _by_page(host: HostIndex, rows: IndexArray, depth: int) -> list[IndexArray]:
 
 
 def _common_pages(
-    host: HostIndex, rows: IndexArray, depth: int, limit: int, ends: dict[int, int]
+    host: AttentionMetadata, rows: IndexArray, depth: int, limit: int, ends: dict[int, int]
 ) -> int:
     """Leading pages, at most `limit`, that all rows have in common; the one at `depth` is.
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
-from radixserve.attention.base import HostIndex, IndexArray
+from radixserve.attention.base import AttentionMetadata, IndexArray
 from radixserve.attention.cuda.cascade import SharedNode, count_runs, covered_pages, saved_pages
 from radixserve.attention.cuda.plan import (
     LaunchPlan,
@@ -49,7 +49,7 @@ class GraphLevel:
 
 
 def plan_level(
-    host: HostIndex,
+    host: AttentionMetadata,
     page_size: int,
     nodes: Sequence[SharedNode],
     kernel_page_size: int,
@@ -67,7 +67,11 @@ def plan_level(
 
 
 def plan_graph(
-    host: HostIndex, page_size: int, level: GraphLevel, kernel_page_size: int, shape: GraphShape
+    host: AttentionMetadata,
+    page_size: int,
+    level: GraphLevel,
+    kernel_page_size: int,
+    shape: GraphShape,
 ) -> PagedPlan:
     """The plan of at most shape.num_rows rows of one token, padded to `shape`; in place.
 

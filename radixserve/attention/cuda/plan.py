@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixserve.arrays import IntArray
-from radixserve.attention.base import HostIndex, IndexArray
+from radixserve.attention.base import AttentionMetadata, IndexArray
 from radixserve.attention.cuda.cascade import (
     SharedNode,
     covered_pages,
@@ -92,7 +92,7 @@ class PagedPlan:
 
 
 def plan_rows(
-    host: HostIndex, page_size: int, nodes: Sequence[SharedNode], kernel_page_size: int
+    host: AttentionMetadata, page_size: int, nodes: Sequence[SharedNode], kernel_page_size: int
 ) -> PagedPlan:
     """The plan of a step, for kernels that read pages of `kernel_page_size` tokens."""
     num_new = np.diff(host.qo_indptr)
@@ -143,7 +143,7 @@ def choose_kernel_page_size(page_size: int, wanted: int | None = None) -> int:
     return max(size for size in range(1, largest + 1) if page_size % size == 0)
 
 
-def page_ids(launch: LaunchPlan, host: HostIndex) -> IntArray:
+def page_ids(launch: LaunchPlan, host: AttentionMetadata) -> IntArray:
     """The launch's page ids, from the batch where it only names a range of them."""
     places = launch.kv_indices
     if isinstance(places, PageRanges):
@@ -163,7 +163,7 @@ def _row_order(nodes: Sequence[SharedNode], is_long: np.ndarray) -> tuple[IndexA
     return order, bool((order != in_place).any())
 
 
-def _token_order(host: HostIndex, rows: IndexArray, num_new: IndexArray) -> IndexArray:
+def _token_order(host: AttentionMetadata, rows: IndexArray, num_new: IndexArray) -> IndexArray:
     if int(num_new.max()) == 1:
         return host.qo_indptr[rows]
     count = num_new[rows]
@@ -175,7 +175,7 @@ def _token_order(host: HostIndex, rows: IndexArray, num_new: IndexArray) -> Inde
 
 
 def unique_launch(
-    host: HostIndex, rows: IndexArray, page_size: int, covered: IndexArray, first: int
+    host: AttentionMetadata, rows: IndexArray, page_size: int, covered: IndexArray, first: int
 ) -> LaunchPlan:
     """The `rows`' new tokens against the pages after each row's first `covered` [R] ones.
 
@@ -203,7 +203,7 @@ def unique_launch(
 
 
 def level_launch(
-    host: HostIndex, nodes: Sequence[SharedNode], page_size: int, order: IndexArray
+    host: AttentionMetadata, nodes: Sequence[SharedNode], page_size: int, order: IndexArray
 ) -> LaunchPlan:
     """The nodes, all of one level: one request a run of a node's rows in `order` [R].
 
@@ -238,7 +238,7 @@ def level_launch(
 
 
 def on_kernel_pages(
-    launch: LaunchPlan, host: HostIndex, page_size: int, kernel_page_size: int
+    launch: LaunchPlan, host: AttentionMetadata, page_size: int, kernel_page_size: int
 ) -> LaunchPlan:
     """The same on pages of `kernel_page_size` tokens, a divisor of `page_size`."""
     if kernel_page_size == page_size:

@@ -17,11 +17,11 @@ from radixserve.cache.audit import (
     victim,
 )
 from radixserve.cache.page_pool import PageAllocator
-from radixserve.cache.radix.checkpoints import CheckpointTree
 from radixserve.cache.radix.child_index import check_index, has_longer
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.state_checkpoints import CheckpointTree
 from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.tokens import TOKEN_BYTES
 

@@ -24,7 +24,6 @@ from radixserve.cache.radix.audit import (
     dump_tree,
     preview_tree,
 )
-from radixserve.cache.radix.checkpoints import Checkpoints, CheckpointTree
 from radixserve.cache.radix.hinted_nodes import demotable, held_nodes, num_demoted, paths_of
 from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.miss_reason import NEVER_SEEN, explain
@@ -37,6 +36,7 @@ from radixserve.cache.radix.sequence import CachedSequence, node_covering
 from radixserve.cache.radix.session import RadixSession, check_session
 from radixserve.cache.radix.session_eviction import SessionAwareEviction
 from radixserve.cache.radix.snapshot import snapshot_tree
+from radixserve.cache.radix.state_checkpoints import CheckpointTree, StateCheckpoints
 from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.sequence import PageCopy
 from radixserve.cache.state_pool import StateCopy
@@ -88,10 +88,10 @@ class RadixCache(PrefixCache):
         check_int("num_states", num_states, 0, 2**31 - 1)
         check_int("checkpoint_interval", checkpoint_interval, 1)
         order = POLICIES[eviction](num_pages)
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: StateCheckpoints | None = None
         self._tree: RadixTree
         if num_states:
-            self._checkpoints = Checkpoints(num_states, checkpoint_interval)
+            self._checkpoints = StateCheckpoints(num_states, checkpoint_interval)
             self._tree = CheckpointTree(pool, page_size, order, self._checkpoints)
         else:
             self._tree = RadixTree(pool, page_size, order)

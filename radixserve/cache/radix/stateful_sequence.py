@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from radixserve.cache.radix.checkpoints import Checkpoint, Checkpoints, CheckpointTree
 from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.state_checkpoints import Checkpoint, CheckpointTree, StateCheckpoints
 from radixserve.cache.sequence import NO_STATE, CacheSequence
 from radixserve.checks import check_int
 from radixserve.errors import InvalidRequest, OutOfPages
@@ -34,7 +34,7 @@ class StatefulSequence(CachedSequence):
             self._checkpoints.pin(checkpoint.state_id)
 
     @property
-    def _checkpoints(self) -> Checkpoints:
+    def _checkpoints(self) -> StateCheckpoints:
         if TYPE_CHECKING:
             assert isinstance(self._tree, CheckpointTree)
         return self._tree.checkpoints

@@ -1,4 +1,4 @@
-"""`Checkpoints`: recurrent states kept for prefixes in the tree, and the tree that loses them.
+"""`StateCheckpoints`: recurrent states kept for prefixes in the tree, and the tree that loses them.
 
 A checkpoint is a state after the first n tokens of a path. It belongs to the node that holds token
 n - 1, and goes with it; a node may have several. A sequence can go on from the deepest one on its
@@ -32,7 +32,7 @@ class Checkpoint(NamedTuple):
     node: Node
 
 
-class Checkpoints:
+class StateCheckpoints:
     """Owns the states of the tree; the least recently used is evicted first.
 
     A pinned one is not evicted: a sequence is about to copy it. Where its node goes, it stays
@@ -232,7 +232,7 @@ class CheckpointTree(RadixTree):
     """A `RadixTree` whose nodes lose their checkpoints with their tokens."""
 
     def __init__(
-        self, pool: PagePool, page_size: int, order: EvictionOrder, checkpoints: Checkpoints
+        self, pool: PagePool, page_size: int, order: EvictionOrder, checkpoints: StateCheckpoints
     ) -> None:
         super().__init__(pool, page_size, order)
         self.checkpoints = checkpoints

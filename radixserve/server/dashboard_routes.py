@@ -15,7 +15,7 @@ from radixserve.server.schema import SnapshotRequest
 from radixserve.server.state import caller_of, check_admin
 
 router = APIRouter()
-_FOLDER = Path(__file__).parent / "page"
+_FOLDER = Path(__file__).parent / "dashboard"
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/style.css": ("style.css", "text/css; charset=utf-8"),

@@ -42,7 +42,7 @@ class Router(Protocol):
     def close_session(self, session: str) -> None: ...
 
 
-class ByTree:
+class TreeReplicaRouter:
     """`TreeRouter`, fed by what replicas report."""
 
     def __init__(self) -> None:

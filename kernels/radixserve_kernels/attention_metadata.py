@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 IndexArray = NDArray[np.int64]
 
 
-class HostIndex:
+class AttentionMetadata:
     """R rows of a step, whose T new tokens are laid end to end: numpy arrays, each contiguous. The
     names are FlashInfer's.
 

@@ -63,7 +63,7 @@ def test_the_files_need_no_key_and_allow_no_script_but_their_own(guarded: LocalS
 
 
 def test_the_page_stays_small() -> None:
-    folder = Path(__file__).parents[2] / "radixserve/server/page"
+    folder = Path(__file__).parents[2] / "radixserve/server/dashboard"
     sizes = {path.name: len(path.read_text().splitlines()) for path in folder.iterdir()}
     assert sorted(sizes) == ["index.html", "page.js", "style.css"]
     assert sizes["page.js"] <= 900
