@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -137,10 +137,9 @@ def run(args: argparse.Namespace) -> int:
         check_float("--lease-s", lease, 0.0, float("inf"))
     if args.plot is not None:
         check_plot_path(args.plot)
+    _check_combination(args)
     if args.replicas is not None:
         return _run_replicas(args)
-    if args.failures is not None or args.autoscaling is not None:
-        raise InvalidRequest("--failures and --autoscaling need --replicas")
     studies, documents = [], []
     for path in args.traces:
         trace = read_trace(as_path(path), limit=limit, stitch=args.stitch)
@@ -159,6 +158,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_combination(args: argparse.Namespace) -> None:
+    """InvalidRequest for an option that the others leave without effect."""
+    lists = {usage: default for usage, (_, default) in _LISTS.items()}
+    scheduling = {usage: flag[1] for usage, flag in {**_SERVING, **_STEP}.items()}
+    if args.order is None:
+        _refuse(args, scheduling, "needs --order")
+    if args.replicas is None:
+        _refuse(args, dict.fromkeys(_CLUSTER), "needs --replicas")
+        return
+    others = dict.fromkeys(("--plot FILE", "--order NAMES", *_CACHES)) | {"--sessions": False}
+    del others["--cache-tokens SIZES"]
+    _refuse(args, others | lists, "does not go with --replicas")
+
+
+def _refuse(args: argparse.Namespace, defaults: Mapping[str, Any], reason: str) -> None:
+    """InvalidRequest for the first of these options, by usage, that is not at its default."""
+    for usage, default in defaults.items():
+        flag, _, value = _given(args, usage)
+        if value != default:
+            raise InvalidRequest(f"{flag} {reason}")
+
+
 def _run_replicas(args: argparse.Namespace) -> int:
     from radixserve.replay import parse_tokens, read_trace
     from radixserve.replay.caches import CacheSpec
@@ -170,8 +191,6 @@ def _run_replicas(args: argparse.Namespace) -> int:
 
     if args.cache_tokens is None:
         raise InvalidRequest("--replicas needs --cache-tokens, the size of each one's cache")
-    if args.plot is not None or args.order is not None or args.sessions:
-        raise InvalidRequest("--replicas goes without --plot, --order and --sessions")
     sizes = [parse_tokens(text) for text in _items("--cache-tokens", args.cache_tokens)]
     clusters = _clusters(args)
     specs = [CacheSpec(size) for size in sizes]
