@@ -19,6 +19,8 @@ class Lookup(NamedTuple):
       namespace   another namespace holds more of these tokens
       no_checkpoint  the K/V of more is cached, up to `position`, but the deepest recurrent state
                   kept on the way is after cached_len tokens; models with such layers only
+      window_evicted  more is cached, up to `position`, but of layers that see a window of positions
+                  only the K/V before it were dropped; models with such layers only
       never_seen  no cached or remembered sequence continues from here
 
     cached_len is less than position, by a part of a page, where no page is free for the copy of

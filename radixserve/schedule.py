@@ -86,6 +86,21 @@ class ScheduledRequest(NamedTuple):
         return self.start + len(self.token_ids)
 
 
+class WindowLayers(NamedTuple):
+    """Layers that see a window of positions only, where their K and V have pages of their own."""
+
+    num_pages: int  # window pages in their memory
+    window_size: int  # positions that a query sees, its own one of them, where it sees most
+
+
+class WindowUpdates(NamedTuple):
+    """What changes of window pages before a step."""
+
+    pages: IntArray  # [n, 2] a page and its window page from this step on, -1: it has none
+    copies: Sequence[tuple[int, int, int]]  # as `SchedulerOutput.cow_copies`, of window pages; to
+    # be made one after the other
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step: the copies, then one forward over all rows, then a token for each sampled row."""
@@ -98,6 +113,7 @@ class SchedulerOutput:
     num_prefill_tokens: int
     num_decode_tokens: int
     state_copies: Sequence[tuple[int, int]] = ()  # (source, destination), one after the other
+    windows: WindowUpdates | None = None  # of a cache with windows
 
 
 class Candidates(NamedTuple):

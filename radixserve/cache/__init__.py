@@ -11,6 +11,7 @@ from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.watch import PrefixWatch
 from radixserve.errors import OutOfPages
 from radixserve.output import Lookup
+from radixserve.schedule import WindowLayers
 
 __all__ = [
     "CacheSequence",
@@ -28,4 +29,5 @@ __all__ = [
     "PrefixWatch",
     "RadixCache",
     "SnapshotView",
+    "WindowLayers",
 ]

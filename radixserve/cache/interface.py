@@ -23,6 +23,7 @@ from radixserve.cache.tokens import TokenIds
 from radixserve.cache.watch import PrefixWatch, WatchRegistry
 from radixserve.checks import check_int, check_str
 from radixserve.output import Lookup
+from radixserve.schedule import WindowUpdates
 
 
 class CacheSession(Protocol):
@@ -93,9 +94,23 @@ class PrefixCache(ABC):
         return []
 
     @property
+    def window_size(self) -> int:
+        """Positions that layers with windows see, where they have pages of their own; else 0."""
+        return 0
+
+    def take_window_updates(self) -> WindowUpdates | None:
+        """What a runner must know of window pages before the next step; None: there are none."""
+        return None
+
+    @property
     def num_available(self) -> int:
         """Pages that are free or evictable now."""
         return self._allocator.num_available
+
+    def num_obtainable(self, wanted: int) -> int:
+        """How many of `wanted` pages new tokens can take now: as many as are available and, with
+        windows, as there are window pages that no live sequence sees."""
+        return self._allocator.num_obtainable(wanted)
 
     @abstractmethod
     def lookup(

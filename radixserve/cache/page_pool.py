@@ -189,6 +189,9 @@ class LockHolder(Protocol):
     def shrink_lock(self) -> None:
         """Lock no more of the published pages than needed: memory is short."""
 
+    def seen_pages(self, window_size: int) -> IntArray:
+        """Pages of which it needs the K and V of layers with windows of so many positions."""
+
 
 class PageAllocator:
     """Shared by all sequences of one cache: pages, counters and the set of live sequences."""
@@ -204,7 +207,7 @@ class PageAllocator:
         self.page_size = page_size
         self.pool = pool
         self.free = pool.free  # private pages go back to the free list
-        self.take_next = pool.take_next  # never evicts: a reserved page is a free one
+        self.take_next: Callable[[int], int] = pool.take_next  # never evicts: such a page is free
         self.stats = CacheStats()
         self.live_sequences: set[LockHolder] = set()
         self._owner = owner
@@ -238,6 +241,10 @@ class PageAllocator:
     def num_available(self) -> int:
         """Pages that are free or evictable."""
         return self.pool.num_free + self._owner.num_evictable
+
+    def num_obtainable(self, wanted: int) -> int:
+        """How many of `wanted` pages `allocate` can take now."""
+        return min(wanted, self.num_available)
 
     @property
     def num_private(self) -> int:

@@ -337,6 +337,10 @@ class CacheSequence(ABC):
     def shrink_lock(self) -> None:  # noqa: B027  (only some caches can)
         """Lock no more of the published pages than needed: memory is short."""
 
+    def seen_pages(self, window_size: int) -> IntArray:
+        first = max(0, self.committed_len + 1 - window_size) // self._allocator.page_size
+        return np.array(self._pages[first:], np.int32)
+
     # -- for a subclass -----------------------------------------------------------------------
 
     @abstractmethod

@@ -109,7 +109,7 @@ class BatchBuilder:
             self.on_host.append((state, sequence))
         return spec
 
-    def build(self) -> SchedulerOutput:
+    def build(self, cache: PrefixCache) -> SchedulerOutput:
         return SchedulerOutput(
             step=self._step,
             rows=tuple(self._rows),
@@ -117,6 +117,7 @@ class BatchBuilder:
             num_prefill_tokens=self._num_prefill,
             num_decode_tokens=self._num_decode,
             state_copies=self._state_copies,
+            windows=cache.take_window_updates(),
         )
 
 

@@ -77,7 +77,7 @@ def plan_ahead(
             num_pages += -(-(length + count) // size) - -(-length // size)
             budget -= count
             chunks.append((state, sequence, count))
-    if num_pages > cache.num_available:
+    if num_pages > cache.num_obtainable(num_pages):
         return False
     for _, state, sequence, left in decodes:
         if left:

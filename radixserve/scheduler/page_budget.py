@@ -44,7 +44,8 @@ class PageBudget:
         sequence, cache = state.sequence, self._cache
         assert sequence is not None
         slack = -sequence.length % cache.page_size
-        return min(count, slack + cache.num_available * cache.page_size)
+        wanted = self.pages_for(max(0, count - slack))
+        return min(count, slack + cache.num_obtainable(wanted) * cache.page_size)
 
     def fits(self, state: RequestState, num_pages: int) -> bool:
         """Whether `num_pages`, which the running ones do not need, are enough for all tokens of a
@@ -53,7 +54,11 @@ class PageBudget:
             return True  # alone it fits: checked by `Scheduler.add`
         size = self._cache.page_size
         unlocked = state.prefix_watch.cached_len // size - state.prefix_watch.locked_len // size
-        return self._waiting.need(state) + unlocked <= num_pages
+        need = self._waiting.need(state)
+        if need + unlocked > num_pages:
+            return False
+        at_once = min(need, self.pages_for(self._cache.window_size))  # window pages; else none
+        return self._cache.num_obtainable(at_once) == at_once
 
     def num_startable(self, state: RequestState, count: int) -> int:
         """Number of the `count` forks of `state` that may run now: limited by slots, pages,
@@ -66,4 +71,5 @@ class PageBudget:
             return 0
         size = 1 if self._cache.page_size == 1 else 2  # the next token's, and a copied page
         spare = self._cache.num_available - self.num_outstanding()
+        spare = min(spare, self._cache.num_obtainable(slots * size))
         return max(0, min(slots, spare // size))

@@ -187,7 +187,7 @@ class Scheduler:
     def _dispatch(self, batch: BatchBuilder) -> SchedulerOutput:
         if self._cache.num_states:
             batch.add_states(self._cache)
-        schedule = batch.build()
+        schedule = batch.build(self._cache)
         self.counts.steps += 1
         self._in_flight.append(InFlightStep(schedule, batch))
         return schedule

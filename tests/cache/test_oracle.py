@@ -15,10 +15,12 @@ from radixserve.cache.radix.session import RadixSession
 from radixserve.config import EVICTION_POLICIES
 from tests.cache.hash_world import LateWorld
 from tests.cache.state_world import CrowdedStateWorld, LateStateWorld, StateWorld
+from tests.cache.window_world import CrowdedWindowWorld, LateWindowWorld, WindowWorld
 from tests.cache.world import Prefix, World, random_step
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40).map(tuple)
 STATEFUL = (StateWorld, LateStateWorld, CrowdedStateWorld)
+WINDOWED = (WindowWorld, LateWindowWorld, CrowdedWindowWorld)
 NAMESPACES = st.sampled_from(["", "", "b"])
 
 
@@ -129,7 +131,7 @@ class StateMachine(CacheMachine):
         pages=st.integers(3, 40),
         reuse=st.sampled_from([True, True, True, False]),
         eviction=st.sampled_from(EVICTION_POLICIES),
-        make=st.sampled_from([StateWorld, LateStateWorld, CrowdedStateWorld]),
+        make=st.sampled_from(STATEFUL),
     )
     def start(
         self, page_size: int, pages: int, reuse: bool, eviction: str, make: type[World]
@@ -137,12 +139,30 @@ class StateMachine(CacheMachine):
         super().start(page_size, pages, reuse, eviction, make)
 
 
+class WindowMachine(CacheMachine):
+    """The same with windows."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 16]),
+        pages=st.integers(3, 80),
+        reuse=st.sampled_from([True, True, True, False]),
+        eviction=st.sampled_from(EVICTION_POLICIES),
+        make=st.sampled_from(WINDOWED),
+    )
+    def start(
+        self, page_size: int, pages: int, reuse: bool, eviction: str, make: type[World]
+    ) -> None:
+        super().start(page_size, pages, reuse, eviction, make)
+
+
+TestWindowMachine = WindowMachine.TestCase
 TestStateMachine = StateMachine.TestCase
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 TestStateMachine.settings = settings(TestCacheMachine.settings, max_examples=30)
+TestWindowMachine.settings = TestStateMachine.settings
 
 
 def run_world(seed: int, steps: int, kinds: tuple[type[World], ...] = (World, LateWorld)) -> None:
@@ -150,7 +170,7 @@ def run_world(seed: int, steps: int, kinds: tuple[type[World], ...] = (World, La
     page_size = rng.choice([1, 2, 3, 4, 16, 64])
     make = rng.choice(kinds)
     world = make(
-        rng.choice([4, 8, 20, 60]),
+        rng.choice([4, 8, 20, 60] if kinds is not WINDOWED else [20, 60, 200]),
         page_size,
         reuse=rng.random() < 0.9,
         eviction=rng.choice(EVICTION_POLICIES),
@@ -174,8 +194,14 @@ def test_random_programs_with_states(block: int) -> None:
         run_world(seed, 120, STATEFUL)
 
 
+@pytest.mark.parametrize("block", range(2))
+def test_random_programs_with_windows(block: int) -> None:
+    for seed in range(block * 40, block * 40 + 40):
+        run_world(seed, 120, WINDOWED)
+
+
 @pytest.mark.long
 def test_many_random_programs() -> None:
     """RADIXSERVE_FUZZ_SEEDS sets how many (default 20,000, about ten minutes)."""
     for seed in range(10_000, 10_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "20000"))):
-        run_world(seed, 150, STATEFUL if seed % 3 == 0 else (World, LateWorld))
+        run_world(seed, 150, ((World, LateWorld), STATEFUL, WINDOWED)[seed % 3])

@@ -97,7 +97,7 @@ class World:
         before = self.cache.dump(), self.cache.stats()["pages_free"]
         length = seq.length
         wanted = seq.pages_wanted(len(tokens))
-        available = self.cache.num_available
+        available = self.cache.num_obtainable(wanted)
         try:
             seq.extend(tokens)
         except OutOfPages:

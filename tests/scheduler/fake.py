@@ -29,6 +29,7 @@ from radixserve.schedule import (
     SampleOutput,
     ScheduledRequest,
     SchedulerOutput,
+    WindowLayers,
 )
 from radixserve.scheduler import Scheduler
 from radixserve.scheduler.request_state import RequestState
@@ -69,14 +70,17 @@ class FakeRunner:
 
     overlap_depth = 0
     num_states = 0
+    windows: WindowLayers | None = None
     num_slots = 1 << 30  # in the page table
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+    def __init__(self, num_pages: int, page_size: int, windows: WindowLayers | None = None) -> None:
+        self.num_pages, self.page_size, self.windows = num_pages, page_size, windows
         self.before_launch: Callable[[SchedulerOutput], None] = lambda _: None
         self.broken_rows: Callable[[ScheduledRequest], bool] = lambda _: False
         self.finding: BaseException | None = None  # the engine would take it for a failed step
         self.cells = np.zeros((num_pages, page_size), np.uint64)
+        self.window_pages = np.full(num_pages, -1)  # by page, from what schedules say has changed
+        self.window_cells = np.zeros((windows.num_pages if windows else 0, page_size), np.uint64)
         self.tokens: dict[str, list[int]] = {}
         self.hashes: dict[str, list[int]] = {}
         self.states: dict[int, int] = {}  # recurrent state -> hash of the prefix that it stands for
@@ -132,6 +136,11 @@ class FakeRunner:
     def run(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         for source, target, count in schedule.cow_copies:
             self.cells[target, :count] = self.cells[source, :count]
+        if schedule.windows is not None:
+            pages, copies = schedule.windows
+            self.window_pages[pages[:, 0]] = pages[:, 1]
+            for source, target, count in copies:
+                self.window_cells[target, :count] = self.window_cells[source, :count]
         written = [cell for row in schedule.rows for cell in self._slots(row, row.start, row.end)]
         assert len(set(written)) == len(written), "two rows write to one slot"
         states = [one for row in schedule.rows for one in _states(row)]
@@ -166,12 +175,23 @@ class FakeRunner:
         for at, cell in enumerate(self._slots(row, 0, row.start)):
             assert self.cells[cell] == hashes[at], f"{row.request_id} reads a wrong cell at {at}"
             assert cell not in written, "a row reads what another one writes in the same step"
+        if self.windows is not None:
+            first = max(0, row.start + 1 - self.windows.window_size)
+            for at, (page, slot) in enumerate(self._slots(row, first, row.start), first):
+                window = self.window_pages[page]
+                assert window >= 0, f"{row.request_id} sees {at}, which has no window page"
+                known = self.window_cells[window, slot]
+                assert known == hashes[at], f"{row.request_id} reads a wrong window page at {at}"
 
     def _compute(self, row: ScheduledRequest) -> SampleOutput | None:
         hashes = self.hashes[row.request_id]
         namespace = self.namespaces[row.request_id]
         for at, cell in enumerate(self._slots(row, row.start, row.end), row.start):
             self.cells[cell] = hashes[at]
+            if self.windows is not None:
+                window = self.window_pages[cell[0]]
+                assert window >= 0, f"{row.request_id} computes {at}, which has no window page"
+                self.window_cells[window, cell[1]] = hashes[at]
             key = namespace, hashes[at]
             self.computed[key] = self.computed.get(key, 0) + 1
         for length, state_id in row.checkpoints:
@@ -235,6 +255,7 @@ class Driver:
     kind: str = "radix"  # of the cache, or "hash"
     eviction: str = "lru"
     num_states: int = 0
+    windows: WindowLayers | None = None
     now: float = 0.0  # seconds on the cache's clock
     finished: dict[str, Finish] = field(default_factory=dict)
     schedules: list[SchedulerOutput] = field(default_factory=list)
@@ -261,7 +282,7 @@ class Driver:
         self.admitted: list[str] = []
 
     def make_runner(self) -> FakeRunner:
-        return FakeRunner(self.num_pages, self.page_size)
+        return FakeRunner(self.num_pages, self.page_size, self.windows)
 
     def make_cache(self) -> PrefixCache:
         if self.kind == "hash":
@@ -273,6 +294,7 @@ class Driver:
             reuse=self.reuse,
             num_states=self.num_states,
             checkpoint_interval=9,
+            windows=self.windows,
             clock=lambda: self.now,
         )
 

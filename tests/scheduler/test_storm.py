@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from radixserve.config import EVICTION_POLICIES
+from radixserve.schedule import WindowLayers
 from tests.scheduler.fake import Driver, counters, random_prompt
 
 SESSIONS = ["chat", "agent", "tenant"]
@@ -19,17 +20,23 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 16, 64])
     pages = max(2, rng.choice([30, 60, 90, 400]) // page_size)
+    chunk = rng.choice([1, 7, 16, 64])
+    windows = None
+    if kind == "windows":
+        size = rng.choice([3, 10, 30])
+        windows = WindowLayers(-(-(size + chunk) // page_size) + rng.choice([3, 8, 20]), size)
     driver = Driver(
         pages,
         page_size,
         policy=rng.choice(["lpm", "fcfs", "dfs-weight"]),
-        chunked_prefill_size=rng.choice([1, 7, 16, 64]),
+        chunked_prefill_size=chunk,
         max_running_requests=rng.choice([1, 3, 8]),
         max_overtake=rng.choice([0, 2, 8]),
         reuse=rng.random() < 0.85,
         kind="hash" if kind == "hash" else "radix",
         eviction=rng.choice(EVICTION_POLICIES),
         num_states=rng.choice([2, 5, 40]) if kind == "states" else 0,
+        windows=windows,
     )
     share_plain = rng.choice([0.5, 1.0])
     names: list[str] = []
@@ -57,7 +64,8 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
         assert driver.output(name) == driver.expected(name, usage.completion_tokens)
     driver.drain()
     return counters(driver.scheduler.stats()) + Counter(
-        evicted=driver.cache.stats()["evicted_tokens"]
+        evicted=driver.cache.stats()["evicted_tokens"],
+        dropped=driver.cache.stats().get("dropped_window_pages", 0),
     )
 
 
@@ -84,7 +92,7 @@ def change_sessions(driver: Driver, rng: random.Random) -> None:
         driver.scheduler.close_session(name)
 
 
-@pytest.mark.parametrize("kind", ["radix", "hash", "states"])
+@pytest.mark.parametrize("kind", ["radix", "hash", "states", "windows"])
 @pytest.mark.parametrize("block", range(5))
 def test_five_thousand_steps(block: int, kind: str) -> None:
     """Together over 5,000 steps with every kind of interruption, audited after each."""
@@ -93,7 +101,7 @@ def test_five_thousand_steps(block: int, kind: str) -> None:
         seen += storm(seed, 120, kind)
     assert seen["steps"] >= 1_000
     events = ("aborted", "preemptions", "evicted", "recomputed_tokens", "reused_tokens")
-    for event in events:
+    for event in (*events, "dropped") if kind == "windows" else events:
         assert seen[event] > 0, f"the storm had no {event}"
 
 
@@ -114,4 +122,4 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_many_storms() -> None:
     """RADIXSERVE_FUZZ_SEEDS sets how many (default 5,000)."""
     for seed in range(1_000, 1_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "5000"))):
-        storm(seed, 200, ("hash", "radix", "states")[seed % 3])
+        storm(seed, 200, ("hash", "radix", "states", "windows")[seed % 4])

@@ -24,6 +24,7 @@ from radixserve.cache.radix.sequence import CachedSequence, node_covering
 from radixserve.cache.radix.state_checkpoints import CheckpointTree
 from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.tokens import TOKEN_BYTES
+from radixserve.cache.window_pool import WindowedAllocator
 
 
 def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
@@ -45,6 +46,8 @@ def check_tree(allocator: PageAllocator, tree: RadixTree) -> None:
         _check_sequence(tree, sequence)
     if isinstance(tree, CheckpointTree):
         _check_states(tree, nodes, sequences)
+    if isinstance(allocator, WindowedAllocator):
+        _check_windows(allocator, sequences)
     check_watches(tree.watch_registry)
 
 
@@ -58,6 +61,15 @@ def _check_states(tree: CheckpointTree, nodes: list[Node], sequences: list[Cache
         states += own
         pinned += source
     tree.checkpoints.check(nodes, states, pinned)
+
+
+def _check_windows(allocator: WindowedAllocator, sequences: list[CachedSequence]) -> None:
+    """Each window page is free or of one page in use; sequences have those that they see."""
+    windows = allocator.windows
+    windows.check(allocator.pool.free_ids())
+    for sequence in sequences:
+        seen = sequence.pages[windows.first_seen_page(sequence.committed_len) :]
+        assert windows.has_all(seen), f"{sequence!r} lacks a window page that it sees"
 
 
 def _sequences(allocator: PageAllocator) -> list[CachedSequence]:

@@ -108,3 +108,21 @@ def path(node: Node) -> Iterator[Node]:
     while at.parent is not None:
         yield at
         at = at.parent
+
+
+def path_pages(node: Node, count: int) -> array[int]:
+    """The first `count` page ids on the path from the root to `node`. O(count)."""
+    parent = node.parent
+    if parent is None or parent.parent is None:
+        return node.pages[:count]
+    path = [node.pages]
+    at: Node | None = parent
+    while at is not None:
+        path.append(at.pages)
+        at = at.parent
+    path.reverse()
+    pages = array("i")
+    for piece in path:
+        pages += piece
+    del pages[count:]
+    return pages

@@ -27,7 +27,7 @@ from radixserve.cache.radix.audit import (
 from radixserve.cache.radix.hinted_nodes import demotable, held_nodes, num_demoted, paths_of
 from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.miss_reason import NEVER_SEEN, explain
-from radixserve.cache.radix.node import NamespaceTree, Node
+from radixserve.cache.radix.node import NamespaceTree, Node, path_pages
 from radixserve.cache.radix.policies import POLICIES
 from radixserve.cache.radix.prefix_watch import RadixPrefixWatch
 from radixserve.cache.radix.publishing_tree import open_log
@@ -38,13 +38,16 @@ from radixserve.cache.radix.session_eviction import SessionAwareEviction
 from radixserve.cache.radix.snapshot import snapshot_tree
 from radixserve.cache.radix.state_checkpoints import CheckpointTree, StateCheckpoints
 from radixserve.cache.radix.stateful_sequence import StatefulSequence
+from radixserve.cache.radix.windowed_sequence import WindowedSequence, usable_match
 from radixserve.cache.sequence import PageCopy
 from radixserve.cache.state_pool import StateCopy
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, token_view
+from radixserve.cache.window_pool import WindowedAllocator, WindowPool
 from radixserve.checks import check_choice, check_float, check_int, check_str
 from radixserve.config import EVICTION_POLICIES
-from radixserve.errors import OutOfPages
+from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.output import Lookup
+from radixserve.schedule import WindowLayers, WindowUpdates
 
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
@@ -65,7 +68,8 @@ class RadixCache(PrefixCache):
     A reset is O(1) for each namespace. `num_states`: of a model with recurrent layers; a sequence
     begins at the deepest checkpoint of its path then, see `stateful_sequence`. Checkpoints are
     taken every `checkpoint_interval` tokens, before a prompt's last token, where prompts branch
-    and at the end of sequences.
+    and at the end of sequences. `windows`: of a model with layers that see a window of positions
+    only and have a memory of their own, see `window_pool`. Not together with states.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class RadixCache(PrefixCache):
         reuse: bool = True,
         num_states: int = 0,
         checkpoint_interval: int = 512,
+        windows: WindowLayers | None = None,
         max_lease_share: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,15 +92,22 @@ class RadixCache(PrefixCache):
         pool = PagePool(num_pages)
         check_int("num_states", num_states, 0, 2**31 - 1)
         check_int("checkpoint_interval", checkpoint_interval, 1)
+        self._windows = None if windows is None else WindowPool(pool, page_size, windows)
         order = POLICIES[eviction](num_pages)
         self._checkpoints: StateCheckpoints | None = None
         self._tree: RadixTree
         if num_states:
+            if windows is not None:
+                raise InvalidRequest("a cache has num_states or windows, not both")
             self._checkpoints = StateCheckpoints(num_states, checkpoint_interval)
             self._tree = CheckpointTree(pool, page_size, order, self._checkpoints)
         else:
             self._tree = RadixTree(pool, page_size, order)
-        tree, allocator = self._tree, PageAllocator(pool, page_size, self._tree, clock)
+        tree = self._tree
+        if self._windows is None:
+            allocator = PageAllocator(pool, page_size, tree, clock)
+        else:
+            allocator = WindowedAllocator(pool, page_size, tree, clock, self._windows)
         inspection = Inspection(
             partial(check_tree, allocator, tree),
             partial(count_shared, allocator),
@@ -104,6 +116,8 @@ class RadixCache(PrefixCache):
             partial(dump_tree, allocator, tree),
         )
         super().__init__(allocator, tree, tree.watch_registry, inspection)
+        # whether a prefix may be cached that no sequence can go on from
+        self._forgets = self._checkpoints is not None or self._windows is not None
         self._max_leased = int(num_pages * share)
         self._clock = clock
         self._reuse = reuse
@@ -118,6 +132,13 @@ class RadixCache(PrefixCache):
 
     def take_state_copies(self) -> list[StateCopy]:
         return [] if self._checkpoints is None else self._checkpoints.pool.take_copies()
+
+    @property
+    def window_size(self) -> int:
+        return 0 if self._windows is None else self._windows.window_size
+
+    def take_window_updates(self) -> WindowUpdates | None:
+        return None if self._windows is None else self._windows.take_updates()
 
     # -- look-up ------------------------------------------------------------------------------
 
@@ -149,11 +170,12 @@ class RadixCache(PrefixCache):
         match = find_match(found, data, limit, size, first_page)
         answer = explain(tree, found, match, data, limit, compare_namespaces)
         length, node, _, _ = match
-        if self._checkpoints is not None and length:
-            deepest, _, at = self._checkpoints.deepest(node, length)
-            if deepest < length:
-                length, match = deepest, (deepest, at, at, b"")
-                answer = Lookup(length, "no_checkpoint", answer.position)
+        if self._forgets:
+            usable, at = self._usable(node, length)
+            if usable < length:
+                length, match = usable, (usable, at, at, b"")
+                reason = "no_checkpoint" if self._windows is None else "window_evicted"
+                answer = Lookup(length, reason, answer.position)
         if not length % size or self._can_copy_page_prefix(match):
             return answer
         return answer._replace(cached_len=self._without_page_prefix(match))
@@ -195,13 +217,17 @@ class RadixCache(PrefixCache):
         limit = count - 1 if count and not allow_full else count
         match = find_match(found, data, limit, size)
         length, node, _, _ = match
-        checkpoints = self._checkpoints
-        if checkpoints is not None:
-            wanted = {length, limit}
-            length, _, node = checkpoints.deepest(node, length)
+        checkpoints, windows = self._checkpoints, self._windows
+        if self._forgets:
+            wanted = {length, limit}  # lengths to keep a recurrent state at
+            length, node = self._usable(node, length)
             match = length, node, node, b""
         tree.lock(node)
         shared = path_pages(node, length // size) if length else array("i")
+        if windows is not None:
+            windows.use(
+                shared if not length % size else path_pages(node, length // size + 1), length
+            )
         if length % size:
             node, length, copy = self._copy_page_prefix(match)
             if copy is None:
@@ -218,15 +244,28 @@ class RadixCache(PrefixCache):
             del known[length * TOKEN_BYTES :]
         else:
             known = bytearray(data[:length])
+        parts = allocator, tree, node, known, shared, copy, length, owner, priority
+        if windows is not None:
+            if copy is not None:
+                windows.copy(*copy)
+            windows.end_use()
+            return WindowedSequence(*parts)
         if checkpoints is None:
-            return CachedSequence(
-                allocator, tree, node, known, shared, copy, length, owner, priority
-            )
-        sequence = StatefulSequence(
-            allocator, tree, node, known, shared, copy, length, owner, priority
-        )
+            return CachedSequence(*parts)
+        sequence = StatefulSequence(*parts)
         sequence.begin_at(checkpoints.deepest(node, length), wanted)
         return sequence
+
+    def _usable(self, node: Node, length: int, multiple_of: int = 1) -> tuple[int, Node]:
+        """The longest prefix of a match of `length` tokens, whose last one is in `node`, that a
+        sequence can go on from, and the node with its last token: the match itself but with
+        recurrent states or windows. A match of whole pages stays one."""
+        if self._checkpoints is not None:
+            usable, _, node = self._checkpoints.deepest(node, length, multiple_of)
+            return usable, node
+        if self._windows is not None and length:
+            return usable_match(self._windows, node, length)
+        return length, node
 
     def _copy_page_prefix(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
@@ -242,13 +281,15 @@ class RadixCache(PrefixCache):
     def _without_page_prefix(self, match: Match) -> int:
         """Tokens of the match that can be reused in whole pages."""
         (length, node, _, _), size = match, self.page_size
-        length -= length % size
-        if self._checkpoints is not None:
-            length = self._checkpoints.deepest(node, length, multiple_of=size).length
-        return length
+        return self._usable(node, length - length % size, multiple_of=size)[0]
 
     def _can_copy_page_prefix(self, match: Match) -> bool:
         """Whether a page for the copy is available once the matched path is locked."""
+        length, last, windows = match[0], match[1], self._windows
+        if windows is not None:
+            pages = path_pages(last, length // self.page_size + 1)
+            if not windows.num_obtainable(1, pages[windows.first_seen_page(length) :]):
+                return False
         if self._allocator.pool.num_free:
             return True
         kept, node = 0, match[1]
@@ -347,8 +388,9 @@ class RadixCache(PrefixCache):
                 "pages_leased": sessions.num_leased_pages,
                 "pages_closed": sessions.num_closed_pages,
             }
-        if self._checkpoints is not None:
-            found |= self._checkpoints.stats()
+        for extra in (self._checkpoints, self._windows):
+            if extra is not None:
+                found |= extra.stats()
         return found
 
     def gauges(self) -> dict[str, int]:
@@ -358,21 +400,3 @@ class RadixCache(PrefixCache):
         found["pages_tree"] -= num_dead
         found["pages_cached"] -= num_dead
         return {**found, "nodes": self._tree.num_nodes}
-
-
-def path_pages(node: Node, count: int) -> array[int]:
-    """The first `count` page ids on the path from the root to `node`. O(count)."""
-    parent = node.parent
-    if parent is None or parent.parent is None:
-        return node.pages[:count]
-    path = [node.pages]
-    at: Node | None = parent
-    while at is not None:
-        path.append(at.pages)
-        at = at.parent
-    path.reverse()
-    pages = array("i")
-    for piece in path:
-        pages += piece
-    del pages[count:]
-    return pages

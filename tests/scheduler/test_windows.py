@@ -1,0 +1,68 @@
+"""The scheduler on a cache with window pages: what is computed, counted, admitted and preempted."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixserve.request import BeamParams
+from radixserve.schedule import WindowLayers
+from tests.scheduler.fake import Driver
+
+HEAD = [5 + n % 40 for n in range(80)]
+
+
+def make(num_window_pages: int, page_size: int = 1, **options: int) -> Driver:
+    windows = WindowLayers(num_window_pages // page_size, 10)
+    return Driver(1600 // page_size, page_size, windows=windows, **options)  # type: ignore[arg-type]
+
+
+def serve(driver: Driver, name: str, tokens: list[int], max_tokens: int = 4) -> tuple[int, int]:
+    driver.add(name, tokens, max_tokens=max_tokens, ignore_eos=True)
+    driver.run()
+    usage = driver.finished[name].usage
+    assert usage.prompt_tokens == len(tokens)
+    return usage.cached_tokens, usage.computed_tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_counts_are_exact(page_size: int) -> None:
+    driver = make(num_window_pages=48, page_size=page_size)
+    assert serve(driver, "cold", HEAD) == (0, 80)
+    assert serve(driver, "same", HEAD) == (79, 1)
+    answer = driver.output("cold")
+    assert serve(driver, "turn", [*HEAD, *answer[:-1], 7, 7]) == (83, 2)
+    assert serve(driver, "early", [*HEAD[:20], 3, 3, 3]) == (0, 23)  # its windows were dropped
+    miss = driver.finished["early"].miss
+    assert miss is not None
+    assert miss[:3] == (0, "window_evicted", 20)
+    assert serve(driver, "again", [*HEAD[:20], 4, 4]) == (20, 2)
+    driver.drain()
+
+
+def test_a_long_request_needs_a_window_and_a_chunk() -> None:
+    driver = make(num_window_pages=30)
+    tokens = [5 + n % 43 for n in range(1500)]
+    assert serve(driver, "long", tokens) == (0, 1500)
+    assert driver.scheduler.stats()["preemptions"] == 0
+    driver.drain()
+
+
+def test_requests_run_together_as_far_as_window_pages_go() -> None:
+    driver = make(num_window_pages=60, chunked_prefill_size=64)
+    for name in range(8):
+        driver.add(f"r{name}", [2 + name, *HEAD[:30]], max_tokens=20, ignore_eos=True)
+    driver.run()
+    assert max(len(schedule.rows) for schedule in driver.schedules) > 1
+    for name in range(8):
+        assert driver.output(f"r{name}") == driver.expected(f"r{name}", 20)
+    assert driver.scheduler.stats()["preemptions"] < 8
+    driver.drain()
+
+
+def test_beams_fork_inside_of_a_page() -> None:
+    plain, driver = Driver(1600 // 8, 8), make(num_window_pages=160, page_size=8)
+    for one in (plain, driver):
+        one.add("b", HEAD[:37], beams=BeamParams(width=4), max_tokens=12, ignore_eos=True)
+        one.run()
+    assert driver.beams == plain.beams
+    driver.drain()
