@@ -19,6 +19,8 @@ from radixserve.errors import InvalidRequest
 
 ATTENTION_BACKENDS = ("auto", "cpu", "torch", "triton", "flashinfer")
 HASH_ALGORITHMS = ("sha256", "xxh3")
+SWA_FULL_TOKENS_RATIO = 0.5  # of models with windows up to
+MAX_SHORT_WINDOW = 1024  # positions: hit rates of chats and agents fall with longer ones
 EVICTION_POLICIES = ("lru", "arc", "lfu", "fifo", "slru", "priority")
 
 
@@ -39,6 +41,7 @@ class EngineSettings(TypedDict, total=False):
     max_seq_len: int | None
     num_states: int | None
     checkpoint_interval: int
+    swa_full_tokens_ratio: float | None
     cache: str
     hash_algorithm: str
     eviction: str
@@ -87,6 +90,12 @@ class EngineConfig(StrictFields):
                         for checkpoints in the tree; default: a share of free memory or of
                         kv_cache_memory
     checkpoint_interval  tokens from one kept state of a sequence to the next
+    swa_full_tokens_ratio  of models whose layers partly see a window of positions only: the tokens
+                        whose K/V of such layers the pool holds, over the tokens whose other K/V it
+                        holds. Below 1 it holds more tokens in the same memory; K/V before the
+                        windows in use is dropped when it is short. 1: none is. Default: 0.5
+                        for windows of up to 1,024 positions, else 1; 1 where num_pages is given,
+                        on CUDA, with cache "hash" and with several ranks
     cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
                         "off" to reuse nothing
     hash_algorithm      of a block's key with cache "hash": "sha256", or "xxh3", which is faster
@@ -128,6 +137,7 @@ class EngineConfig(StrictFields):
     max_seq_len: int | None = None
     num_states: int | None = None
     checkpoint_interval: int = 512
+    swa_full_tokens_ratio: float | None = None
     cache: str = "radix"
     hash_algorithm: str = "sha256"
     eviction: str = "lru"
@@ -168,6 +178,8 @@ class EngineConfig(StrictFields):
         name = "gpu_memory_utilization"
         share = check_float(name, self.gpu_memory_utilization, 0.0, 1.0, open_low=True)
         object.__setattr__(self, name, share)
+        if self.swa_full_tokens_ratio is not None:
+            self._check_windows(self.swa_full_tokens_ratio)
         most = 1e9
         self._check_floats(
             hint_seconds=(0.0, most), max_hint_seconds=(0.0, most), max_hint_share=(0.0, 1.0)
@@ -222,6 +234,17 @@ class EngineConfig(StrictFields):
                     "kv_events must be one or two addresses, such as "
                     f'"tcp://*:5557,tcp://*:5558", got {self.kv_events!r}'
                 )
+
+    def _check_windows(self, ratio: float) -> None:
+        name = "swa_full_tokens_ratio"
+        object.__setattr__(self, name, check_float(name, ratio, 0.0, 1.0, open_low=True))
+        for other, is_one in (
+            ('cache="hash"', self.cache == "hash"),
+            (f"tensor_parallel_size={self.tensor_parallel_size}", self.tensor_parallel_size != 1),
+            (f'device="{self.device}"', str(self.device).startswith("cuda")),
+        ):
+            if is_one and self.swa_full_tokens_ratio != 1:
+                raise InvalidRequest(f"{name} must be None or 1 with {other}, got {ratio}")
 
 
 def _check_device(device: object) -> None:

@@ -166,8 +166,12 @@ class PagedAttention:
         v: Tensor,
         scale: float,
         features: AttentionFeatures = PLAIN,
+        page_ids: NDArray[np.int32] | None = None,
     ) -> Tensor:
-        """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D]."""
+        """q [T, Hq, D]; k, v [num_slots, Hkv, D], the step's own included; returns [T, Hq, D].
+
+        page_ids: of k and v, in the places of the planned rows' kv_indices, where they differ.
+        """
         q = q.contiguous()
         out = torch.empty_like(q)
         stride = q.shape[1] * q.shape[2]
@@ -176,6 +180,7 @@ class PagedAttention:
         self._run(
             *(self._is_bf16, self._pointer, plan.pointer, q.data_ptr(), stride),
             *(k.data_ptr(), v.data_ptr(), out.data_ptr(), stride, scale, record),
+            None if page_ids is None else page_ids.ctypes.data,
         )
         return out
 

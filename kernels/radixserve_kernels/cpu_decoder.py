@@ -6,7 +6,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve_kernels.cpu_attention import FeaturesRecord, Plan, features_record
@@ -67,9 +69,30 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_sampled")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("input_ids", "positions", "slots", "sampled", "rotations", "logits")
+            for name in (
+                *("input_ids", "positions", "slots", "sampled", "rotations", "logits"),
+                *("window_slots", "window_page_ids"),
+            )
         ),
     )
+
+
+class _LayerKV(ctypes.Structure):
+    _fields_ = (
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("has_window_pages", ctypes.c_int64),
+    )
+
+
+class DecoderKV:
+    """K and V of every layer as C takes them."""
+
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor, bool]]) -> None:
+        """layers: k and v [num_slots, Hkv, D], and whether they are in window pages."""
+        self._borrowed = layers
+        records = [_LayerKV(k.data_ptr(), v.data_ptr(), windowed) for k, v, windowed in layers]
+        self.records = (_LayerKV * len(records))(*records)
 
 
 class FusedDecoder:
@@ -104,7 +127,9 @@ class FusedDecoder:
         sampled: Tensor,  # [S] int64, ascending
         rotations: Sequence[Tensor],  # of each rotary [n, 1, D/2] complex64, of every position
         plan: Plan,
-        kv: Tensor,  # [L, 2, num_pages, P, Hkv, D]
+        kv: DecoderKV,
+        window_slots: Tensor | None = None,  # [T] int64, of layers in window pages
+        window_page_ids: NDArray[np.int32] | None = None,  # in the places of the plan's
     ) -> Tensor:
         """Logits [S, V] float32 after the tokens `sampled`; writes the new tokens' slots of kv."""
         size = (len(sampled), self._vocab_size)
@@ -113,12 +138,11 @@ class FusedDecoder:
         step = _Step(
             *(len(input_ids), len(sampled)),
             *(tensor.data_ptr() for tensor in (input_ids, positions, slots, sampled)),
-            *(ctypes.addressof(tables), logits.data_ptr()),
+            *(ctypes.addressof(tables), logits.data_ptr(), address(window_slots)),
+            None if window_page_ids is None else window_page_ids.ctypes.data,
         )
         self._library.radixserve_set_threads(torch.get_num_threads())
-        self._library.radixserve_run(
-            self._pointer, ctypes.byref(step), plan.pointer, kv.data_ptr(), kv.stride(0)
-        )
+        self._library.radixserve_run(self._pointer, ctypes.byref(step), plan.pointer, kv.records)
         return logits
 
 

@@ -249,7 +249,7 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
         _check,
         (
             *(_FLAG, _POINTER, _POINTER, _POINTER, _NUMBER),
-            *(_POINTER, _POINTER, _POINTER, _NUMBER, ctypes.c_float, _POINTER),
+            *(_POINTER, _POINTER, _POINTER, _NUMBER, ctypes.c_float, _POINTER, _POINTER),
         ),
     ),
     "argmax": (_NUMBER, (_POINTER, _NUMBER, _NUMBER, _POINTER)),
@@ -271,7 +271,7 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
     "decoder": (_POINTER, (_FLAG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)),
     "delete_decoder": (None, (_POINTER,)),
     "fail_allocation": (None, (_NUMBER,)),
-    "run": (_check, (_POINTER, _POINTER, _POINTER, _POINTER, _NUMBER)),
+    "run": (_check, (_POINTER, _POINTER, _POINTER, _POINTER)),
 }
 _FORMS_INTERFACE = {  # of cpu/forms.cpp
     "forms": (_POINTER, ()),

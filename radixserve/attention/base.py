@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.errors import ModelNotSupported
@@ -46,6 +48,21 @@ class RecurrentRows(NamedTuple):
     rows: Sequence[RecurrentRow]
 
 
+class WindowKV(NamedTuple):
+    """The memory of layers with windows, where their K and V have window pages."""
+
+    kv: Tensor  # [Lw, 2, num_window_pages + 1, P, Hkv, D]; the last page is never written: zeros
+    layers: tuple[int, ...]  # [Lw] their numbers, ascending
+
+
+class WindowBatch(NamedTuple):
+    """Where a step's K and V are in window pages."""
+
+    slot_mapping: Tensor  # [T] int64, as that of the batch
+    kv_indices: NDArray[np.int32]  # [total pages] in the places of the host's; the last window page
+    # for what no query sees
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's rows, concatenated: T new tokens of R sequences.
@@ -61,6 +78,7 @@ class ForwardBatch:
     page_size: int
     device_kv_indices: Tensor | None = None  # [total pages] int32, where the device has them
     recurrent: RecurrentRows | None = None  # of a model with recurrent layers
+    window: WindowBatch | None = None  # of layers that have window pages
 
     @property
     def num_tokens(self) -> int:
@@ -89,17 +107,22 @@ class AttentionBackend(ABC):
     name: str  # as EngineConfig.attention_backend has it
     can_capture: ClassVar[bool] = False  # whether `make_graph_backend` can be called
     features: frozenset[str] = frozenset()  # of AttentionFeatures, those it computes
+    has_window_pages: ClassVar[bool] = False  # whether it takes a WindowKV
 
-    def __init__(self, kv: Tensor, num_heads: int) -> None:
-        """kv [L, 2, num_pages, P, Hkv, D]. Raises ModelNotSupported unless Hkv divides Hq."""
+    def __init__(self, kv: Tensor, num_heads: int, windows: WindowKV | None = None) -> None:
+        """kv [L, 2, num_pages, P, Hkv, D] of all layers but those in `windows`.
+
+        Raises ModelNotSupported unless Hkv divides Hq.
+        """
         self.page_size, self.num_kv_heads, self.head_dim = kv.shape[3:]
         if num_heads % self.num_kv_heads:
             raise ModelNotSupported(
                 f"{num_heads} query heads cannot share {self.num_kv_heads} key heads evenly"
             )
         self.kv, self.num_heads = kv, num_heads
-        self._slots = [kv_view(kv, layer) for layer in range(kv.shape[0])]
-        self._slot_mapping: Tensor | None = None  # [T] int64, of the planned batch
+        self.slots = _slots_of_layers(kv, windows)  # of each layer K and V, [num_slots, Hkv, D]
+        self._window_layers = frozenset(() if windows is None else windows.layers)
+        self._batch: ForwardBatch | None = None  # the planned one
 
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
         """Compile the kernels; once, before the first step. `features`: those that any layer uses.
@@ -144,9 +167,16 @@ class AttentionBackend(ABC):
         features: AttentionFeatures = PLAIN,
     ) -> Tensor:
         """Store k, v [T, Hkv, D] in the new tokens' slots, then `attend`."""
-        assert self._slot_mapping is not None, "run before plan"
-        store_kv(k, v, *self._slots[layer], self._slot_mapping)
+        assert self._batch is not None, "run before plan"
+        store_kv(k, v, *self.slots[layer], self.slot_mapping(self._batch, layer))
         return self.attend(q, layer, scale, features)
+
+    def slot_mapping(self, batch: ForwardBatch, layer: int) -> Tensor:
+        """[T] int64 slots of the layer for the batch's new tokens."""
+        if layer not in self._window_layers:
+            return batch.slot_mapping
+        assert batch.window is not None, "window pages are not known"
+        return batch.window.slot_mapping
 
     def shared_levels(self, batch: ForwardBatch) -> int:
         """Levels of shared pages that the graph to replay for `batch`, rows of one token, reads
@@ -169,6 +199,15 @@ def missing_features(offered: frozenset[str], needed: frozenset[str]) -> str:
     """Why a backend that offers some features cannot run a model that needs some; "" if it can."""
     missing = sorted(needed - offered)
     return f"it has no {', '.join(missing)}" if missing else ""
+
+
+def _slots_of_layers(kv: Tensor, windows: WindowKV | None) -> list[tuple[Tensor, Tensor]]:
+    """Of each layer K and V by slot, each [num_slots, Hkv, D]."""
+    found = [kv_view(kv, layer) for layer in range(len(kv))]
+    if windows is not None:
+        for at, layer in enumerate(windows.layers):
+            found.insert(layer, kv_view(windows.kv, at))
+    return found
 
 
 def kv_view(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:

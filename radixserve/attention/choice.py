@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, missing_features
+from radixserve.attention.base import AttentionBackend, WindowKV, missing_features
 from radixserve.attention.cpu import CpuBackend
 from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
@@ -99,19 +99,33 @@ def unsupported_reason(
     return ""
 
 
+def has_window_pages(name: str) -> bool:
+    """Whether the backend `name` takes a WindowKV."""
+    return _BACKENDS[name].has_window_pages
+
+
 def make_backend(
-    name: str, kv: Tensor, num_heads: int, *, shares: bool = True, is_exact: bool = False
+    name: str,
+    kv: Tensor,
+    num_heads: int,
+    *,
+    windows: WindowKV | None = None,
+    shares: bool = True,
+    is_exact: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, D].
+    """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, D], and `windows` where
+    it `has_window_pages`.
 
     `shares`: whether rows attend together to pages that they have in common, where that pays;
     `is_exact`, of the cpu backend: only so that no bit of a result depends on it.
     """
     if is_exact:
         assert name == "cpu", f"the {name} backend has no exact sharing"
-        return CpuBackend(kv, num_heads, shares=shares, is_exact=True)
+        return CpuBackend(kv, num_heads, windows, shares=shares, is_exact=True)
     make: Callable[..., AttentionBackend] = _BACKENDS[name]
-    return make(kv, num_heads, shares=shares)
+    if windows is None:
+        return make(kv, num_heads, shares=shares)
+    return make(kv, num_heads, windows, shares=shares)
 
 
 def _log_choice(name: str, device: torch.device, reasons: list[str]) -> None:

@@ -13,10 +13,12 @@ from radixserve.attention.base import (
     AttentionBackend,
     AttentionFeatures,
     ForwardBatch,
+    WindowKV,
 )
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.attention_metadata import AttentionMetadata
 from radixserve_kernels.cpu_attention import PagedAttention, Plan
+from radixserve_kernels.cpu_decoder import DecoderKV
 from radixserve_kernels.cpu_ops import unsupported_reason
 
 # Tokens of K and V whose reading costs a row as much as one more level. Measured: reading together
@@ -35,13 +37,23 @@ class CpuBackend(AttentionBackend):
 
     name = "cpu"
     features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
+    has_window_pages = True
 
     def __init__(
-        self, kv: Tensor, num_heads: int, *, shares: bool = True, is_exact: bool = False
+        self,
+        kv: Tensor,
+        num_heads: int,
+        windows: WindowKV | None = None,
+        *,
+        shares: bool = True,
+        is_exact: bool = False,
     ) -> None:
         if reason := unsupported_reason(kv.dtype):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
-        super().__init__(kv, num_heads)
+        super().__init__(kv, num_heads, windows)
+        self.decoder_kv = DecoderKV(
+            [(k, v, layer in self._window_layers) for layer, (k, v) in enumerate(self.slots)]
+        )
         self._attention = PagedAttention(kv.dtype)
         self._sharing = {"shares": shares, "is_exact": is_exact}
         self._planned: Plan | None = None
@@ -52,7 +64,7 @@ class CpuBackend(AttentionBackend):
             self._planned = plan_step(batch.host, self.page_size, heads, **self._sharing)
         else:
             self._planned.reset(batch.host)
-        self._slot_mapping = batch.slot_mapping
+        self._batch = batch
 
     @property
     def planned(self) -> Plan:
@@ -61,7 +73,13 @@ class CpuBackend(AttentionBackend):
         return self._planned
 
     def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
-        return self._attention.run(self.planned, q, *self._slots[layer], scale, features)
+        k, v = self.slots[layer]
+        page_ids = None
+        if layer in self._window_layers:
+            assert self._batch is not None
+            assert self._batch.window is not None
+            page_ids = self._batch.window.kv_indices
+        return self._attention.run(self.planned, q, k, v, scale, features, page_ids)
 
 
 def plan_step(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -25,6 +26,7 @@ from radixserve.attention.base import (
     AttentionMetadata,
     ForwardBatch,
     IndexArray,
+    WindowKV,
     check_dtype,
 )
 from radixserve.errors import ModelNotSupported
@@ -56,6 +58,7 @@ class PaddedCall:
     size: int  # B
     tokens: Tensor  # [B * N] int64, the queries among the batch's T tokens
     slots: Tensor  # [B * K] int64; padding repeats a block's last one
+    window_slots: Tensor | None  # the same of layers that have window pages
     last_seen: IndexArray  # [B, N] position of each query
     num_keys: int  # K
     masks: dict[tuple[int, int], Tensor | None]  # by AttentionFeatures.span, made when needed
@@ -71,18 +74,21 @@ class ReferenceBackend(AttentionBackend):
     features = frozenset(
         ("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"),
     )
+    has_window_pages = True
 
-    def __init__(self, kv: Tensor, num_heads: int, *, shares: bool = True) -> None:
+    def __init__(
+        self, kv: Tensor, num_heads: int, windows: WindowKV | None = None, *, shares: bool = True
+    ) -> None:
         del shares
         if not check_dtype(kv.dtype):
             raise ModelNotSupported(f"the torch backend takes float32 or bfloat16, not {kv.dtype}")
-        super().__init__(kv, num_heads)
+        super().__init__(kv, num_heads, windows)
         self._calls: list[PaddedCall] = []
 
     def plan(self, batch: ForwardBatch) -> None:
         blocks = cut_blocks(batch.host)
-        self._calls = [self._pad(batch.host, blocks, part) for part in group_blocks(blocks)]
-        self._slot_mapping = batch.slot_mapping
+        self._calls = [self._pad(batch, blocks, part) for part in group_blocks(blocks)]
+        self._batch = batch
 
     def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
         assert self._calls, "attend before plan"
@@ -91,9 +97,11 @@ class ReferenceBackend(AttentionBackend):
         for call in self._calls:
             queries = q.index_select(0, call.tokens).view(call.size, -1, *heads, self.head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * N, D]
+            index = call.window_slots if layer in self._window_layers else call.slots
+            assert index is not None
             keys, values = (
-                slots.index_select(0, call.slots).unflatten(0, (call.size, -1)).transpose(1, 2)
-                for slots in self._slots[layer]
+                slots.index_select(0, index).unflatten(0, (call.size, -1)).transpose(1, 2)
+                for slots in self.slots[layer]
             )  # each [B, Hkv, K, D]
             mask = self._mask(call, features)
             if features.logits_soft_cap is None and features.sinks is None:
@@ -107,18 +115,23 @@ class ReferenceBackend(AttentionBackend):
             out.index_copy_(0, call.tokens, found.reshape(-1, *q.shape[1:]))
         return out
 
-    def _pad(self, host: AttentionMetadata, blocks: Blocks, members: slice) -> PaddedCall:
+    def _pad(self, batch: ForwardBatch, blocks: Blocks, members: slice) -> PaddedCall:
         """The blocks `members`, all of N queries, in one call."""
+        host = batch.host
         row, num_keys = blocks.row[members], blocks.num_keys[members][:, None]
         steps = np.arange(blocks.num_queries[members][0])  # [N]
         tokens = blocks.first_token[members][:, None] + steps  # [B, N]
         places = np.minimum(np.arange(num_keys.max()), num_keys - 1)  # [B, K] positions in the row
-        pages = host.kv_indices[host.kv_indptr[row][:, None] + places // self.page_size]
-        slots = pages.astype(np.int64) * self.page_size + places % self.page_size
+        at = host.kv_indptr[row][:, None] + places // self.page_size
+
+        def slots(kv_indices: NDArray[np.int32]) -> Tensor:
+            pages = kv_indices[at].astype(np.int64)
+            return self._index(pages * self.page_size + places % self.page_size)
+
+        in_windows = None if batch.window is None else slots(batch.window.kv_indices)
         last_seen = num_keys - len(steps) + steps  # [B, N] position of each query
-        return PaddedCall(
-            len(row), self._index(tokens), self._index(slots), last_seen, int(num_keys.max()), {}
-        )
+        tensors = self._index(tokens), slots(host.kv_indices), in_windows
+        return PaddedCall(len(row), *tensors, last_seen, int(num_keys.max()), {})
 
     def _mask(self, call: PaddedCall, features: AttentionFeatures) -> Tensor | None:
         """[B, 1, 1 or G * N, K] 0 or -inf; None: every query sees every key."""

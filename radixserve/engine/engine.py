@@ -35,7 +35,7 @@ from radixserve.errors import EngineDead, InvalidRequest, request_failed
 from radixserve.hint import Hint, HintAnswer, HintLimits
 from radixserve.output import RequestOutput
 from radixserve.request import Request
-from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
+from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
 from radixserve.scheduler import Scheduler
 
 _PARTS = ("schedule", "prepare", "forward", "sample", "commit", "overlapped")
@@ -46,6 +46,7 @@ class ModelRunner(Protocol):
 
     num_pages: int
     num_states: int  # of a model with recurrent layers; else 0
+    windows: WindowLayers | None  # layers whose K and V have window pages
     before_wait: Callable[[], None] | None  # called when the host is about to wait for the device
 
     @property
@@ -82,7 +83,9 @@ class Engine:
         self._runner = runner
         self._overlap_depth = runner.overlap_depth if config.overlap else 0
         self._cache = (
-            make_cache(runner.num_pages, config, runner.num_states) if cache is None else cache
+            make_cache(runner.num_pages, config, runner.num_states, runner.windows)
+            if cache is None
+            else cache
         )
         self._scheduler = Scheduler(
             self._cache,
@@ -363,8 +366,14 @@ class Engine:
         return outputs
 
 
-def make_cache(num_pages: int, config: EngineConfig, num_states: int = 0) -> PrefixCache:
-    """The cache that the config names, over `num_pages` pages and `num_states` recurrent states."""
+def make_cache(
+    num_pages: int,
+    config: EngineConfig,
+    num_states: int = 0,
+    windows: WindowLayers | None = None,
+) -> PrefixCache:
+    """The cache that the config names, over `num_pages` pages and `num_states` recurrent states.
+    `windows`: not with cache="hash"."""
     if config.cache == "hash":
         if num_states:
             raise InvalidRequest(
@@ -379,4 +388,5 @@ def make_cache(num_pages: int, config: EngineConfig, num_states: int = 0) -> Pre
         reuse=config.cache != "off",
         num_states=num_states,
         checkpoint_interval=config.checkpoint_interval,
+        windows=windows,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, ForwardBatch
+from radixserve.attention.base import AttentionBackend, AttentionFeatures, ForwardBatch
 from radixserve_kernels.quantized import BITS, FORMS
 
 
@@ -46,6 +47,8 @@ class ModelInfo:
     attention_features: tuple[str, ...] = ()  # fields of AttentionFeatures that any layer uses
 
     num_kv_layers: int | None = None  # layers that attend; None: all
+    window_layers: tuple[int, ...] = ()  # of those the ones that see a window or chunk of positions
+    window_size: int = 0  # positions, where such a layer sees most
     states: tuple[StateShape, ...] = ()  # of recurrent layers
 
     @property
@@ -70,7 +73,22 @@ class ModelInfo:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.kv_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self._kv_bytes(self.kv_layers)
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        """Those of `kv_bytes_per_token` that are of `window_layers`."""
+        return self._kv_bytes(len(self.window_layers))
+
+    def _kv_bytes(self, num_layers: int) -> int:
+        return 2 * num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def layer_windows(features: Iterable[AttentionFeatures]) -> dict[str, Any]:
+    """`window_layers` and `window_size` of a ModelInfo whose layers have these features."""
+    spans = [min(filter(None, one.span), default=0) for one in features]
+    layers = tuple(number for number, span in enumerate(spans) if span)
+    return {"window_layers": layers, "window_size": max(spans, default=0)}
 
 
 class LanguageModel(ABC):
@@ -113,13 +131,13 @@ class LayeredModel(LanguageModel):
         x: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
-        slots: Tensor,
+        slots: tuple[Tensor, Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
         """Stores K and V of x [T, H]; returns the queries [T, Hq, D], in `out` if it is given.
 
-        positions, slot_mapping [T] int64; -1: not stored. slots [2, num_slots, Hkv, D]: the
-        layer's part of the pool.
+        positions, slot_mapping [T] int64; -1: not stored. slots: the layer's K and V
+        in the pool, [num_slots, Hkv, D] each.
         """
 
     @abstractmethod

@@ -36,7 +36,7 @@ class CpuDecoder(LanguageModel):
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
         """`backend` is a planned CpuBackend."""
         assert isinstance(backend, CpuBackend), f"not on the {backend.name} backend"
-        end = int(batch.host.seq_lens.max())
+        end, window = int(batch.host.seq_lens.max()), batch.window
         return self._decoder.run(
             input_ids=batch.input_ids,
             positions=batch.positions,
@@ -44,7 +44,9 @@ class CpuDecoder(LanguageModel):
             sampled=batch.logits_indices,
             rotations=[table.up_to(end) for table in self._rotaries],
             plan=backend.planned,
-            kv=backend.kv,
+            kv=backend.decoder_kv,
+            window_slots=None if window is None else window.slot_mapping,
+            window_page_ids=None if window is None else window.kv_indices,
         )
 
 

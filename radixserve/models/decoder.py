@@ -61,13 +61,14 @@ class Decoder(LayeredModel):
     def forward(
         self, batch: ForwardBatch, backend: AttentionBackend, out: Tensor | None = None
     ) -> Tensor:
-        slots = backend.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
-        x, residual = self.embed(batch.input_ids)
-        for number in range(len(self._layers) - 1):
-            q = self.project(number, x, batch.positions, batch.slot_mapping, slots[number])
-            x = self.finish_layer(number, self.attend(number, q, backend), x, residual)
         last = len(self._layers) - 1
-        q = self.project(last, x, batch.positions, batch.slot_mapping, slots[last])
+        x, residual = self.embed(batch.input_ids)
+        for number in range(last):
+            slot_mapping = backend.slot_mapping(batch, number)
+            q = self.project(number, x, batch.positions, slot_mapping, backend.slots[number])
+            x = self.finish_layer(number, self.attend(number, q, backend), x, residual)
+        slot_mapping = backend.slot_mapping(batch, last)
+        q = self.project(last, x, batch.positions, slot_mapping, backend.slots[last])
         return self.finish(self.attend(last, q, backend), x, residual, batch.logits_indices, out)
 
     def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +83,7 @@ class Decoder(LayeredModel):
         x: Tensor,
         positions: Tensor,
         slot_mapping: Tensor,
-        slots: Tensor,
+        slots: tuple[Tensor, Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
         shape, layer = self._shape, self._layers[number]

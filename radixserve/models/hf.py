@@ -35,7 +35,7 @@ from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
 from radixserve.models.attention_probe import ProbedLayers, probe, register
-from radixserve.models.base import LanguageModel, ModelInfo
+from radixserve.models.base import LanguageModel, ModelInfo, layer_windows
 from radixserve.models.recurrent import Mixers
 from radixserve.models.weights import (
     architecture_of,
@@ -164,7 +164,7 @@ def _load_checked(
         states = slot.mixers.set_shapes()
     slot.kv_index = {layer: at for at, layer in enumerate(sorted(slot.probed.shapes))}
     num_heads, num_kv_heads, head_dim = next(iter(slot.probed.shapes.values()))
-    layers = slot.probed.features.values()
+    layers = [slot.probed.features[layer] for layer in slot.kv_index]
     info = ModelInfo(
         architecture=architecture,
         is_native=False,
@@ -181,6 +181,7 @@ def _load_checked(
         num_kv_layers=len(slot.kv_index),
         states=states,
         attention_features=tuple(sorted(frozenset().union(*(one.names for one in layers)))),
+        **layer_windows(layers),
     )
     wrapped = TransformersModel(model, slot, info)
     is_current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -24,7 +24,7 @@ from radixserve.models.registry import load_model
 from radixserve.models.source import find_model
 from radixserve.runner.device import check_dtype, describe_device
 from radixserve.runner.kv_pool import KVPool
-from radixserve.schedule import ModelRunnerOutput, SchedulerOutput
+from radixserve.schedule import ModelRunnerOutput, SchedulerOutput, WindowLayers
 
 logger = logging.getLogger("radixserve")
 
@@ -72,6 +72,7 @@ class ModelRunner(ABC):
     info: ModelInfo
     num_pages: int
     num_states: int = 0  # recurrent states, of a model with such layers
+    windows: WindowLayers | None = None  # layers whose K and V have window pages
     overlap_depth: int  # steps that may be in flight when the next one is launched: 0 or 1
     backend_name: str
     resolved_config: ResolvedConfig

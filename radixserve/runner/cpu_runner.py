@@ -8,17 +8,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from radixserve.attention.choice import make_backend
+from radixserve.attention.choice import has_window_pages, make_backend
 from radixserve.config import EngineConfig
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
 from radixserve.runner.grammar_masks import StepMasks, begin_masks
 from radixserve.runner.input_batch import InputBatch, prepare_inputs
-from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages, choose_pool_size
 from radixserve.runner.recurrent_states import RecurrentStates, choose_num_states
 from radixserve.runner.sampler import sample, score, with_scores
 from radixserve.runner.system_memory import keep_freed_memory
-from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
+from radixserve.runner.window_table import WindowTable
+from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput, WindowLayers
 
 
 class CpuModelRunner(SingleDeviceRunner):
@@ -37,17 +38,27 @@ class CpuModelRunner(SingleDeviceRunner):
         super().__init__(parts, config)
         self._draws = tp_group is None or tp_group.rank == 0
         self.num_states = choose_num_states(config, self.info)
-        num_pages = choose_num_pages(config, self.info, self.num_states * self.info.state_bytes)
-        if tp_group is not None:
-            num_pages = tp_group.agree(num_pages)
-        self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
+        size = self._pool_size(parts.backend_name, tp_group)
+        self.pool = KVPool(self.info, size, config.page_size, self._device)
+        if size.num_window_pages:
+            self.windows = WindowLayers(size.num_window_pages, self.info.window_size)
+        self._window_table = WindowTable(size, config.page_size)
         self._states = RecurrentStates(self.info, self.num_states, self._device)
         self.backend = make_backend(
             *(parts.backend_name, self.pool.kv, self.info.num_heads),
+            windows=self.pool.windows,
             shares=config.cascade_attention,
             is_exact=self.info.is_quantized,  # rounded to 8 bits, a last bit may become a step
         )
         self._describe()
+
+    def _pool_size(self, backend_name: str, tp_group: TPGroup | None) -> PoolSize:
+        config, states_bytes = self._config, self.num_states * self.info.state_bytes
+        if tp_group is not None:
+            return PoolSize(tp_group.agree(choose_num_pages(config, self.info, states_bytes)))
+        if self.num_states or config.cache == "hash" or not has_window_pages(backend_name):
+            return PoolSize(choose_num_pages(config, self.info, states_bytes))
+        return choose_pool_size(config, self.info)
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
@@ -57,6 +68,10 @@ class CpuModelRunner(SingleDeviceRunner):
         """
         began = time.perf_counter()
         self.pool.copy_page_prefixes(schedule.cow_copies)
+        if self.windows is not None:
+            assert schedule.windows is not None, "nothing is said of window pages"
+            self._window_table.update(schedule.windows.pages)
+            self.pool.copy_window_prefixes(schedule.windows.copies)
         self._states.copy(schedule.state_copies)
         if not schedule.rows:
             return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
@@ -64,6 +79,8 @@ class CpuModelRunner(SingleDeviceRunner):
         batch = inputs.to_device(self._device)
         if self.num_states:
             batch = replace(batch, recurrent=self._states.of_rows(schedule.rows))
+        if self.windows is not None:
+            batch = replace(batch, window=self._window_table.of_batch(inputs))
         self.backend.plan(batch)
         self.note_wait()
         prepared = time.perf_counter()

@@ -28,7 +28,7 @@ from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import prepare_inputs
-from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages
 from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capture_tokens
 from radixserve.runner.profile_run import (
     MemoryUse,
@@ -278,7 +278,7 @@ class CudaModelRunner(SingleDeviceRunner):
             num_pages = fitting_pages(use, share, page_bytes, size)
         if self._tp_group is not None:
             num_pages = self._tp_group.agree(num_pages)
-        self.pool = KVPool(info, num_pages, size, device)
+        self.pool = KVPool(info, PoolSize(num_pages), size, device)
         self.backend = self._make_backend(backend_name)
         if sizes and self.backend.can_capture:
             logger.info("capturing decode steps of %s rows", ", ".join(map(str, sizes)))
@@ -321,7 +321,7 @@ class CudaModelRunner(SingleDeviceRunner):
         reset_peak(self._device)
         limits = config.chunked_prefill_size, config.max_running_requests
         num_pages = num_profile_pages(*limits, config.page_size)
-        self.pool = KVPool(self.info, num_pages, config.page_size, self._device)
+        self.pool = KVPool(self.info, PoolSize(num_pages), config.page_size, self._device)
         try:
             self.backend = self._make_backend(backend_name)
             self.backend.prepare(frozenset(self.info.attention_features))

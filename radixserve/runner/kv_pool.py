@@ -1,41 +1,74 @@
 """The K and V of every page: one tensor for all layers, so that a page prefix is copied at once.
 
-Owns the memory; the cache owns the assignment of pages.
+Layers that see a window of positions only may have a tensor of their own with fewer pages. Owns the
+memory; the cache owns the assignment of pages.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from radixserve.arrays import IntArray
-from radixserve.config import EngineConfig, parse_bytes
+from radixserve.attention.base import WindowKV
+from radixserve.config import (
+    MAX_SHORT_WINDOW,
+    SWA_FULL_TOKENS_RATIO,
+    EngineConfig,
+    parse_bytes,
+)
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.runner.system_memory import free_memory, map_on_demand
 from radixserve_kernels.torch_ops import copy_slots
 
+SPARE_WINDOW_PAGES = (
+    3  # the ends of a chunk and of a window inside a page, and a copied page prefix
+)
 FREE_MEMORY_DIVISOR = 4  # the default pool takes at most this fraction of the free memory: 1 / 4
 
 
+class PoolSize(NamedTuple):
+    """Pages of a pool."""
+
+    num_pages: int
+    num_window_pages: int = (
+        0  # 0: layers with windows have their K and V in the pages of all others
+    )
+
+
 class KVPool:
-    """kv [L, 2, num_pages, P, Hkv, D], zeros: a slot that was never written holds no NaN."""
+    """kv [L, 2, num_pages, P, Hkv, D], zeros: a slot that was never written holds no NaN.
+
+    With window pages `windows` has the layers that see a window of positions, kv all others.
+    """
 
     def __init__(
-        self, info: ModelInfo, num_pages: int, page_size: int, device: torch.device
+        self, info: ModelInfo, size: PoolSize, page_size: int, device: torch.device
     ) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
-        shape = (info.kv_layers, 2, num_pages, page_size, info.num_kv_heads, info.head_dim)
+        self.num_pages, self.num_window_pages = size
+        self.page_size = page_size
+        layers = info.window_layers if self.num_window_pages else ()
+        token = (page_size, info.num_kv_heads, info.head_dim)
+        shape = (info.kv_layers - len(layers), 2, self.num_pages, *token)
         self.kv = _zeros(shape, info.dtype, device)
-        self._by_slot = self.kv.flatten(2, 3)  # [L, 2, num_slots, Hkv, D]
+        self.windows: WindowKV | None = None
+        if layers:
+            shape = (len(layers), 2, self.num_window_pages + 1, *token)
+            self.windows = WindowKV(_zeros(shape, info.dtype, device), layers)
 
     @property
     def num_bytes(self) -> int:
-        return self.kv.numel() * self.kv.element_size()
+        tensors = [self.kv] if self.windows is None else [self.kv, self.windows.kv]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def copy_page_prefixes(self, copies: IntArray) -> None:
-        """Copy page prefixes in every layer, as if all at once.
+        """Copy page prefixes in every layer of `kv`, as if all at once.
 
         copies [n, 3]: source page, destination page, tokens; no page is written twice or both
         written and read.
@@ -47,7 +80,14 @@ class KVPool:
         offset = np.arange(len(of_copy)) - np.repeat(np.cumsum(num_tokens) - num_tokens, num_tokens)
         slots = [pages[of_copy] * self.page_size + offset for pages in (source, destination)]
         read, write = (torch.from_numpy(slot).to(self.kv.device) for slot in slots)
-        copy_slots(self._by_slot, read, write)
+        copy_slots(self.kv.flatten(2, 3), read, write)  # [L, 2, num_slots, Hkv, D]
+
+    def copy_window_prefixes(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """The same of window pages, but one after the other."""
+        for source, destination, num_tokens in copies:
+            assert self.windows is not None
+            kv = self.windows.kv[:, :, :, :num_tokens]
+            kv[:, :, destination] = kv[:, :, source]
 
 
 def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> int:
@@ -79,6 +119,39 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 
             f"than a quarter of the free memory; set num_pages or kv_cache_memory"
         )
     return max(1, min(wanted, fitting))
+
+
+def choose_pool_size(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> PoolSize:
+    """`choose_num_pages`, and window pages where a model has layers with windows, unless there is
+    memory for all K and V of as many sequences of full length as may run.
+
+    There are at least as many as one sequence needs for a window and a chunk of its prompt.
+    """
+    num_pages, size = choose_num_pages(config, info, states_bytes), config.page_size
+    ratio = config.swa_full_tokens_ratio
+    if ratio is None:
+        is_short = config.num_pages is None and info.window_size <= MAX_SHORT_WINDOW
+        ratio = SWA_FULL_TOKENS_RATIO if is_short else 1.0
+    longest = min(config.max_seq_len or info.max_positions, info.max_positions)
+    if longest <= info.window_size or not info.window_layers or ratio == 1:
+        return PoolSize(num_pages)
+    whole = PoolSize(num_pages)
+    least = -(-(info.window_size + config.chunked_prefill_size) // size) + SPARE_WINDOW_PAGES
+    if config.num_pages is not None:
+        num_window_pages = max(least, math.ceil(ratio * num_pages))
+    else:
+        wanted = config.max_running_requests * -(-longest // size)
+        if config.kv_cache_memory is None and num_pages == wanted:
+            return whole
+        of_windows = info.window_bytes_per_token * size
+        others = info.kv_bytes_per_token * size - of_windows
+        num_bytes = num_pages * (of_windows + others)
+        num_window_pages = max(least, int(num_bytes / (of_windows + others / ratio)))
+        left = num_bytes - num_window_pages * of_windows
+        num_pages = left // others if others else math.ceil(num_window_pages / ratio)
+    if num_window_pages >= num_pages:
+        return whole
+    return PoolSize(min(num_pages, 2**31 - 1), num_window_pages)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

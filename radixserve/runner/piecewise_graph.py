@@ -55,7 +55,7 @@ class PiecewiseGraphs:
     ) -> None:
         """Capture; sizes: numbers of tokens, ascending. K and V have their final place by now."""
         device, most = backend.kv.device, sizes[-1]
-        self._model, self._slots = model, backend.kv.flatten(2, 3)
+        self._model, self._slots = model, backend.slots
         self._input_ids, self._positions = torch.zeros((2, most), dtype=torch.int64, device=device)
         self._slot_mapping = torch.full_like(self._positions, -1)
         heads = backend.num_heads, backend.head_dim

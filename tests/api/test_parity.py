@@ -153,8 +153,8 @@ def check_answers(rt: Runtime, expected: Reference, order: list[int]) -> None:
     rt.check()
 
 
-def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None:
-    """Cold, then warm in another order; a tight pool must evict and preempt."""
+def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> dict[str, Any]:
+    """Cold, then warm in another order; a tight pool must evict and preempt. Returns the stats."""
     size = settings.get("page_size", 1)
     tokens = max(3 * size, 160) if is_tight else 8192
     with Runtime(
@@ -175,6 +175,7 @@ def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> None
         rt.flush_cache()
         rt.check()
         assert rt.cache_stats()["pages_free"] == rt.cache_stats()["pages_total"]
+        return stats
 
 
 SETTINGS: list[dict[str, Any]] = [

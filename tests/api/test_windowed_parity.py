@@ -32,6 +32,11 @@ OTHERS = [
 ]
 TIGHT = SETTINGS[1]  # pages of 16, chunks of 7, evicted and preempted
 ROOMY: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 33}
+DROPPING: list[dict[str, Any]] = [  # window pages for one or two of eight requests
+    {"page_size": 1, "chunked_prefill_size": 16, "swa_full_tokens_ratio": 0.001},
+    {"page_size": 4, "chunked_prefill_size": 7, "swa_full_tokens_ratio": 0.001},
+    {"page_size": 16, "chunked_prefill_size": 33, "swa_full_tokens_ratio": 0.001},
+]
 BARE: dict[str, Any] = {"page_size": 1, "chunked_prefill_size": 64, "cache": "off"}
 
 
@@ -49,7 +54,7 @@ def references() -> dict[Case, Reference]:
         *(
             pytest.param(case, settings, marks=pytest.mark.long)
             for case in (*SAMPLE, *OTHERS)
-            for settings in (TIGHT, ROOMY, BARE, *SETTINGS)
+            for settings in (TIGHT, ROOMY, BARE, *SETTINGS, *DROPPING)
         ),
     ],
     ids=str,
@@ -61,6 +66,18 @@ def test_every_setting(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     run(reference(case, references, tmp_path_factory), **settings)
+
+
+@pytest.mark.parametrize("settings", DROPPING, ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_dropped_windows(
+    settings: dict[str, Any], backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Layers with windows alone, some of them, and in transformers' code."""
+    for case in (EVICTED, Case("gpt_oss", 33), Case("starcoder2_window", 41)):
+        expected = reference(case, {}, tmp_path_factory, FEW)
+        stats = run(expected, **settings, attention_backend=backend)
+        assert stats["dropped_window_pages"] > 0
 
 
 @pytest.mark.parametrize("case", SAMPLE[1:], ids=str)

@@ -37,6 +37,7 @@ class ChainRunner:
 
     overlap_depth = 1
     num_states = 0
+    windows = None
     num_pages = 400
 
     def __init__(self) -> None:

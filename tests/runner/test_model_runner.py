@@ -19,7 +19,7 @@ from radixserve.models.base import StateShape
 from radixserve.request import SamplingParams
 from radixserve.runner.cpu_runner import CpuModelRunner
 from radixserve.runner.input_batch import build_forward_batch
-from radixserve.runner.kv_pool import KVPool, choose_num_pages
+from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages
 from radixserve.runner.recurrent_states import choose_num_states
 from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest, SchedulerOutput
@@ -195,7 +195,7 @@ def test_rows_without_a_sample_and_empty_schedules(checkpoints: dict[str, Path])
 
 def test_pool_copies_heads_of_all_layers(checkpoints: dict[str, Path]) -> None:
     info = runner_of(checkpoints["llama"]).info
-    pool = KVPool(info, 6, 4, torch.device("cpu"))
+    pool = KVPool(info, PoolSize(6), 4, torch.device("cpu"))
     assert not pool.kv.any()
     pool.kv.copy_(torch.randn_like(pool.kv))
     before = pool.kv.clone()

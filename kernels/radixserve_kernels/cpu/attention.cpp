@@ -9,10 +9,10 @@
 
 template <class T, class A>
 void Attention<T, A>::run(const TeamThread &thread, const T *q, int64_t q_stride, const T *k, const T *v, A *out,
-                          int64_t out_stride, const Features &features) {
+                          int64_t out_stride, const Features &features, const int32_t *page_ids) {
     Attention own = *this;
     own.q = q, own.q_stride = q_stride, own.out = out, own.out_stride = out_stride, own.features = features;
-    const PagedKv<T> kv(plan, heads, features, k, v);
+    const PagedKv<T> kv(plan, heads, features, k, v, page_ids);
     const bool is_shared = work() > 2 * MIN_PHASE_NS;  // else thread 0 does it alone
     size_t first = 0;
     for (size_t level = 0; level < plan.level_ends.size(); level++) {

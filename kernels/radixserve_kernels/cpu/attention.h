@@ -19,9 +19,10 @@ template <class T, class A> class Attention {
     // Called once before any thread runs.
     void prepare(std::vector<ThreadScratch> &scratches, Scratch &state_scratch);
 
-    // q, out: [tokens, heads, dim] with a stride between tokens; k, v: [slots, kv_heads, dim].
+    // q, out: [tokens, heads, dim] with a stride between tokens; k, v: [slots, kv_heads, dim]. page_ids: window pages
+    // in the places of the plan's pages, or null.
     void run(const TeamThread &thread, const T *q, int64_t q_stride, const T *k, const T *v, A *out, int64_t out_stride,
-             const Features &features);
+             const Features &features, const int32_t *page_ids);
 
   private:
     const Plan &plan;

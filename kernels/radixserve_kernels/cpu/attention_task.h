@@ -58,14 +58,17 @@ template <class T> struct PagedKv {
     const Heads &heads;
     const Features &features;
     const T *k, *v;
+    const int32_t *page_ids;     // of the layer, where the plan has its own
     const float exponent_scale;  // of scores, for exponents to the base 2
 
-    PagedKv(const Plan &plan, const Heads &heads, const Features &features, const T *k, const T *v)
-        : plan(plan), heads(heads), features(features), k(k), v(v), exponent_scale(heads.scale * LOG2_E) {}
+    PagedKv(const Plan &plan, const Heads &heads, const Features &features, const T *k, const T *v,
+            const int32_t *page_ids)
+        : plan(plan), heads(heads), features(features), k(k), v(v),
+          page_ids(page_ids ? page_ids : plan.jobs.page_ids), exponent_scale(heads.scale * LOG2_E) {}
 
     // Index in k of a key of the task's job and first head, and in v of its value.
     int64_t key_offset(const Task &task, int64_t key) const {
-        const int32_t *pages = plan.jobs.page_ids + plan.jobs.first_page[task.job];
+        const int32_t *pages = page_ids + plan.jobs.first_page[task.job];
         const int64_t size = plan.jobs.page_size;
         const int64_t slot = size == 1 ? pages[key] : pages[key / size] * size + key % size;
         return (slot * heads.num_kv_heads + task.first_head) * heads.dim;
@@ -73,7 +76,7 @@ template <class T> struct PagedKv {
 
     // key_offset of the keys [first, end), at most KEYS. Returns their number.
     int64_t key_offsets(const Task &task, int64_t first, int64_t end, int64_t *offsets) const {
-        const int32_t *pages = plan.jobs.page_ids + plan.jobs.first_page[task.job];
+        const int32_t *pages = page_ids + plan.jobs.first_page[task.job];
         const int64_t size = plan.jobs.page_size, step = heads.num_kv_heads * heads.dim;
         const int64_t count = min<int64_t>(end - first, KEYS), head = task.first_head * heads.dim;
         int64_t page = first / size, offset = first % size;

@@ -6,8 +6,7 @@
 // The type-independent interface of FusedDecoder.
 struct AnyDecoder {
     virtual ~AnyDecoder() = default;
-    // kv: [layers][2][slots][kv_heads][head_dim], `layer_size` elements a layer, half of it K.
-    virtual void run(const Step &step, const Plan &plan, void *kv, int64_t layer_size) = 0;
+    virtual void run(const Step &step, const Plan &plan, const LayerKv *kv) = 0;  // kv: of each layer
 };
 
 // What a decoder multiplies with.
@@ -38,7 +37,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
   public:
     FusedDecoder(const DecoderShape &shape, const DecoderWeights<T> &weights) : DecoderWeights<T>(weights), shape(shape) {}
 
-    void run(const Step &step, const Plan &plan, void *kv, int64_t layer_size) override {
+    void run(const Step &step, const Plan &plan, const LayerKv *kv) override {
         const int64_t tokens = step.num_tokens, dim = shape.head_dim;
         const int64_t q = shape.num_heads * dim, qkv = q + 2 * shape.num_kv_heads * dim;
         const Heads heads{shape.num_heads, shape.num_kv_heads, dim, shape.attention_scale};
@@ -57,7 +56,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         for (const Layer<T> &layer : layers)
             if (layer.mlp.experts) expert_mlp.prepare(*layer.mlp.experts, tokens), ns += layer.mlp.experts->work(tokens);
         this_team().run(num_threads_for(ns), [&](const TeamThread &thread) {
-            run_layers(thread, step, attention, (T *)kv, layer_size);
+            run_layers(thread, step, attention, kv);
         });
     }
 
@@ -92,8 +91,8 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
             for (int64_t k = 0; k < shape.hidden; k++) to[k] *= shape.embedding_scale;
     }
 
-    __attribute__((noinline)) void run_layers(const TeamThread &thread, const Step &step, Attention<T, A> &attention, T *kv,
-                                              int64_t layer_size) {
+    __attribute__((noinline)) void run_layers(const TeamThread &thread, const Step &step, Attention<T, A> &attention,
+                                              const LayerKv *kv) {
         const int64_t tokens = step.num_tokens;
         thread.share(tokens, price(0, 2.0 * tokens * shape.hidden * sizeof(float)), [&](int64_t first, int64_t last) {
             for (int64_t i = first; i < last; i++) embed(step.input_ids[i], residual + i * residual_stride);
@@ -103,11 +102,12 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
         for (size_t number = 0; number < layers.size(); number++) {
             const Layer<T> &layer = layers[number];
             const bool is_last = number + 1 == layers.size();
-            T *k_slots = kv + number * layer_size, *v_slots = k_slots + layer_size / 2;
+            T *k_slots = (T *)kv[number].k, *v_slots = (T *)kv[number].v;
+            const bool in_window_pages = kv[number].has_window_pages;
             linear<float>(thread, input, hidden_stride, tokens, layer.qkv, nullptr, qkv_rows, qkv_stride);
-            rope_and_store(thread, step, layer, k_slots, v_slots);
+            rope_and_store(thread, step, layer, k_slots, v_slots, in_window_pages ? step.window_slots : step.slots);
             attention.run(thread, (const T *)qkv_rows, qkv_stride * sizeof(float) / sizeof(T), k_slots, v_slots, attended,
-                          q_stride, layer.features);
+                          q_stride, layer.features, in_window_pages ? step.window_page_ids : nullptr);
             if (is_last) {  // after the last attention only sampled tokens matter
                 if (thread.index == 0) keep_sampled(step);
                 thread.barrier();
@@ -186,7 +186,8 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
     }
 
     // Normalises and rotates q and k, rounds q in its place, and rounds k and v to the tokens' slots.
-    void rope_and_store(const TeamThread &thread, const Step &step, const Layer<T> &layer, T *k_slots, T *v_slots) {
+    void rope_and_store(const TeamThread &thread, const Step &step, const Layer<T> &layer, T *k_slots, T *v_slots,
+                        const int64_t *slots) {
         const int64_t dim = shape.head_dim, num_rotated = shape.num_heads + shape.num_kv_heads;
         const int64_t kv = shape.num_kv_heads * dim;
         const float *rotations = layer.rotary < 0 ? nullptr : step.rotations[layer.rotary];
@@ -195,7 +196,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
             for (int64_t i = first; i < last; i++) {
                 float *row = qkv_rows + i * qkv_stride, *k = row + shape.num_heads * dim;
                 if (i + 1 < last) {
-                    const int64_t slot = step.slots[i + 1] * kv, line = 64 / sizeof(T);
+                    const int64_t slot = slots[i + 1] * kv, line = 64 / sizeof(T);
                     for (int64_t at = 0; at < kv; at += line) {
                         __builtin_prefetch(k_slots + slot + at, 1);
                         __builtin_prefetch(v_slots + slot + at, 1);
@@ -210,8 +211,8 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
                     if (layer.qk_norm && !shape.has_whole_qk_norm) norm_qk(head, layer.qk_norm + h * dim, dim);
                     if (rotations) rotate(head, rotations + step.positions[i] * dim, dim);
                 }
-                round_to(k, kv, k_slots + step.slots[i] * kv);
-                round_to(k + kv, kv, v_slots + step.slots[i] * kv);
+                round_to(k, kv, k_slots + slots[i] * kv);
+                round_to(k + kv, kv, v_slots + slots[i] * kv);
                 if (sizeof(T) != sizeof(float)) round_to(row, shape.num_heads * dim, (T *)row);
             }
         });

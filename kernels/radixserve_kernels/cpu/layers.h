@@ -67,6 +67,15 @@ struct Step {
     const int64_t *sampled;                        // [num_sampled] tokens, ascending
     const float *const *rotations;  // of each rotary [positions][head_dim / 2][2] cosine and sine
     float *logits;                  // [num_sampled][vocab]
+    // As `slots` and the plan's page ids, of layers that have window pages; null where none has.
+    const int64_t *window_slots;
+    const int32_t *window_page_ids;
+};
+
+// K and V of a layer, [slots][kv_heads][head_dim] each.
+struct LayerKv {
+    void *k, *v;
+    int64_t has_window_pages;
 };
 
 constexpr int64_t BLOCK_BYTES = 1100 << 10;  // of the second-level cache, for rows of x

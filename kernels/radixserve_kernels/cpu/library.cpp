@@ -146,9 +146,11 @@ void *radixserve_attention() {
 }
 void radixserve_delete_attention(void *attention) { delete (AttentionRunner *)attention; }
 
-// q, out [tokens][heads][dim] with a stride between tokens; k, v [slots][kv_heads][dim].
+// q, out [tokens][heads][dim] with a stride between tokens; k, v [slots][kv_heads][dim]. page_ids: window pages in the
+// places of the plan's pages, or null.
 int radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, int64_t q_stride, const void *k,
-                      const void *v, void *out, int64_t out_stride, float scale, const Features *features) {
+                      const void *v, void *out, int64_t out_stride, float scale, const Features *features,
+                      const int32_t *page_ids) {
     AttentionRunner *runner = (AttentionRunner *)attention;
     return lacks_memory([&] { with_type(is_bf16, [&](auto zero) {
         using T = decltype(zero);
@@ -158,7 +160,8 @@ int radixserve_attend(int is_bf16, void *attention, void *plan, const void *q, i
         const Features needs = features ? *features : Features();
         attention.prepare(runner->scratches, runner->state);
         this_team().run(num_threads_for(attention.work()), [&](const TeamThread &thread) {
-            attention.run(thread, (const T *)q, q_stride, (const T *)k, (const T *)v, (T *)out, out_stride, needs);
+            attention.run(thread, (const T *)q, q_stride, (const T *)k, (const T *)v, (T *)out, out_stride, needs,
+                          page_ids);
         });
     }); });
 }
@@ -236,8 +239,8 @@ void *radixserve_decoder(int is_bf16, const DecoderShape *shape, const void *lay
 }
 void radixserve_delete_decoder(void *decoder) { delete (AnyDecoder *)decoder; }
 
-int radixserve_run(void *decoder, const Step *step, void *plan, void *kv, int64_t layer_size) {
-    return lacks_memory([&] { ((AnyDecoder *)decoder)->run(*step, native(plan).plan, kv, layer_size); });
+int radixserve_run(void *decoder, const Step *step, void *plan, const LayerKv *kv) {
+    return lacks_memory([&] { ((AnyDecoder *)decoder)->run(*step, native(plan).plan, kv); });
 }
 
 // For tests: the allocation of working memory after `count` more ones fails, once.

@@ -97,7 +97,7 @@ class PlannedBackend(AttentionBackend):
             for launch, one in zip(launches, plan.launches, strict=True)
         ]
         self.unique, self.shared = placed[: len(plan.unique)], placed[len(plan.unique) :]
-        self._slot_mapping = batch.slot_mapping
+        self._batch = batch
 
 
 class PagedBackend(PlannedBackend):
@@ -223,7 +223,7 @@ class GraphBackend(PlannedBackend):
         if self._launches:
             for launch, one in zip(self._launches, made, strict=False):
                 launch.plan(one)
-            self._slot_mapping = batch.slot_mapping
+            self._batch = batch
         else:
             self._launches = [
                 eager.make_launch(one, buffers)

@@ -53,7 +53,7 @@ class TritonBackend(PagedBackend):
 
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
         if self.kv.is_cuda:
-            slots = self._slots[0]
+            slots = self.slots[0]
             gpu_ops.compile_attention(*slots, self.num_heads, self.kernel_page_size, features)
 
     def make_launch(
@@ -64,7 +64,7 @@ class TritonBackend(PagedBackend):
             max_keys, kv_indices = int(plan.kv_lens.max()), metadata.kv_indices
         else:  # of the longest request in any later plan
             kv_indices = buffers.kv_indices
-            max_keys = min(len(kv_indices) * self.kernel_page_size, len(self._slots[0][0]))
+            max_keys = min(len(kv_indices) * self.kernel_page_size, len(self.slots[0][0]))
         if plan.is_decode:
             num_splits, fixed_splits = gpu_ops.choose_splits(
                 plan.num_requests, self.num_kv_heads, max_keys, self._num_sms
@@ -75,7 +75,7 @@ class TritonBackend(PagedBackend):
                 num_tiles, self.num_kv_heads, max_keys, self._num_sms
             )
         return TritonLaunch(
-            slots=self._slots,
+            slots=self.slots,
             arrays=arrays,
             kv_indices=kv_indices,
             page_size=self.kernel_page_size,

@@ -1,0 +1,162 @@
+"""Layers with windows in window pages: how much memory they get, and what their attention reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from radixserve.attention.base import AttentionFeatures, WindowKV, kv_view
+from radixserve.attention.choice import make_backend
+from radixserve.config import EngineConfig
+from radixserve.errors import InvalidRequest
+from radixserve.models.base import ModelInfo, layer_windows
+from radixserve.runner.input_batch import prepare_inputs
+from radixserve.runner.kv_pool import KVPool, PoolSize, choose_pool_size
+from radixserve.runner.window_table import WindowTable
+from radixserve.schedule import ScheduledRequest
+from radixserve_kernels import cpu_ops
+
+WINDOW = 20
+FEATURES = [AttentionFeatures(), AttentionFeatures(sliding_window=WINDOW)] * 3
+TOKEN_BYTES = 2 * 2 * 8 * 4  # K and V of a layer
+INFO = ModelInfo(
+    architecture="Test",
+    is_native=True,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    hidden_size=32,
+    vocab_size=50,
+    max_positions=4096,
+    eos_ids=(),
+    dtype=torch.float32,
+    num_parameters=1,
+    **layer_windows(FEATURES),
+)
+
+
+def test_layers_with_windows() -> None:
+    assert layer_windows([]) == {"window_layers": (), "window_size": 0}
+    chunked = [AttentionFeatures(attention_chunk_size=7), AttentionFeatures(logits_soft_cap=3.0)]
+    assert layer_windows([*FEATURES, *chunked]) == {
+        "window_layers": (1, 3, 5, 6),
+        "window_size": 20,
+    }
+    both = AttentionFeatures(sliding_window=9, attention_chunk_size=7)
+    assert layer_windows([both])["window_size"] == 7
+    assert INFO.kv_bytes_per_token == 6 * TOKEN_BYTES
+    assert INFO.window_bytes_per_token == 3 * TOKEN_BYTES
+
+
+def size(info: ModelInfo = INFO, **settings: object) -> PoolSize:
+    return choose_pool_size(EngineConfig(**{"chunked_prefill_size": 64, **settings}), info)  # type: ignore[arg-type]
+
+
+def test_pages_of_a_given_memory() -> None:
+    memory = 1000 * 6 * TOKEN_BYTES
+    assert size(kv_cache_memory=memory) == (1334, 666)  # 1334 + 666 == 2 * 1000
+    assert size(kv_cache_memory=memory, swa_full_tokens_ratio=0.25) == (1600, 400)
+    assert size(kv_cache_memory=memory, swa_full_tokens_ratio=1) == (1000, 0)
+    assert size(kv_cache_memory=memory, page_size=16, swa_full_tokens_ratio=0.25) == (100, 24)
+    least = WINDOW + 64 + 3
+    assert size(kv_cache_memory=memory, swa_full_tokens_ratio=0.01) == (2000 - least, least)
+
+
+def test_no_window_pages_where_they_would_save_nothing() -> None:
+    assert size(num_pages=100) == (100, 0)  # so many pages were asked for
+    assert size(num_pages=100, swa_full_tokens_ratio=0.5) == (100, 87)
+    assert size(num_pages=87, swa_full_tokens_ratio=0.5) == (87, 0)  # of a window and a chunk
+    assert size(kv_cache_memory=100 * 6 * TOKEN_BYTES) == (113, 87)
+    assert size(kv_cache_memory=80 * 6 * TOKEN_BYTES) == (80, 0)
+    assert size(kv_cache_memory="1MB", max_seq_len=WINDOW).num_window_pages == 0
+    assert size(max_running_requests=4) == (4 * 4096, 0)  # memory for all there can be
+    none = replace(INFO, window_layers=(), window_size=0)
+    assert size(none, num_pages=500, swa_full_tokens_ratio=0.5) == (500, 0)
+    long, memory = replace(INFO, window_size=1025), 3000 * 6 * TOKEN_BYTES
+    assert size(long, kv_cache_memory=memory) == (3000, 0)
+    assert size(long, kv_cache_memory=memory, swa_full_tokens_ratio=0.5) == (4000, 2000)
+
+
+def test_layers_with_windows_alone() -> None:
+    info = replace(INFO, num_layers=3, window_layers=(0, 1, 2))
+    found = size(info, kv_cache_memory=1000 * 3 * TOKEN_BYTES)
+    assert found == (2000, 1000)
+    pool = KVPool(info, found, 1, torch.device("cpu"))
+    assert pool.num_bytes == 1001 * 3 * TOKEN_BYTES
+
+
+def test_wrong_ratios_are_refused() -> None:
+    for ratio in (0, -1, 1.5, float("nan"), "half"):
+        with pytest.raises(InvalidRequest, match="swa_full_tokens_ratio"):
+            EngineConfig(swa_full_tokens_ratio=ratio)  # type: ignore[arg-type]
+    for name, value in (("cache", "hash"), ("tensor_parallel_size", 2), ("device", "cuda:1")):
+        EngineConfig(swa_full_tokens_ratio=1.0, **{name: value})
+        with pytest.raises(InvalidRequest, match=f"must be None or 1 with {name}"):
+            EngineConfig(swa_full_tokens_ratio=0.5, **{name: value})
+
+
+def test_copies_are_made_one_after_the_other() -> None:
+    pool = KVPool(INFO, PoolSize(9, 4), 2, torch.device("cpu"))
+    assert pool.kv.shape == (3, 2, 9, 2, 2, 8)
+    assert pool.windows is not None
+    kv = pool.windows.kv
+    assert kv.shape == (3, 2, 5, 2, 2, 8)
+    kv.copy_(torch.randn_like(kv))
+    before = kv.clone()
+    pool.copy_window_prefixes([(0, 1, 2), (1, 2, 1)])
+    assert torch.equal(kv[:, :, 1], before[:, :, 0])
+    assert torch.equal(kv[:, :, 2, :1], before[:, :, 0, :1])
+    assert torch.equal(kv[:, :, 2, 1:], before[:, :, 2, 1:])
+    assert torch.equal(kv[:, :, 3:], before[:, :, 3:])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("name", ["cpu", "torch"])
+def test_attention_reads_window_pages(name: str, page_size: int) -> None:
+    """Rows whose early window pages were dropped, beside the same with all K and V in one pool."""
+    if name == "cpu" and (reason := cpu_ops.unsupported_reason(torch.float32)):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    lengths = [(0, 30), (37, 1), (411, 1), (230, 50)]  # computed already, new
+    num_pages = [-(-(start + new) // page_size) for start, new in lengths]
+    order = np.random.default_rng(0).permutation(sum(num_pages)).astype(np.int32)
+    tables = np.split(order, np.cumsum(num_pages)[:-1])
+    rows = [
+        ScheduledRequest(f"r{at}", np.zeros(new, np.int32), start, pages, None, req_pool_idx=at)
+        for at, ((start, new), pages) in enumerate(zip(lengths, tables, strict=True))
+    ]
+    first_seen = [max(0, start + 1 - WINDOW) // page_size for start, _ in lengths]
+    kept = np.concatenate([pages[at:] for pages, at in zip(tables, first_seen, strict=True)])
+    window_pages = np.random.default_rng(1).permutation(len(kept)).astype(np.int32)
+
+    inputs = prepare_inputs(rows, page_size)
+    table = WindowTable(PoolSize(len(order), len(kept)), page_size)
+    dropped = np.setdiff1d(order, kept)
+    table.update(np.stack((order, order), 1))  # as before, and dropped since
+    table.update(np.stack((dropped, np.full_like(dropped, -1)), 1))
+    table.update(np.stack((kept, window_pages), 1))
+    batch = inputs.to_device(torch.device("cpu"))
+
+    heads = (page_size, 2, 16)
+    whole = torch.randn(3, 2, len(order), *heads)
+    others, windowed = whole[[0, 2]].clone(), torch.zeros(1, 2, len(kept) + 1, *heads)
+    windowed[:, :, window_pages] = whole[1:2, :, kept]
+    plain = make_backend(name, whole, 4)
+    backend = make_backend(name, others, 4, windows=WindowKV(windowed, (1,)))
+    plain.plan(batch)
+    backend.plan(replace(batch, window=table.of_batch(inputs)))
+    for layer, features in enumerate(FEATURES[:3]):
+        q, k, v = (torch.randn(inputs.num_tokens, n, 16) for n in (4, 2, 2))
+        expected = plain.run(q, k, v, layer, features=features)
+        assert torch.equal(backend.run(q, k, v, layer, features=features), expected)
+    assert torch.equal(others[1], kv_all(whole, 2))
+    assert torch.equal(windowed[:, :, window_pages], whole[1:2, :, kept])
+    assert not windowed[:, :, -1].any()
+
+
+def kv_all(kv: torch.Tensor, layer: int) -> torch.Tensor:
+    return torch.stack(kv_view(kv, layer)).view(kv[layer].shape)
