@@ -15,11 +15,11 @@ from radixserve._version import __version__
 from radixserve.checks import check_choice, check_float, check_int
 from radixserve.commands.flags import add_command, add_flags
 from radixserve.commands.terminal import as_path, make_console
-from radixserve.config import parse_bytes
+from radixserve.config import SWA_FULL_TOKENS_RATIO, parse_bytes
 from radixserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from radixserve.replay.caches import CacheSpec
+    from radixserve.replay.caches import CacheSpec, WindowSpec
     from radixserve.replay.cluster import Cluster
     from radixserve.replay.paths import PathTable
     from radixserve.replay.serving import Serving
@@ -88,6 +88,10 @@ _CACHES = {
     "--state-checkpoints N": "replay each radix cache once more for a model with recurrent layers, "
     "whose states are kept every N tokens, where prompts branch and where they end",
     "--states N": "recurrent states that have room (default: 64, and 2 for each interval)",
+    "--windows SIZE:SHARE": "replay each radix cache once more for a model whose layers that see "
+    "SIZE positions have this share of the K/V, such as 1024:0.83, in as much memory",
+    "--swa-full-tokens-ratio X": "tokens whose K/V of such layers has room, over all (default: "
+    "0.5)",
     "--sessions": "replay each once more with the hint which sessions are still open",
     "--lease-s SECONDS": "how long an idle open session is preferred (default: the cache's own)",
     "--bytes-per-token SIZE": 'bytes of K/V a token, "128KB" works '
@@ -164,6 +168,8 @@ def _check_combination(args: argparse.Namespace) -> None:
     scheduling = {usage: flag[1] for usage, flag in {**_SERVING, **_STEP}.items()}
     if args.order is None:
         _refuse(args, scheduling, "needs --order")
+    if args.windows is None:
+        _refuse(args, {"--swa-full-tokens-ratio X": None}, "needs --windows")
     if args.replicas is None:
         _refuse(args, dict.fromkeys(_CLUSTER), "needs --replicas")
         return
@@ -273,6 +279,8 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
     if num_states is not None:
         check_int("--states", num_states, 1)
         make = partial(make, num_states=num_states)
+    if args.windows is not None:
+        make = partial(make, windows=_windows(args))
     make(given or [max(pages)], use_sessions=False)  # refuses wrong names and sizes
 
     def specs(trace: Trace, paths: PathTable) -> Sequence[CacheSpec]:
@@ -280,6 +288,21 @@ def _specs(args: argparse.Namespace) -> Callable[[Trace, PathTable], Sequence[Ca
         return make(sizes, use_sessions=args.sessions)
 
     return specs
+
+
+def _windows(args: argparse.Namespace) -> WindowSpec:
+    from radixserve.replay.caches import WindowSpec
+
+    size, _, share = str(args.windows).partition(":")
+    try:
+        layers = int(size), float(share)
+    except ValueError:
+        raise InvalidRequest(
+            f"--windows takes positions and a share of the K/V, such as 1024:0.83, "
+            f"got {args.windows!r}"
+        ) from None
+    ratio = args.swa_full_tokens_ratio
+    return WindowSpec(*layers, SWA_FULL_TOKENS_RATIO if ratio is None else ratio)
 
 
 def _servings(args: argparse.Namespace) -> list[Serving]:

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from radixserve.cache import HashBlockCache, PrefixCache, RadixCache
-from radixserve.checks import check_choice, check_int, shown
+from radixserve.checks import check_choice, check_float, check_int, shown
 from radixserve.errors import InvalidRequest
 from radixserve.replay.trace import Bools, Ints
+from radixserve.schedule import WindowLayers
 
 INDEXES = ("radix", "hash")
 GIB = 1 << 30
@@ -25,12 +26,34 @@ _MAX_PAGES = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class WindowSpec:
+    """Layers with windows. `share`: of the K/V of a token that such layers have; `ratio`: tokens
+    whose K/V of them is kept over tokens whose other K/V is."""
+
+    window_size: int
+    share: float
+    ratio: float
+
+    def __post_init__(self) -> None:
+        check_int("window_size", self.window_size, 1)
+        check_float("share", self.share, 0.0, 1.0, open_low=True)
+        check_float("ratio", self.ratio, 0.0, 1.0, open_low=True)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Memory of a token, over that of one with all of its K/V."""
+        return 1 - self.share + self.ratio * self.share
+
+
+@dataclass(frozen=True, slots=True)
 class CacheSpec:
     """A cache to replay a trace through. InvalidRequest for names that no cache knows.
 
     `use_sessions`: each session of the trace is a session of the cache, open from its first
     request to the end of its last one. `checkpoint_interval`: of a model with recurrent layers,
     tokens from one kept state to the next; 0: of one without. `num_states` of them have room.
+    `windows`: of a model with layers that see a window of positions only; `cache_tokens` then are
+    tokens with the K/V of all layers that the memory would hold.
     """
 
     cache_tokens: int
@@ -40,6 +63,7 @@ class CacheSpec:
     use_sessions: bool = False
     checkpoint_interval: int = 0
     num_states: int = 0
+    windows: WindowSpec | None = None
 
     def __post_init__(self) -> None:
         check_choice("index", self.index, INDEXES)
@@ -56,13 +80,15 @@ class CacheSpec:
 
     @property
     def num_pages(self) -> int:
-        return self.cache_tokens // self.page_size
+        share = 1.0 if self.windows is None else self.windows.bytes_per_token
+        return int(self.cache_tokens / share) // self.page_size
 
     @property
     def label(self) -> str:
         """Its name in tables: "lru", "arc+sessions", "hash"."""
         name = self.policy if self.index == "radix" else self.index
         name += "+states" if self.checkpoint_interval else ""
+        name += "" if self.windows is None else f"+windows {self.windows.ratio:g}"
         return f"{name}+sessions" if self.use_sessions else name
 
     def make(self, clock: Callable[[], float]) -> PrefixCache:
@@ -74,11 +100,18 @@ class CacheSpec:
                 self.policy,
                 num_states=self.num_states,
                 checkpoint_interval=max(1, self.checkpoint_interval),
+                windows=self._window_layers(),
                 clock=clock,
             )
         # The hash function changes the time of a replay, not its hits.
         hash_algorithm = "sha256" if find_spec("xxhash") is None else "xxh3"
         return HashBlockCache(self.num_pages, self.page_size, hash_algorithm=hash_algorithm)
+
+    def _window_layers(self) -> WindowLayers | None:
+        if self.windows is None:
+            return None
+        num_pages = max(1, int(self.windows.ratio * self.num_pages))
+        return WindowLayers(num_pages, self.windows.window_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,27 +160,31 @@ def cross(
     use_sessions: bool,
     checkpoint_interval: int = 0,
     num_states: int | None = None,
+    windows: WindowSpec | None = None,
 ) -> list[CacheSpec]:
     """Every combination that makes sense, by page size, then by policy, then by size.
 
     Hash caches have one policy, LRU, and ignore sessions. With `use_sessions` every radix cache
     appears without sessions and with them; with `checkpoint_interval` without states and with them,
-    by default SPARE_STATES and two for each interval of tokens.
+    by default SPARE_STATES and two for each interval of tokens; with `windows` also with these.
     """
 
     def states(size: int) -> int:
         per_interval = 2 * (size // checkpoint_interval)
         return SPARE_STATES + per_interval if num_states is None else num_states
 
+    variants: list[tuple[int, WindowSpec | None]] = [(0, None)]
+    if checkpoint_interval:
+        variants.append((checkpoint_interval, None))
+    if windows is not None:
+        variants.append((0, windows))
     return [
-        CacheSpec(size, policy, page_size, index, has_sessions, interval, count)
+        CacheSpec(size, policy, page_size, index, has_sessions, interval, count, layers)
         for page_size in page_sizes
         for index in indexes
         for policy in (policies if index == "radix" else ("lru",))
         for has_sessions in ((False, True) if use_sessions and index == "radix" else (False,))
-        for interval in (
-            (0, checkpoint_interval) if checkpoint_interval and index == "radix" else (0,)
-        )
+        for interval, layers in (variants if index == "radix" else variants[:1])
         for size in sizes
         for count in ((states(size),) if interval else (0,))
     ]

@@ -15,6 +15,8 @@ from radixserve.cache import CacheSession, OutOfPages, PrefixCache
 from radixserve.replay.caches import CacheSpec, ReplayResult, TraceClock
 from radixserve.replay.trace import Trace, TraceRequest
 
+CHUNK_TOKENS = 512  # extended at a time, where those before a window may be dropped
+
 
 def replay_direct(
     trace: Trace,
@@ -69,16 +71,16 @@ def serve(cache: PrefixCache, request: TraceRequest, session: CacheSession | Non
     sequence = cache.acquire(prompt, request.namespace, session=session)
     try:
         cached = sequence.cached_len
-        sequence.extend(prompt[cached:])
-        sequence.take_checkpoints(cached)
-        sequence.commit(len(prompt))
-        if len(kept) > len(prompt):
-            sequence.extend(kept[len(prompt) :])
-            sequence.take_checkpoints(len(prompt))
-            sequence.commit(len(kept))
+        chunk = CHUNK_TOKENS if cache.window_size else len(kept)
+        for tokens in (prompt, kept):
+            while (start := sequence.length) < len(tokens):
+                sequence.extend(tokens[start : start + chunk])
+                sequence.take_checkpoints(start)
+                sequence.commit(sequence.length)
     except OutOfPages:  # the copy of a page's head was one page too many
         return None
     finally:
         cache.take_state_copies()
+        cache.take_window_updates()
         sequence.release()
     return cached
