@@ -19,7 +19,7 @@ from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
 from radixserve.engine.messages import Message
 from radixserve.engine.ticket import Event, Ticket
-from radixserve.engine.worker import EngineFacts
+from radixserve.engine.core_client import EngineFacts
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
 from radixserve.output import EngineStatus
 from radixserve.request import Request
