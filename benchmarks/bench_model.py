@@ -29,9 +29,9 @@ from engine.base import Setup, Work
 from engine.llama import quantize
 from engine.serving import serving
 from engine.turns import Record, run_engines
-from harness.machine import describe_machine
+from harness.arguments import RUN, Names, parse
 from harness.processes import Processes
-from harness.report import Report, Section, Table, add_run_arguments, parse_names, parse_run
+from harness.report import Report, Section, Table
 from harness.workloads import Prompt, Workload
 
 from radixserve.models.source import find_model
@@ -139,28 +139,18 @@ def llama_command(args: argparse.Namespace, file: Path) -> tuple[str, ...]:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2 (default)")
-    parser.add_argument("--form", default="file", help="of the weights: file,bfloat16")
-    parser.add_argument("--llama", type=Path, metavar="DIR", help="where llama-server lies")
-    parser.add_argument("--workload", default=",".join(TITLES), metavar="NAMES")
-    add_run_arguments(parser)
-    args = parse_run(parser)
-    args.form = parse_names(parser, "form", args.form, FORMS)
-    args.workload = parse_names(parser, "workload", args.workload, TITLES)
-    if args.llama is None and args.form != ["file"]:
-        parser.error("other forms are written by llama-quantize: give --llama DIR")
-    return args
+def check(args: argparse.Namespace) -> str:
+    needs_files = args.llama is None and args.form != ["file"]
+    return "other forms are written by llama-quantize: give --llama DIR" if needs_files else ""
 
 
 def main() -> None:
-    args = parse_arguments()
+    forms, workloads = Names("form", FORMS, ("file",)), Names("workload", TITLES)
+    options = {"model": "smollm2", "form": forms, "llama": Path, "workload": workloads, **RUN}
+    args = parse(__doc__, check=check, **options)
     path = Path(find_model(args.model).path)
     library, processes = Library(path), Processes(args.threads)
-    settings = {**describe_machine(("torch",)), "model": args.model, "threads": args.threads}
-    report = Report("A real model, CPU", settings, NOTES, args)
-    report.begin()
+    report = Report("A real model, CPU", NOTES, args)
     engines = {"radixserve": "radix"} | ({"llama.cpp": "llama.cpp"} if args.llama else {})
     data = {}
     with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:

@@ -18,7 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness.report import parse_sizes, print_table
+from harness.arguments import parse
+from harness.report import print_table
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ("", "wall s", "CPU s", "first answer s", "MB: torch", "started", "peak", "weights",
@@ -104,12 +105,12 @@ def measure(code: str, repeats: int, model: str = "", **environment: str) -> lis
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, models="random:tiny-llama,demo,smollm2", repeats=3)
+    args = parse(__doc__, models=["random:tiny-llama", "demo", "smollm2"], repeats=3, json=False)
     measure(START, 1, "demo")  # files into the cache, kernels compiled
     torch, radixserve = measure(IMPORTS, args.repeats)
     (refusal,) = measure(REFUSE, args.repeats)
     found = {"import torch": torch, "import radixserve": radixserve, "refusal": refusal}
-    for model in args.models.split(","):
+    for model in args.models:
         (found[f"Runtime({model!r})"],) = measure(START, args.repeats, model)
     with tempfile.TemporaryDirectory() as folder:
         (found["first compile"],) = measure(COMPILE, 1, RADIXSERVE_CACHE=folder)

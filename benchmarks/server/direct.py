@@ -1,37 +1,25 @@
-"""The engine that the server is measured against: a `Runtime` in a process of its own. Each
-function but `open_runtime` returns seconds."""
+"""What the server is measured against: the same asked of a `Runtime`. Each function returns
+seconds."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
-from typing import Any
 
 from radixserve import Runtime, SamplingParams
 
-_opened: list[Runtime] = []
 
-
-def open_runtime(folder: Path, settings: dict[str, Any]) -> None:
-    _opened.append(Runtime(folder, **settings))
-
-
-def close_runtime() -> None:
-    _opened.pop().close()
-
-
-def generate(prompts: list[list[int]], tokens: int) -> float:
+def generate(rt: Runtime, prompts: list[list[int]], tokens: int) -> float:
     start = time.perf_counter()
-    _opened[0].generate(prompts, _params(tokens), progress=False)
+    rt.generate(prompts, _params(tokens), progress=False)
     return time.perf_counter() - start
 
 
-def astream(prompts: list[list[int]], tokens: int) -> float:
+def astream(rt: Runtime, prompts: list[list[int]], tokens: int) -> float:
     """A task a request, text with every token."""
 
     async def read(prompt: list[int]) -> None:
-        async for _ in _opened[0].astream(prompt, _params(tokens)):
+        async for _ in rt.astream(prompt, _params(tokens)):
             pass
 
     async def read_all() -> None:
@@ -42,9 +30,9 @@ def astream(prompts: list[list[int]], tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def first_token(prompt: list[int], tokens: int) -> float:
+def first_token(rt: Runtime, prompt: list[int], tokens: int) -> float:
     start = time.perf_counter()
-    for _ in _opened[0].stream(prompt, _params(tokens)):
+    for _ in rt.stream(prompt, _params(tokens)):
         return time.perf_counter() - start
     raise AssertionError("no token came")
 
