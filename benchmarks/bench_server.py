@@ -33,7 +33,7 @@ from typing import Any
 
 from harness.arguments import RUN, parse
 from harness.machine import cpu_s, read_status
-from harness.processes import Processes, Resident, ServerProcess, take_turns
+from harness.processes import Processes, Resident, ServerProcess, python_path, take_turns
 from harness.report import Cell, Report, Section, Table
 from harness.shapes import DEMO_VOCAB, DTYPES, SHAPES, save_checkpoint
 from harness.workloads import random_prompts
@@ -42,7 +42,6 @@ from server.load import Client, read_streams
 
 from radixserve import Runtime
 
-ROOT = Path(__file__).parent.parent
 SETTINGS = {"num_pages": 65_536, "max_running_requests": 64, "dtype": "auto"}
 PROMPT = 100  # tokens
 IDLE_S = 5.0
@@ -159,13 +158,12 @@ def main() -> None:
     report = Report("The server against Runtime", NOTES, args, packages, shape=str(shape))
     processes, data = Processes(args.threads), {}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
-    path = os.pathsep.join([str(ROOT / "kernels"), str(ROOT)])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes.call(save_checkpoint, shape, args.dtype, folder, has_tokenizer=True)
         command = [sys.executable, "-m", "radixserve", "serve", name,
                    f"--max-queued-requests={NUM_QUEUED}", *flags]  # fmt: skip
-        served = ServerProcess(command, "/health/ready", folder / "log", PYTHONPATH=path)
+        served = ServerProcess(command, "/health/ready", folder / "log", PYTHONPATH=python_path())
         cases = [throughput, first_token, idle, *([crowd] if args.crowd else [])]
         with Resident(processes, Runtime, folder, **SETTINGS) as runtime:
             for case in cases:

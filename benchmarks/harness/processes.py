@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 K, T = TypeVar("K"), TypeVar("T")
+_ROOT = Path(__file__).parents[2]
 _START_S = 120  # a server must answer by then
 _PRELOADED = ("torch", "transformers.models.llama.modeling_llama")
 
@@ -106,6 +107,13 @@ class ServerProcess:
         """Its exit status."""
         self._process.terminate()
         return self._process.wait(60)
+
+
+def python_path() -> str:
+    """PYTHONPATH of programs that import radixserve, also where it is not installed."""
+    given = os.environ.get("PYTHONPATH")
+    folders = [str(_ROOT / "kernels"), str(_ROOT), *([given] if given else [])]
+    return os.pathsep.join(folders)
 
 
 def take_turns(
