@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from branching.attention import backend_name, measure_attention
-from branching.forks import measure_forks
+from branching.measures import backend_name, measure_attention, measure_forks
 from branching.work import beams, chats, new_tokens, random_prompt, random_words, samples
 from engine.base import Setup, Work
 from engine.turns import Record, run_engines
@@ -35,7 +34,7 @@ DTYPE = "float32"
 SCORE_TOLERANCE = 1e-3  # of a beam's score
 ENGINES = {"radix": "radix", "cold": "off", "transformers": "transformers"}
 # What the engines import, as far as that computes nothing.
-PRELOAD = ("branching.attention", "branching.forks", "engine.transformers_engines")
+PRELOAD = ("branching.measures", "engine.transformers_engines")
 NOTES = (
     "Medians of the repeats. s: wall clock; CPU s: of all threads of the process; x: over the first"
     " row. computed: prompt tokens computed, padding included. peak: most resident memory of the"

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from engine.base import DEFAULT, NAMES, Setup
 from engine.floor import find_floor, measure_limits
-from engine.published import published
-from engine.serving import Case, serving
+from engine.serving import Case, published, serving
 from engine.turns import run_engines
 from harness.arguments import RUN, Names, parse
 from harness.processes import Processes

@@ -37,8 +37,8 @@ from harness.processes import Processes, Resident, ServerProcess, python_path, t
 from harness.report import Cell, Report, Section, Table
 from harness.shapes import DEMO_VOCAB, DTYPES, SHAPES, save_checkpoint
 from harness.workloads import random_prompts
-from server import direct
-from server.load import Client, read_streams
+from server import clients
+from server.clients import Client, read_streams
 
 from radixserve import Runtime
 
@@ -76,8 +76,8 @@ def throughput(bench: Bench) -> Found:
         return random_prompts(count, PROMPT, DEMO_VOCAB, seed)
 
     operations: dict[str, Callable[[int], float]] = {
-        "generate": lambda number: ask(direct.generate, prompts(number), tokens),
-        "astream": lambda number: ask(direct.astream, prompts(1_000 + number), tokens),
+        "generate": lambda number: ask(clients.generate, prompts(number), tokens),
+        "astream": lambda number: ask(clients.astream, prompts(1_000 + number), tokens),
         "http": over_http,
     }
     seconds = take_turns(operations, bench.args.repeats, warm_up=1)
@@ -95,7 +95,7 @@ def first_token(bench: Bench) -> Found:
     (prompt,) = random_prompts(1, PROMPT, DEMO_VOCAB, 7)
     client = Client(prompt, 4)
     operations: dict[str, Callable[[int], float]] = {
-        "stream": lambda _: bench.direct.call(direct.first_token, prompt, 4),
+        "stream": lambda _: bench.direct.call(clients.first_token, prompt, 4),
         "http": lambda _: read_streams(bench.served.port, [client])[1][0].first_s,
     }
     delays = take_turns(operations, 10 * bench.args.repeats, warm_up=5)
