@@ -3,7 +3,7 @@
     python benchmarks/bench_events.py [--prompts N] [--tokens N] [--repeats N] [--json]
 
 A step computes a prompt that shares its first half with others and evicts as much; then the events
-are handed on. Processor microseconds a step: of the thread that owns the cache, and of all threads
+are taken. Processor microseconds a step: of the thread that owns the cache, and of all threads
 together. Repeats are interleaved; medians. Needs radixserve[kv-events]. No model.
 """
 

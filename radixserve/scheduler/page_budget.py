@@ -53,7 +53,7 @@ class PageBudget:
             return True  # alone it fits: checked by `Scheduler.add`
         size = self._cache.page_size
         unlocked = state.prefix_watch.cached_len // size - state.prefix_watch.locked_len // size
-        return self._waiting.need(state) + unlocked <= num_pages
+        return self._waiting.page_need(state) + unlocked <= num_pages
 
     def num_startable(self, state: RequestState, count: int) -> int:
         """Number of the `count` forks of `state` that may run now: limited by slots, pages,

@@ -48,7 +48,7 @@ class ChatFormat:
 
         Their own ids are used, also where the template keeps only a part of one; the text between
         them is tokenised piece by piece, always in the same pieces. Where the template treats the
-        conversation in ways that cannot be followed, all of it is tokenised anew. Raises
+        conversation in ways that cannot be followed, all of it is tokenised again. Raises
         InvalidRequest where the template refuses the messages.
         """
         text, places = self._render(messages), sorted(answers)
