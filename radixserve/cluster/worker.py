@@ -38,8 +38,7 @@ _REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
 
 class ClusterWorker:
-    """An `EngineCoreClient` over replicas that come and go. A thread with an event loop owns its
-    state."""
+    """An `EngineCoreClient` over replicas that come and go. Its event loop's thread owns it."""
 
     def __init__(self, router: Router, *, silence_s: float = SILENCE_S) -> None:
         """`silence_s`: a replica that says nothing for so long is taken for lost."""

@@ -65,15 +65,8 @@ class Scheduler:
         self._hints = Hints(cache, sessions, hint_limits or HintLimits())
         self.hint, self.forget_hints = self._hints.apply, self._hints.forget
         self.held_by_hints = self._hints.held
-        self._admission = Admission(
-            cache,
-            self._waiting,
-            self._running,
-            self._page_budget,
-            self._hints.shared,
-            max_running_requests,
-            clock,
-        )
+        parts = cache, self._waiting, self._running, self._page_budget, self._hints.shared
+        self._admission = Admission(*parts, max_running_requests, clock)
         queues = self._requests, self._running, self._waiting
         self._beams = BeamSearches(*queues, self._requeue, self._page_budget.num_startable)
         self._in_flight: list[InFlightStep] = []  # at most two, the older one first
