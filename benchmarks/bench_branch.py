@@ -15,37 +15,26 @@ when a claim beside the tables does not hold.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from branching.attention import backend_name, measure_attention
-from branching.forks import measure_forks
+from branching.measures import backend_name, measure_attention, measure_forks
 from branching.work import beams, chats, new_tokens, random_prompt, random_words, samples
 from engine.base import Setup, Work
 from engine.turns import Record, run_engines
-from harness.machine import describe_machine
+from harness.arguments import RUN, Names, parse
 from harness.processes import Processes
-from harness.report import (
-    Cell,
-    Report,
-    Section,
-    Table,
-    add_run_arguments,
-    parse_names,
-    parse_run,
-    replace_block,
-)
+from harness.report import Cell, Report, Section, Table, replace_block
 from harness.shapes import DEMO_VOCAB, SHAPES, Shape, save_checkpoint
 
 DTYPE = "float32"
 SCORE_TOLERANCE = 1e-3  # of a beam's score
 ENGINES = {"radix": "radix", "cold": "off", "transformers": "transformers"}
 # What the engines import, as far as that computes nothing.
-PRELOAD = ("branching.attention", "branching.forks", "engine.transformers_engines")
+PRELOAD = ("branching.measures", "engine.transformers_engines")
 NOTES = (
     "Medians of the repeats. s: wall clock; CPU s: of all threads of the process; x: over the first"
     " row. computed: prompt tokens computed, padding included. peak: most resident memory of the"
@@ -230,31 +219,15 @@ def write_page(page: Path, report: Report, cases: list[Case]) -> None:
     page.write_text(replace_block(page.read_text(), "branch-cpu", text))
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default=",".join(CASES), metavar="CASES", help="such as a,c")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="put the tables into this page")
-    add_run_arguments(parser)
-    args = parse_run(parser)
-    args.only = parse_names(parser, "case", args.only, CASES)
-    return args
-
-
 def main() -> int:
-    args = parse_arguments()
+    args = parse(__doc__, only=Names("case", CASES), page=Path, **RUN)
     sizes, model = (QUICK, "tiny") if args.quick else (FULL, "small")
     shape = replace(SHAPES[model], vocab=DEMO_VOCAB)
     processes = Processes(args.threads, PRELOAD)
-    settings = {
-        **describe_machine(("torch", "transformers")),
-        "model": model,
-        "shape": str(shape),
-        "dtype": DTYPE,
-        "attention": processes.call(backend_name, DTYPE),
-        **{name: getattr(args, name) for name in ("threads", "repeats", "quick")},
-    }
-    report = Report("Branches, CPU", settings, NOTES, args)
-    report.begin()
+    about = {"model": model, "shape": str(shape), "dtype": DTYPE}
+    attention = processes.call(backend_name, DTYPE)
+    packages = ("torch", "transformers")
+    report = Report("Branches, CPU", NOTES, args, packages, **about, attention=attention)
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="bench-branch-") as name:
         folder, long_folder = Path(name) / "model", Path(name) / "long"

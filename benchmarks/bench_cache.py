@@ -1,6 +1,6 @@
 """What the prefix cache costs a request, beside its peers, in microseconds of one thread.
 
-    python benchmarks/bench_cache.py [--quick] [--only A,C] [--page-size P] [--json] [--save DIR]
+    python benchmarks/bench_cache.py [--quick] [--only A,C] [--json] [--save DIR]
 
     A miss   B hit   C chat   D churn   E eviction   F bytes kept   G page sizes   H long prompt
     I scheduling pass
@@ -12,7 +12,6 @@ it cannot.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,8 +34,8 @@ from cache.contenders import peers, radix
 from cache.memory import footprint
 from cache.scheduling import scheduling_pass
 from cache.timing import Figure, interleaved
-from harness.machine import describe_machine
-from harness.report import Report, Section, Table, add_report_arguments, parse_names
+from harness.arguments import REPORT, Names, parse
+from harness.report import Report, Section, Table
 
 Case = Callable[[Bench], Iterator[Figure]]
 CASES: dict[str, tuple[str, Case]] = {
@@ -107,28 +106,16 @@ def format_figure(figure: Figure) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", default=",".join(CASES), help="cases, such as A,C")
-    parser.add_argument("--quick", action="store_true", help="small sizes, three repeats")
-    parser.add_argument("--page-size", type=int, default=1, help="of radix (default: 1)")
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    wanted = parse_names(parser, "case", args.only, CASES)
+    args = parse(__doc__, only=Names("case", CASES), quick=False, **REPORT)
     others, absent = peers()
     sizes = QUICK if args.quick else FULL
-    bench = Bench((radix(args.page_size), *others), sizes, np.random.default_rng(0))
-    settings = {
-        **describe_machine(("torch", "sglang")),
-        "page_size": args.page_size,
-        "repeats": sizes.repeats,
-        "quick": args.quick,
-    }
-    report = Report("Cache and scheduling pass, CPU", settings, NOTES, args, absent)
-    report.begin()
+    bench = Bench((radix(1), *others), sizes, np.random.default_rng(0))
+    title, packages = "Cache and scheduling pass, CPU", ("torch", "sglang")
+    report = Report(title, NOTES, args, packages, absent, repeats=sizes.repeats)
     wall, busy = time.perf_counter(), time.process_time()
-    figures = measure(bench, wanted, report)
+    figures = measure(bench, args.only, report)
     share = (time.process_time() - busy) / (time.perf_counter() - wall)
-    settings["share_of_a_core"] = round(share, 2)
+    report.settings["share_of_a_core"] = round(share, 2)
     data = {
         "absent": absent,
         "figures": [

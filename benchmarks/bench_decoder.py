@@ -13,6 +13,7 @@ takes no float32 for them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -26,8 +27,9 @@ from statistics import median
 import numpy as np
 import torch
 from engine.llama import quantize
+from harness.arguments import Names, parse
 from harness.cpu_model import CpuModel
-from harness.report import Cell, parse_sizes, print_table
+from harness.report import Cell, print_table
 
 from radixserve.models.cpu_decoder import CpuDecoder, load_cpu_decoder
 from radixserve.models.source import find_model
@@ -35,11 +37,11 @@ from radixserve.models.source import find_model
 NUM_PREFILL = 512
 NUM_DECODES = 32
 ROW_DEPTH = 128  # tokens of each sequence before decode steps of several
-FORMS = {  # our weight_dtype and dtype of activations, K and V; llama.cpp's file type
-    "float32": (None, torch.float32, "F32"),
-    "bfloat16": (None, torch.bfloat16, "BF16"),
-    "int8": ("int8", torch.bfloat16, "Q8_0"),
-    "file": ("auto", torch.bfloat16, None),
+FORMS = {  # our dtype of activations, K and V, and weight_dtype; llama.cpp's file type
+    "float32": (torch.float32, None, "F32"),
+    "bfloat16": (torch.bfloat16, None, "BF16"),
+    "int8": (torch.bfloat16, "int8", "Q8_0"),
+    "file": (torch.bfloat16, "auto", None),
 }
 COLUMNS = ("form", "threads", "step", "radixserve, best (median)", "llama.cpp", "ratio")
 Rates = dict[str, float]  # tokens a second by what is measured
@@ -77,12 +79,11 @@ def ours(model: CpuDecoder, threads: int, depths: list[int], rows: list[int]) ->
     return found
 
 
-def llama(
-    folder: Path, file: Path, kv_type: str, threads: int, depths: list[int], rows: list[int]
-) -> Rates:
+def llama(file: Path, kv_type: str, threads: int, args: argparse.Namespace) -> Rates:
     found: Rates = {}
+    folder, rows = args.llama, args.rows
     bench = [folder / "llama-bench", "-p", NUM_PREFILL, "-n", NUM_DECODES, "-r", 1,
-             "-o", "jsonl", "-d", _text(depths), "-m", file, "-t", threads]  # fmt: skip
+             "-o", "jsonl", "-d", _text(args.depths), "-m", file, "-t", threads]  # fmt: skip
     for line in _json_lines(bench):
         kind = "prefill" if line["n_prompt"] else "decode"
         found[f"{kind} at {line['n_depth']}"] = line["avg_ts"]
@@ -105,28 +106,19 @@ def _json_lines(command: list[object]) -> Iterator[dict[str, float]]:
 
 
 def main() -> None:
-    args = parse_sizes(
-        __doc__,
-        model="smollm2",
-        threads="1",
-        depths="0",
-        rows="",
-        rounds=3,
-        forms=",".join(FORMS),
-        llama="",
-    )
-    depths, rows = _numbers(args.depths), _numbers(args.rows)
+    numbers: dict[str, list[int]] = {"threads": [1], "depths": [0], "rows": []}
+    more = {"forms": Names("form", FORMS), "llama": Path, "json": False}
+    args = parse(__doc__, model="smollm2", rounds=3, **numbers, **more)
     source = find_model(args.model)
-    names = args.forms.split(",")
-    models = {name: load_cpu_decoder(source, FORMS[name][1], FORMS[name][0]) for name in names}
+    models = {name: load_cpu_decoder(source, *FORMS[name][:2]) for name in args.forms}
     rates: dict[tuple[Cell, ...], dict[str, list[float]]] = {}
     for number in range(args.rounds):
-        for threads, (name, model) in product(_numbers(args.threads), models.items()):
-            found = {"radixserve": ours(model, threads, depths, rows)}
+        for threads, (name, model) in product(args.threads, models.items()):
+            found = {"radixserve": ours(model, threads, args.depths, args.rows)}
             if args.llama:
-                folder, kv_type = Path(args.llama), "f32" if name == "float32" else "f16"
-                file = quantize(folder, Path(source.path), FORMS[name][2], folder)
-                found["llama.cpp"] = llama(folder, file, kv_type, threads, depths, rows)
+                kv_type = "f32" if name == "float32" else "f16"
+                file = quantize(args.llama, Path(source.path), FORMS[name][2], args.llama)
+                found["llama.cpp"] = llama(file, kv_type, threads, args)
             for program, own in found.items():
                 for what, rate in own.items():
                     of_step = rates.setdefault((name, threads, what), defaultdict(list))
@@ -145,10 +137,6 @@ def _cells(ours: list[float], peers: list[float]) -> list[Cell]:
 
 def _text(numbers: list[int]) -> str:
     return ",".join(map(str, numbers))
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
 
 
 if __name__ == "__main__":

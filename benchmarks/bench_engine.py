@@ -22,12 +22,11 @@ from pathlib import Path
 
 from engine.base import DEFAULT, NAMES, Setup
 from engine.floor import find_floor, measure_limits
-from engine.published import published
-from engine.serving import Case, serving
+from engine.serving import Case, published, serving
 from engine.turns import run_engines
-from harness.machine import describe_machine
+from harness.arguments import RUN, Names, parse
 from harness.processes import Processes
-from harness.report import Report, add_run_arguments, parse_names, parse_run
+from harness.report import Report
 from harness.shapes import DTYPES, SHAPES, save_checkpoint
 from harness.workloads import FULL, QUICK, make_workload
 
@@ -40,42 +39,21 @@ NOTES = (
     " its answers). Each engine runs in a process of its own; they take turns."
 )
 ARRIVALS = ("burst", "sequential")
+QUICK_WORKLOADS = ("W1", "W4")
 SEED, WARM_UP_SEED = 0, 1
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--workload", help="such as W1,W3 (default: all; quick: W1,W4)")
-    parser.add_argument("--arrival", choices=(*ARRIVALS, "both"), default="both")
-    parser.add_argument("--only-engines", default=",".join(DEFAULT), metavar="NAMES")
-    parser.add_argument("--profile", action="store_true", help="show where the steps' time went")
-    add_run_arguments(parser)
-    args = parse_run(parser)
-    default = "W1,W4" if args.quick else ",".join(FULL)
-    args.workload = parse_names(parser, "workload", args.workload or default, FULL)
-    args.only_engines = parse_names(parser, "engine", args.only_engines, NAMES)
-    return args
 
 
 def measure(args: argparse.Namespace, folder: Path) -> None:
     shape, processes = SHAPES[args.model], Processes(args.threads)
     processes.call(save_checkpoint, shape, args.dtype, folder)
     limits = processes.call(measure_limits, shape, args.dtype, 2 if args.quick else 9)
-    settings = {
-        **describe_machine(("torch", "transformers")),
-        "model": args.model,
-        "shape": str(shape),
-        **{name: getattr(args, name) for name in ("dtype", "threads", "repeats", "quick")},
-    }
     title = f"Engine, {args.model} model, {args.dtype}, CPU"
-    report = Report(title, settings, NOTES, args, [str(limits)])
-    report.begin()
+    packages = ("torch", "transformers")
+    report = Report(title, NOTES, args, packages, [str(limits)], shape=str(shape))
     absent: dict[str, str] = {}
     cases = []
     is_published = not args.quick and args.threads == 1  # with such a run figures can be compared
-    for name in args.workload:
+    for name in args.workload or (QUICK_WORKLOADS if args.quick else FULL):
         size = (QUICK if args.quick else FULL)[name]
         both = (make_workload(name, size, shape.vocab, seed) for seed in (SEED, WARM_UP_SEED))
         workload, warm_up = both
@@ -95,7 +73,20 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     report.finish(f"engine-cpu-{args.model}-{args.dtype}", data, tail=tail)
 
 
-if __name__ == "__main__":
-    arguments = parse_arguments()
+def main() -> None:
+    args = parse(
+        __doc__,
+        model=tuple(SHAPES),
+        dtype=DTYPES,
+        workload=Names("workload", FULL, ()),
+        arrival=("both", *ARRIVALS),
+        only_engines=Names("engine", NAMES, DEFAULT),
+        profile=False,
+        **RUN,
+    )
     with tempfile.TemporaryDirectory(prefix="bench-engine-") as checkpoint:
-        measure(arguments, Path(checkpoint))
+        measure(args, Path(checkpoint))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
     python benchmarks/bench_events.py [--prompts N] [--tokens N] [--repeats N] [--json]
 
 A step computes a prompt that shares its first half with others and evicts as much; then the events
-are handed on. Processor microseconds a step: of the thread that owns the cache, and of all threads
+are taken. Processor microseconds a step: of the thread that owns the cache, and of all threads
 together. Repeats are interleaved; medians. Needs radixserve[kv-events]. No model.
 """
 
@@ -15,8 +15,10 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from cache.contenders import PagedTree
+from harness.arguments import parse
 from harness.processes import take_turns
-from harness.report import parse_sizes, print_table
+from harness.report import print_table
 
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixCache
@@ -37,6 +39,7 @@ def make_prompts(count: int, num_tokens: int) -> list[IntArray]:
 def run(prompts: list[IntArray], kind: str, _turn: int) -> tuple[float, float]:
     """Processor microseconds a step: of this thread, of all."""
     cache = RadixCache(40 * len(prompts[0]))
+    tree = PagedTree(cache)
     hand_on: Callable[[], object] | None = None
     with tempfile.TemporaryDirectory() as folder:
         publisher = None
@@ -47,9 +50,7 @@ def run(prompts: list[IntArray], kind: str, _turn: int) -> tuple[float, float]:
             hand_on = publisher.publish
         mine, all_threads = time.thread_time(), time.process_time()
         for tokens in prompts:
-            with cache.acquire(tokens) as sequence:
-                sequence.extend(tokens[sequence.cached_len :])
-                sequence.commit(len(tokens))
+            tree.request(tokens)
             if hand_on is not None:
                 hand_on()
         mine = time.thread_time() - mine
@@ -60,7 +61,7 @@ def run(prompts: list[IntArray], kind: str, _turn: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, prompts=1_000, tokens=2_000, repeats=9)
+    args = parse(__doc__, prompts=1_000, tokens=2_000, repeats=9, json=False)
     prompts = make_prompts(args.prompts, args.tokens)
     runs = take_turns({kind: partial(run, prompts, kind) for kind in KINDS}, args.repeats)
     rows = [[KINDS[kind], *np.median(found, axis=0).tolist()] for kind, found in runs.items()]

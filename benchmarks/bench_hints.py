@@ -12,7 +12,9 @@ from functools import partial
 from timeit import timeit
 
 import numpy as np
-from harness.report import parse_sizes, print_table
+from cache.contenders import PagedTree
+from harness.arguments import parse
+from harness.report import print_table
 
 from radixserve.arrays import IntArray
 from radixserve.cache import RadixCache
@@ -24,16 +26,15 @@ VERBS = ("retain", "pin", "demote", "share")
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, prompts=75, tokens=12_000, shared=2_000)
+    args = parse(__doc__, prompts=75, tokens=12_000, shared=2_000, json=False)
     rng, num_own = np.random.default_rng(0), args.tokens - args.shared
     shared = rng.integers(0, 50_000, args.shared, dtype=np.int32)
     own = rng.integers(0, 50_000, (args.prompts, num_own), dtype=np.int32)
     prompts = [np.concatenate([shared, one]) for one in own]
     cache = RadixCache(4 * (args.shared + args.prompts * num_own))
+    tree = PagedTree(cache)
     for tokens in prompts:
-        with cache.acquire(tokens) as sequence:
-            sequence.extend(tokens[sequence.cached_len :])
-            sequence.commit(len(tokens))
+        tree.request(tokens)
     hints = Hints(cache, Sessions(cache), HintLimits())
 
     def give(verb: str, tokens: IntArray) -> None:

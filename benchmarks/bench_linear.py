@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness.report import Cell, parse_sizes, print_table
+from harness.arguments import parse
+from harness.report import Cell, print_table
+from harness.shapes import DTYPES
 from torch import Tensor
 
 from radixserve_kernels.cpu_weights import PackedWeight
@@ -29,7 +31,8 @@ def seconds(products: list[Callable[[Tensor], Tensor]], inputs: list[Tensor]) ->
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, dtype="float32", rows="1,2,4,8,12,16,24,32,64,512", repeats=9)
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 64, 512]
+    args = parse(__doc__, dtype=DTYPES, rows=sizes, repeats=9, json=False)
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     layers = [
@@ -37,7 +40,7 @@ def main() -> None:
     ]
     packed = [PackedWeight(layer.weight.detach()) for layer in layers]
     table: list[list[Cell]] = []
-    for rows in map(int, args.rows.split(",")):
+    for rows in args.rows:
         inputs = [torch.randn(rows, k, dtype=dtype) for _, k in SHAPES]
         with torch.inference_mode():
             times = [

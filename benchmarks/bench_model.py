@@ -22,17 +22,16 @@ import argparse
 import os
 import random
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from engine.base import Setup, Work
 from engine.llama import quantize
 from engine.serving import serving
 from engine.turns import Record, run_engines
-from harness.machine import describe_machine
+from harness.arguments import RUN, Names, parse
 from harness.processes import Processes
-from harness.report import Report, Section, Table, add_run_arguments, parse_names, parse_run
-from harness.workloads import Prompt, Workload
+from harness.report import Report, Section, Table
+from harness.workloads import Prompt, Size, Workload
 
 from radixserve.models.source import find_model
 from radixserve.text.tokenizer import Tokenizer
@@ -40,22 +39,25 @@ from radixserve.text.tokenizer import Tokenizer
 NUM_TOKENS = 32_768  # of each engine's cache
 SLOTS = 16  # of llama-server
 FORMS = {"file": None, "bfloat16": "BF16"}  # llama-quantize's names
+SIZES = {
+    "system": Size(600, 40, 16, 32),
+    "chat": Size(0, 60, 6, 32, rounds=5),
+    "fewshot": Size(1_600, 50, 12, 16),
+    "docs": Size(400, 20, 10, 24),
+    "branch": Size(900, 8, 12, 32),
+    "agent": Size(500, 120, 4, 24, rounds=6),
+    "alone": Size(0, 400, 12, 32),
+}
 TITLES = {
-    "system": "a system prompt of 600 tokens, 16 questions of 40, 32 new tokens",
-    "chat": "6 sessions of 5 turns of 60 tokens, 32 new tokens",
-    "fewshot": "examples of 1,600 tokens, 12 questions of 50, 16 new tokens",
-    "docs": "10 prompts of two of 6 documents of 400 tokens, 24 new tokens",
-    "branch": "12 continuations of 900 tokens, 8 tokens apart, 32 new tokens",
-    "agent": "4 agents of 6 calls, tools of 500 tokens, results of 120, 24 new tokens",
-    "alone": "12 prompts of 400 tokens that share nothing, 32 new tokens",
+    "system": "a system prompt of {shared:,} tokens, {count} questions of {own}",
+    "chat": "{count} sessions of {rounds} turns of {own} tokens",
+    "fewshot": "examples of {shared:,} tokens, {count} questions of {own}",
+    "docs": "{count} prompts of two of 6 documents of {shared:,} tokens",
+    "branch": "{count} continuations of {shared:,} tokens, {own} tokens apart",
+    "agent": "{count} agents of {rounds} calls, tools of {shared:,} tokens, results of {own}",
+    "alone": "{count} prompts of {own} tokens that share nothing",
 }
-ONE_HEAD = {  # tokens that all prompts begin with, own tokens, prompts
-    "system": (600, 40, 16),
-    "fewshot": (1_600, 50, 12),
-    "branch": (900, 8, 12),
-    "alone": (0, 400, 12),
-}
-NUM_NEW = {"fewshot": 16, "docs": 24, "agent": 24}  # tokens of an answer; others: 32
+FIRST = 60  # tokens that an agent is asked
 NOTES = (
     "Medians of the repeats. CPU s: of all threads of the engine's process. first: mean time to the"
     " first token, ms. computed: prompt tokens. peak: most resident memory, MiB. Each repeat starts"
@@ -74,37 +76,33 @@ class Library:
         self._tokens = tokenizer.encode_more(text[:1_500_000])
 
     def workload(self, name: str, seed: int, scale: float) -> Workload:
-        """The workload `name` of TITLES over cuts that `seed` chooses."""
+        """A workload of SIZES over cuts that `seed` chooses; scale: of its sizes."""
         rng = random.Random(f"{name} {seed}")
 
         def cut(length: int) -> Prompt:
             start = rng.randrange(len(self._tokens) - length)
             return tuple(self._tokens[start : start + length])
 
-        def size(count: int) -> int:
-            return max(2, int(count * scale))
+        def scaled(number: int) -> int:
+            return max(2, int(number * scale)) if number > 1 else number
 
-        def turns(first: Sequence[Prompt], count: int, length: int) -> list[list[Prompt]]:
-            return [[*first], *([cut(length) for _ in first] for _ in range(count))]
-
-        head: Prompt = ()
-        if name in ONE_HEAD:
-            shared, own, count = ONE_HEAD[name]
-            head = cut(size(shared)) if shared else ()
-            rounds = [[head + cut(own) for _ in range(size(count))]]
-        elif name == "chat":
-            rounds = turns([cut(60) for _ in range(size(6))], size(5) - 1, 60)
-        elif name == "agent":
-            head = cut(size(500))
-            rounds = turns([head + cut(60) for _ in range(4)], size(5), 120)
-        else:
-            documents = [cut(size(400)) for _ in range(6)]
+        full = SIZES[name]
+        shared, count, num_rounds = map(scaled, (full.shared, full.count, full.rounds))
+        if name == "docs":
+            head: Prompt = ()
+            documents = [cut(shared) for _ in range(6)]
             weights = [1 / (rank + 1) for rank in range(6)]
-            pairs = [rng.choices(documents, weights, k=2) for _ in range(size(10))]
-            rounds = [[first + second + cut(20) for first, second in pairs]]
-        return Workload(
-            name, TITLES[name], tuple(map(tuple, rounds)), NUM_NEW.get(name, 32), len(head)
-        )
+            pairs = [rng.choices(documents, weights, k=2) for _ in range(count)]
+            first = [one + other + cut(full.own) for one, other in pairs]
+        else:
+            head = cut(shared) if shared else ()
+            first = [head + cut(FIRST if name == "agent" else full.own) for _ in range(count)]
+        rounds = [first, *([cut(full.own) for _ in first] for _ in range(num_rounds - 1))]
+        return Workload(name, title_of(name), tuple(map(tuple, rounds)), full.new, len(head))
+
+
+def title_of(name: str) -> str:
+    return f"{TITLES[name].format(**vars(SIZES[name]))}, {SIZES[name].new} new tokens"
 
 
 def make_section(title: str, records: dict[str, Record]) -> Section:
@@ -139,28 +137,18 @@ def llama_command(args: argparse.Namespace, file: Path) -> tuple[str, ...]:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2 (default)")
-    parser.add_argument("--form", default="file", help="of the weights: file,bfloat16")
-    parser.add_argument("--llama", type=Path, metavar="DIR", help="where llama-server lies")
-    parser.add_argument("--workload", default=",".join(TITLES), metavar="NAMES")
-    add_run_arguments(parser)
-    args = parse_run(parser)
-    args.form = parse_names(parser, "form", args.form, FORMS)
-    args.workload = parse_names(parser, "workload", args.workload, TITLES)
-    if args.llama is None and args.form != ["file"]:
-        parser.error("other forms are written by llama-quantize: give --llama DIR")
-    return args
+def check(args: argparse.Namespace) -> str:
+    needs_files = args.llama is None and args.form != ["file"]
+    return "other forms are written by llama-quantize: give --llama DIR" if needs_files else ""
 
 
 def main() -> None:
-    args = parse_arguments()
+    forms, workloads = Names("form", FORMS, ("file",)), Names("workload", SIZES)
+    options = {"model": "smollm2", "form": forms, "llama": Path, "workload": workloads, **RUN}
+    args = parse(__doc__, check=check, **options)
     path = Path(find_model(args.model).path)
     library, processes = Library(path), Processes(args.threads)
-    settings = {**describe_machine(("torch",)), "model": args.model, "threads": args.threads}
-    report = Report("A real model, CPU", settings, NOTES, args)
-    report.begin()
+    report = Report("A real model, CPU", NOTES, args)
     engines = {"radixserve": "radix"} | ({"llama.cpp": "llama.cpp"} if args.llama else {})
     data = {}
     with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:
@@ -178,7 +166,7 @@ def main() -> None:
                 setup = Setup(file, "auto", room, command)
                 records, absent = run_engines(processes, engines, setup, works)
                 assert not absent, absent
-                report.add(make_section(f"{name}, weights {form}: {TITLES[name]}", records))
+                report.add(make_section(f"{name}, weights {form}: {title_of(name)}", records))
                 data[f"{name} {form}"] = {
                     label: {
                         key: [getattr(sample, key) for sample in one.samples]

@@ -20,9 +20,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+from harness.arguments import parse
 from harness.machine import cpu_s
 from harness.processes import take_turns
-from harness.report import parse_sizes, print_table
+from harness.report import print_table
 
 from radixserve import Runtime, SamplingParams
 from radixserve.cluster.ray_serve import start_replicas
@@ -120,7 +121,7 @@ def measure(open_runtime: Opener, args: argparse.Namespace, turn: int, *, named:
 def main() -> None:
     sizes = {"replicas": 2, "pages": 12_000, "agents": 8, "sessions": 6, "turns": 4}
     sizes |= {"shared": 600, "own": 40, "new": 24, "clients": 12, "repeats": 3}
-    args = parse_sizes(__doc__, model="demo", **sizes)
+    args = parse(__doc__, model="demo", json=False, **sizes)
     several = f"{args.replicas} replicas"
     contenders = {
         "one engine": lambda turn: measure(one_engine, args, turn, named=False),

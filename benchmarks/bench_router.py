@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from harness.report import parse_sizes, print_table
+from harness.arguments import parse
+from harness.report import print_table
 
 from radixserve.arrays import IntArray
 from radixserve.cache.events import Event, EventBatch, EventSnapshot, Removed, Stored
@@ -64,7 +65,7 @@ class World:
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, edges=1_000_000, replicas=64, choices=2_000)
+    args = parse(__doc__, edges=1_000_000, replicas=64, choices=2_000, json=False)
     per_replica = max(1, args.edges // args.replicas // (NUM_TURNS - 1))
     prefixes = np.random.default_rng(0).integers(0, 50_000, (32, NUM_TURNS, TURN), np.int32)
     world = World(prefixes, args.replicas, per_replica)

@@ -26,21 +26,22 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.machine import cpu_s, describe_machine, read_status
-from harness.processes import Processes, ServerProcess, take_turns
-from harness.report import Cell, Report, Section, Table, add_run_arguments, parse_run
+from harness.arguments import RUN, parse
+from harness.machine import cpu_s, read_status
+from harness.processes import Processes, Resident, ServerProcess, python_path, take_turns
+from harness.report import Cell, Report, Section, Table
 from harness.shapes import DEMO_VOCAB, DTYPES, SHAPES, save_checkpoint
 from harness.workloads import random_prompts
-from server import direct
-from server.load import Client, read_streams
+from server import clients
+from server.clients import Client, read_streams
 
-ROOT = Path(__file__).parent.parent
+from radixserve import Runtime
+
 SETTINGS = {"num_pages": 65_536, "max_running_requests": 64, "dtype": "auto"}
 PROMPT = 100  # tokens
 IDLE_S = 5.0
@@ -55,19 +56,15 @@ Found = tuple[Section, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Bench:
-    """The server, the process of the direct engine, and what was asked for."""
+    """The server, the direct engine, and what was asked for."""
 
     served: ServerProcess
-    direct: Executor
+    direct: Resident
     args: argparse.Namespace
-
-    def call(self, function: Callable[..., float], *arguments: Any) -> float:
-        """Its seconds in the direct engine's process."""
-        return self.direct.submit(function, *arguments).result()
 
 
 def throughput(bench: Bench) -> Found:
-    count, tokens = bench.args.streams, bench.args.tokens
+    count, tokens, ask = bench.args.streams, bench.args.tokens, bench.direct.call
 
     def over_http(number: int) -> float:
         clients = [Client(prompt, tokens) for prompt in prompts(number)]
@@ -79,8 +76,8 @@ def throughput(bench: Bench) -> Found:
         return random_prompts(count, PROMPT, DEMO_VOCAB, seed)
 
     operations: dict[str, Callable[[int], float]] = {
-        "generate": lambda number: bench.call(direct.generate, prompts(number), tokens),
-        "astream": lambda number: bench.call(direct.astream, prompts(1_000 + number), tokens),
+        "generate": lambda number: ask(clients.generate, prompts(number), tokens),
+        "astream": lambda number: ask(clients.astream, prompts(1_000 + number), tokens),
         "http": over_http,
     }
     seconds = take_turns(operations, bench.args.repeats, warm_up=1)
@@ -98,7 +95,7 @@ def first_token(bench: Bench) -> Found:
     (prompt,) = random_prompts(1, PROMPT, DEMO_VOCAB, 7)
     client = Client(prompt, 4)
     operations: dict[str, Callable[[int], float]] = {
-        "stream": lambda _: bench.call(direct.first_token, prompt, 4),
+        "stream": lambda _: bench.direct.call(clients.first_token, prompt, 4),
         "http": lambda _: read_streams(bench.served.port, [client])[1][0].first_s,
     }
     delays = take_turns(operations, 10 * bench.args.repeats, warm_up=5)
@@ -154,34 +151,24 @@ def crowd(bench: Bench) -> Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=tuple(SHAPES), default="tiny")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--crowd", type=int, default=1_000)
-    add_run_arguments(parser)
-    args = parse_run(parser)
+    sizes = {"streams": 64, "tokens": 64, "crowd": 1_000}
+    args = parse(__doc__, model=tuple(SHAPES), dtype=DTYPES, **sizes, **RUN)
     shape = replace(SHAPES[args.model], vocab=DEMO_VOCAB)
-    settings = describe_machine(("torch", "fastapi", "uvicorn"))
-    settings |= {"model": str(shape), "dtype": args.dtype, "threads": args.threads}
-    report = Report("The server against Runtime", settings, NOTES, args)
-    report.begin()
+    packages = ("torch", "fastapi", "uvicorn")
+    report = Report("The server against Runtime", NOTES, args, packages, shape=str(shape))
     processes, data = Processes(args.threads), {}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
-    path = os.pathsep.join([str(ROOT / "kernels"), str(ROOT)])
-    with tempfile.TemporaryDirectory() as name, processes.start() as process:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes.call(save_checkpoint, shape, args.dtype, folder, has_tokenizer=True)
         command = [sys.executable, "-m", "radixserve", "serve", name,
                    f"--max-queued-requests={NUM_QUEUED}", *flags]  # fmt: skip
-        served = ServerProcess(command, "/health/ready", folder / "log", PYTHONPATH=path)
-        process.submit(direct.open_runtime, folder, SETTINGS).result()
+        served = ServerProcess(command, "/health/ready", folder / "log", PYTHONPATH=python_path())
         cases = [throughput, first_token, idle, *([crowd] if args.crowd else [])]
-        for case in cases:
-            section, data[case.__name__] = case(Bench(served, process, args))
-            report.add(section)
-        process.submit(direct.close_runtime).result()
+        with Resident(processes, Runtime, folder, **SETTINGS) as runtime:
+            for case in cases:
+                section, data[case.__name__] = case(Bench(served, runtime, args))
+                report.add(section)
         assert served.close() == 0
     report.finish(f"server-cpu-{args.model}-{args.dtype}", data)
 

@@ -17,7 +17,8 @@ from statistics import median
 from timeit import repeat
 
 import numpy as np
-from harness.report import parse_sizes, print_table
+from harness.arguments import parse
+from harness.report import print_table
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, RadixCache, SnapshotView
@@ -29,9 +30,9 @@ COLUMNS = ("nodes", "pages", "snapshot ms", "JSON ms", "dump ms", "a page moves 
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, nodes="1000,10000,100000", page_size=16)
+    args = parse(__doc__, nodes=[1_000, 10_000, 100_000], page_size=16, json=False)
     rows = []
-    for size in map(int, args.nodes.split(",")):
+    for size in args.nodes:
         cache = grow(size, args.page_size)
         snapshot = milliseconds(partial(cache.snapshot, SnapshotView()))
         text = milliseconds(partial(json.dumps, cache.snapshot(SnapshotView())))

@@ -16,11 +16,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-from harness.report import parse_sizes, print_table
+from harness.arguments import parse
+from harness.processes import python_path
+from harness.report import print_table
 
-ROOT = Path(__file__).parents[1]
 COLUMNS = ("", "wall s", "CPU s", "first answer s", "MB: torch", "started", "peak", "weights",
            "x weights", "x later")  # fmt: skip
 
@@ -68,10 +68,10 @@ import random
 from radixserve import Runtime, SamplingParams
 rt = Runtime("demo")
 rng, params = random.Random(0), SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-costs, begun = [], time.perf_counter()
+costs = []
 while len(costs) < 6:
-    num_tokens, spent = 0, time.process_time()
-    while time.perf_counter() - begun < len(costs) + 1:
+    num_tokens, begun, spent = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - begun < 1:
         prompts = [[rng.randrange(5, 4000) for _ in range(64)] for _ in range(8)]
         num_tokens += sum(len(out.token_ids) for out in rt.generate(prompts, params))
     costs.append((time.process_time() - spent) / num_tokens)
@@ -89,13 +89,12 @@ print(json.dumps([[wall, used.ru_utime + used.ru_stime]]))
 
 def measure(code: str, repeats: int, model: str = "", **environment: str) -> list[list[float]]:
     """What fresh processes print as JSON: the least of each figure."""
-    path = os.pathsep.join((str(ROOT / "kernels"), str(ROOT)))
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     runs = []
     for _ in range(repeats):
         done = subprocess.run(
             [sys.executable, "-c", PRELUDE + code, model],
-            env={"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": path, **environment},
+            env={"OMP_NUM_THREADS": "1", **inherited, "PYTHONPATH": python_path(), **environment},
             stdout=subprocess.PIPE,
             check=True,
         )
@@ -104,12 +103,12 @@ def measure(code: str, repeats: int, model: str = "", **environment: str) -> lis
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, models="random:tiny-llama,demo,smollm2", repeats=3)
+    args = parse(__doc__, models=["random:tiny-llama", "demo", "smollm2"], repeats=3, json=False)
     measure(START, 1, "demo")  # files into the cache, kernels compiled
     torch, radixserve = measure(IMPORTS, args.repeats)
     (refusal,) = measure(REFUSE, args.repeats)
     found = {"import torch": torch, "import radixserve": radixserve, "refusal": refusal}
-    for model in args.models.split(","):
+    for model in args.models:
         (found[f"Runtime({model!r})"],) = measure(START, args.repeats, model)
     with tempfile.TemporaryDirectory() as folder:
         (found["first compile"],) = measure(COMPILE, 1, RADIXSERVE_CACHE=folder)

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.machine import describe_machine
+from harness.arguments import RUN, parse
 from harness.processes import take_turns
-from harness.report import Report, Section, Table, add_run_arguments, parse_run
+from harness.report import Report, Section, Table
 from harness.shapes import SHAPES, save_checkpoint
 
 from radixserve import Completion, Runtime, SamplingParams, StructuredOutput
@@ -121,16 +121,10 @@ def masks_alone(rt: Runtime, form: StructuredOutput, answers: list[Completion]) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=32, help="requests at once (default: 32)")
-    parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: 32)")
-    add_run_arguments(parser)
-    args = parse_run(parser)
+    args = parse(__doc__, rows=32, tokens=32, **RUN)
     shape = replace(SHAPES["tiny" if args.quick else "small"], vocab=VOCAB)
-    settings = {**describe_machine(("torch", "llguidance")), "threads": args.threads,
-                "rows": args.rows, "tokens": args.tokens, "repeats": args.repeats}  # fmt: skip
-    report = Report("Structured output", settings, NOTES, args, [f"model: {shape}, bfloat16"])
-    report.begin()
+    head = [f"model: {shape}, bfloat16"]
+    report = Report("Structured output", NOTES, args, ("torch", "llguidance"), head)
     import torch
 
     torch.set_num_threads(args.threads)

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness.arguments import parse
 from harness.cpu_model import CpuModel
-from harness.report import parse_sizes, print_table
+from harness.report import print_table
 from torch import Tensor
 
 from radixserve.models.cpu_decoder import CpuDecoder, load_cpu_decoder
@@ -39,10 +40,9 @@ FORMS = (  # name, weight_dtype, dtype of activations, K and V
 
 
 def main() -> None:
-    args = parse_sizes(__doc__, model="smollm2", num_tokens=20_000, window=512, text="")
+    args = parse(__doc__, model="smollm2", num_tokens=20_000, window=512, text=Path, json=False)
     source = find_model(args.model)
-    path = Path(args.text) if args.text else None
-    windows = list(read_windows(source, path, args.num_tokens, args.window))
+    windows = list(read_windows(source, args.text, args.num_tokens, args.window))
     reference = load_cpu_decoder(source, torch.float32, None)
     models = {name: load_cpu_decoder(source, dtype, form) for name, form, dtype in FORMS}
     tallies = {name: Tally() for name in (REFERENCE, *models)}

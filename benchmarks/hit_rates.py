@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.report import parse_traces, replace_block
+from harness.arguments import Names, parse
+from harness.report import replace_block
 
 from radixserve import __version__
 from radixserve.replay import (
@@ -50,9 +51,11 @@ NUM_SCHEDULED = 1_000  # requests of each trace
 
 
 def main() -> None:
-    args = parse_traces(__doc__, SIZES)
+    only = Names("trace", SIZES)
+    options = {"traces": Path, "out": Path("docs"), "only": only, "limit": int}
+    args = parse(__doc__, required=("traces",), **options)
     (args.out / "img").mkdir(parents=True, exist_ok=True)
-    for name in args.only.split(","):
+    for name in args.only:
         path = args.traces / f"{name}.jsonl.gz"
         if name not in SIZES or not path.exists():
             say(f"{name}: skipped, there is no {path}")

@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.report import parse_traces, replace_block
+from harness.arguments import Names, parse
+from harness.report import replace_block
 
 from radixserve.replay import CacheSpec, Cluster, read_trace
 from radixserve.replay.cluster_report import cluster_finding, replay_clusters
@@ -29,10 +30,12 @@ _LOADS = (1, 1.5, 2, 4, 8, 16, 64)  # ticks
 
 
 def main() -> None:
-    args = parse_traces(__doc__, SIZES)
+    only = Names("trace", SIZES)
+    options = {"traces": Path, "out": Path("docs"), "only": only, "limit": int}
+    args = parse(__doc__, required=("traces",), **options)
     clusters = [Cluster(number, router) for number in NUMBERS for router in ROUTERS]
     results = args.out / "routers.json"
-    for name in args.only.split(","):
+    for name in args.only:
         trace = read_trace(args.traces / f"{name}.jsonl.gz", limit=args.limit)
         rows = replay_clusters(trace, [CacheSpec(SIZES[name])], clusters)
         known = json.loads(results.read_text()) if results.exists() else {}

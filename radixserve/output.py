@@ -115,7 +115,7 @@ class RequestOutput(NamedTuple):
     top_logprobs: tuple[dict[int, float], ...]
     finish: Finish | None
     beams: tuple[Beam, ...] = ()  # the answers of a beam search, best first, when it has ended
-    draws: tuple[SampleOutput, ...] = ()  # of a beam search: what was drawn after each of its beams
+    beam_samples: tuple[SampleOutput, ...] = ()  # of a beam search: the sample of each of its beams
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -42,16 +42,15 @@ class SampleSpec(NamedTuple):
 
     @property
     def num_drawn(self) -> int:
-        """Tokens drawn before this one; not to be asked of a plain row, see `token_ids`."""
+        """Tokens drawn before this one; wrong where params.is_greedy_only, see `token_ids`."""
         return len(self.token_ids) + self.num_placeholders - self.num_prompt
 
     @property
     def on_host(self) -> bool:
         """Whether its output is made on the host, which must know all tokens before it."""
         structured = self.params.structured_output
-        jumps = (
-            structured is not None and structured.jump_forward
-        )  # more tokens than one may come of a draw
+        # With jump_forward a sample may bring several tokens.
+        jumps = structured is not None and structured.jump_forward
         return self.num_candidates > 0 or jumps or bool(self.params.logits_processors)
 
 
@@ -107,9 +106,8 @@ class SchedulerOutput:
 
     step: int
     rows: tuple[ScheduledRequest, ...]
-    cow_copies: (
-        IntArray  # [num_copies, 3] (source page, destination page, tokens from the page's start)
-    )
+    # [num_copies, 3] (source page, destination page, tokens from the page's start)
+    cow_copies: IntArray
     num_prefill_tokens: int
     num_decode_tokens: int
     state_copies: Sequence[tuple[int, int]] = ()  # (source, destination), one after the other
@@ -137,9 +135,8 @@ class SampleOutput(NamedTuple):
     candidates: Candidates | None = None  # of a beam; then token_id is -1
     cause: BaseException | None = None  # of the error, where a caller's function raised it
     is_complete: bool = False  # nothing can follow the token: the answer's grammar is at its end
-    forced_ids: tuple[
-        int, ...
-    ] = ()  # tokens that have to follow it; with params.structured_output.jump_forward
+    # Tokens that have to follow it, with params.structured_output.jump_forward.
+    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

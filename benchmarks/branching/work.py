@@ -8,9 +8,8 @@ from operator import methodcaller
 
 import numpy as np
 from engine.base import Answer, Work
+from harness.workloads import Prompt, random_prompts
 
-Prompt = tuple[int, ...]
-LOWEST_ID = 8  # ids below are special tokens
 _WARM_UP_TOKENS = 48  # of a prompt
 _TEMPLATE_TOKENS = 64  # of a turn, at most
 
@@ -52,8 +51,7 @@ def new_tokens(answers: Sequence[Answer], num_sessions: int, num_new: int) -> in
 
 
 def random_prompt(length: int, vocab: int, seed: int) -> Prompt:
-    rng = np.random.default_rng(seed)
-    return tuple(rng.integers(LOWEST_ID, vocab, length).tolist())
+    return tuple(random_prompts(1, length, vocab, seed)[0])
 
 
 def random_words(count: int, seed: int) -> str:

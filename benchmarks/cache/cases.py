@@ -73,7 +73,7 @@ def _request_all(tree: Tree, prompts: Iterable[Any]) -> None:
 def _look_and_take(
     case: str, what: str, trees: Mapping[str, Tree], row: IntArray, repeats: int
 ) -> Iterator[Figure]:
-    """Two lines: a look-up of a prompt, and its prefix locked and let go. `what` has a place for
+    """Two lines: a look-up of a prompt, and its prefix locked and unlocked. `what` has a place for
     the operation."""
     prompts = {who: tree.prompt(row) for who, tree in trees.items()}
     for verb, name in (("lookup", "look-up"), ("take", "acquire, release")):

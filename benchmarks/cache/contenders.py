@@ -4,9 +4,9 @@ A `Tree` is one cache with its own form of a prompt. Cases call nothing else, so
 table says the same thing in every column:
 
     lookup    how much of a prompt is cached (ours also says why not more)
-    take      lock that prefix, name its pages, let go
+    take      lock that prefix, name its pages, unlock
     request   all that an engine asks for one request: match, lock, room for the rest (by eviction
-              when there is none), publish, let go
+              when there is none), publish, unlock
     evict     free the room of some tokens
 """
 

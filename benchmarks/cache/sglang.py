@@ -24,7 +24,7 @@ from cache.stub_packages import stub_packages
 from radixserve.arrays import IntArray
 
 _UNUSED = (  # asked for by its import, never called by its tree
-    *("aiohttp", "compressed_tensors", "gguf", "IPython", "openai", "orjson"),
+    *("aiohttp", "compressed_tensors", "gguf", "IPython", "openai", "orjson", "PIL"),
     *("partial_json_parser", "psutil", "pybase64", "requests", "sentencepiece", "sniffio"),
     *("starlette", "torchvision", "tvm_ffi", "zmq"),
 )

@@ -37,12 +37,6 @@ class Nothing(metaclass=_Anything):
         is_decorator = len(args) == 1 and not options and callable(args[0])
         return args[0] if is_decorator else super().__new__(cls)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __init_subclass__(cls, **_: Any) -> None:
-        pass
-
     def __call__(self, decorated: Any = None, *_: Any, **__: Any) -> Any:
         return decorated
 

@@ -40,6 +40,7 @@ class Engine(ABC):
     """One engine with a model loaded. Some also have `sample`, `beam_search` and `chat`."""
 
     num_computed = 0  # prompt tokens computed since `reset`, padding included
+    base_bytes: int | None = None  # resident in its process before the model was loaded
 
     @property
     def pid(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from harness.workloads import Workload
 
 from radixserve.commands.terminal import format_profile
 
+# CPU seconds for W1 to W5, by model and dtype, arrival and engine.
+_PUBLISHED = Path(__file__).parents[1] / "results" / "engine-cpu-elsewhere.json"
 HEAD = ("", "CPU s", "wall s", "first token ms", "p95", "prefilled", "peak MiB", "x floor",
         "differ")  # fmt: skip
 
@@ -39,6 +43,18 @@ def _serve(workload: Workload, is_burst: bool, engine: Engine) -> list[Answer]:
         histories = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
         found += answers
     return found
+
+
+def published(model: str, dtype: str, workload: str, arrival: str) -> dict[str, float]:
+    """CPU seconds of other engines for the same workload, best first, as they were measured on
+    another machine of this kind (two cores with AVX-512), on one thread; none where they were not.
+
+    They show where the field is; what runs here is measured in the same run.
+    """
+    at = int(workload[1:]) - 1
+    rows = json.loads(_PUBLISHED.read_text()).get(f"{model} {dtype}", {}).get(arrival, {})
+    found = {engine: row[at] for engine, row in rows.items() if at < len(row)}
+    return dict(sorted(found.items(), key=lambda one: one[1]))
 
 
 def compare(

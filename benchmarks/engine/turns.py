@@ -9,15 +9,15 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from statistics import fmean, median
 
 from engine.base import Answer, Engine, Setup, Unavailable, Work, open_engine
 from harness.machine import cpu_s, read_status, reset_peak
-from harness.processes import Processes, take_turns
+from harness.processes import Processes, Resident, take_turns
 
 
 @dataclass(frozen=True)
@@ -74,45 +74,38 @@ def run_engines(
 
     Returns the records and, of engines that cannot run here, the reasons, by label.
     """
-    workers: dict[str, ProcessPoolExecutor] = {}
-    base_bytes: dict[str, int | None] = {}
+    opened: dict[str, Resident] = {}
     absent: dict[str, str] = {}
     with ExitStack() as stack:
         for label, name in engines.items():
-            worker = stack.enter_context(processes.start())
             try:
-                base_bytes[label] = worker.submit(_open, name, setup).result()
-                workers[label] = worker
+                engine = Resident(processes, _open, name, setup)
+                opened[label] = stack.enter_context(engine)
             except Unavailable as error:
                 absent[label] = str(error)
-        turns = {label: partial(_turn, worker, works) for label, worker in workers.items()}
+        base_bytes = {label: one.call(attrgetter("base_bytes")) for label, one in opened.items()}
+        turns = {label: partial(_turn, one, works) for label, one in opened.items()}
         samples = take_turns(turns, len(works))
-        for worker in workers.values():
-            worker.submit(_close).result()
     return {label: Record(samples[label], base) for label, base in base_bytes.items()}, absent
 
 
-def _turn(worker: ProcessPoolExecutor, works: Sequence[Work], number: int) -> Sample:
-    return worker.submit(_measure, works[number]).result()
+def _turn(engine: Resident, works: Sequence[Work], number: int) -> Sample:
+    return engine.call(_measure, works[number])
 
 
-_opened: list[Engine] = []  # in an engine's process: that engine
-
-
-def _open(name: str, setup: Setup) -> int | None:
-    """Returns the bytes that are resident before the model is loaded. Raises Unavailable."""
+def _open(name: str, setup: Setup) -> Engine:
+    """Raises Unavailable."""
     base_bytes = read_status("VmRSS")
     engine = open_engine(name, setup)
-    _opened.append(engine)
+    engine.base_bytes = base_bytes
     engine.reset()
     setup.work.warm_up(engine)
     gc.freeze()  # no collection walks the libraries' objects while a case runs
-    return base_bytes
+    return engine
 
 
-def _measure(work: Work) -> Sample:
+def _measure(engine: Engine, work: Work) -> Sample:
     """One run with nothing cached."""
-    (engine,) = _opened
     engine.reset()
     gc.collect()
     reset_peak(engine.pid)
@@ -123,7 +116,3 @@ def _measure(work: Work) -> Sample:
     steps = {name: value - before[name] for name, value in engine.stats().items()}
     peak = read_status("VmHWM", engine.pid)
     return Sample(cpu, wall, answers, engine.num_computed, peak, steps)
-
-
-def _close() -> None:
-    _opened.pop().close()

@@ -24,6 +24,8 @@ from radixserve.runner.cuda_runner import CudaModelRunner
 LLAMA, QWEN = "llama-3.1-8b", "qwen3-0.6b"
 SMALLER = {LLAMA: "tiny-llama", QWEN: "tiny-qwen3"}  # in a dry run
 DTYPE = torch.bfloat16
+SEED = 0
+WARM_UP = 3  # calls before those that are timed
 SPARE_BYTES = 4 << 30  # of an engine, besides matrices and pool
 PACKAGES = ("torch", "triton", "flashinfer-python", "transformers")
 CYCLES_PER_S = 2e9  # of a card's clock, about
@@ -93,9 +95,9 @@ class Clock:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def times(self, operation: Callable[[], object], count: int, warm_up: int = 3) -> Times:
+    def times(self, operation: Callable[[], object], count: int) -> Times:
         """On the device, of `count` calls, one after the other."""
-        for _ in range(warm_up):
+        for _ in range(WARM_UP):
             operation()
         self.wait()
         events = []
@@ -119,7 +121,7 @@ class Bench:
         self.clock = Clock(self.device)
         if settings.backend != "auto":
             self._check_backend(settings.backend)
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(SEED)
         if self.is_dry:
             torch.set_num_threads(1)
 
@@ -151,7 +153,7 @@ class Bench:
             "dtype": "bfloat16",
             "attention_backend": self.settings.backend,
             "page_size": page_size,
-            "seed": self.settings.seed,
+            "seed": SEED,
             "chunked_prefill_size": self.pick(8_192, 64),
             "num_pages": None if pool is None else -(-pool // page_size),
             **settings,

@@ -40,7 +40,6 @@ class Settings:
     is_dry: bool = False
     backend: str = "auto"
     page_size: int = 1
-    seed: int = 0
     ceilings: Ceilings | None = None  # None: not measured yet
 
 

@@ -28,7 +28,7 @@ def run(bench: Bench, group: str) -> None:
     config = EngineConfig(**bench.engine_settings(max_running_requests=num_rows, **settings))
     bench.check_memory(group, config.num_pages or 0)
     runner = CudaModelRunner(bench.model(group), config)
-    loop = StepLoop(runner, config, runner.info.vocab_size, bench.settings.seed)
+    loop = StepLoop(runner, config, runner.info.vocab_size)
     for name, shared in CASES.items():
         prefix = loop.tokens(bench.pick(shared, shared // 128))
         with bench.case(what := f"{group}, {num_rows} rows, {name}"):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from engine.runtime_engine import RuntimeEngine
 from engine.serving import serving
-from gpu.bench import LLAMA, QWEN, Bench, Times
+from gpu.bench import LLAMA, QWEN, SEED, Bench, Times
 from gpu.limits import beams_s, serving_s
 from harness.processes import take_turns
 from harness.workloads import QUICK, Size, Workload, ideal_computed, make_workload
@@ -53,7 +53,7 @@ def run(bench: Bench, group: str) -> None:
     elif group == "beam":
         measure_beams(bench)
     elif group == "sharegpt":
-        lengths = draw_lengths(bench.pick(1_000, 4), bench.settings.seed)
+        lengths = draw_lengths(bench.pick(1_000, 4))
         if bench.is_dry:
             lengths = [(min(a, 12), min(b, 6)) for a, b in lengths]
         what = f"{len(lengths):,} requests, {np.mean(lengths, 0).round().astype(int)} in and out"
@@ -62,18 +62,18 @@ def run(bench: Bench, group: str) -> None:
             measure_lengths(bench, rt, LLAMA, lengths, what, turns=2, target=PUBLISHED)
     else:
         count, least, most = bench.pick((256, 100, 1_024), (4, 3, 8))
-        rng = np.random.default_rng(bench.settings.seed)
+        rng = np.random.default_rng(SEED)
         lengths = [(int(a), int(b)) for a, b in rng.integers(least, most + 1, (count, 2))]
         with bench.open_runtime(QWEN, **_settings(bench)) as rt:
             what = f"{count} x {least}-{most:,} in, {least}-{most:,} out"
             measure_lengths(bench, rt, QWEN, lengths, what, turns=3)
 
 
-def draw_lengths(count: int, seed: int) -> list[tuple[int, int]]:
+def draw_lengths(count: int) -> list[tuple[int, int]]:
     """(prompt, new) tokens of each request, as long as ShareGPT's."""
     spread = np.array(SPREADS)
     location = np.log(MEANS) - spread**2 / 2  # the mean of a log-normal has half the variance more
-    drawn = np.random.default_rng(seed).lognormal(location, spread, (count, 2))
+    drawn = np.random.default_rng(SEED).lognormal(location, spread, (count, 2))
     return [(int(a), int(b)) for a, b in np.clip(drawn, 4, MOST)]
 
 
@@ -95,7 +95,7 @@ def measure_lengths(
 ) -> None:
     """Requests of (prompt, new) random tokens, all at once; `turns` times after a first one that
     warms up. target: output tokens a second."""
-    rng = np.random.default_rng(bench.settings.seed)
+    rng = np.random.default_rng(SEED)
     params = [
         SamplingParams(max_tokens=new, temperature=0.6, ignore_eos=True, seed=at)
         for at, (_, new) in enumerate(lengths)
@@ -215,7 +215,7 @@ def measure_beams(bench: Bench) -> None:
 
 
 def _search(bench: Bench, rt: Runtime, name: str, count: int, prompt: int, new: int) -> None:
-    rng = np.random.default_rng([bench.settings.seed, count])
+    rng = np.random.default_rng([SEED, count])
     prompts = rng.integers(0, rt.model.vocab_size, (count, prompt)).tolist()
     before = rt.cache_stats().get("preemptions", 0)
     began = time.perf_counter()

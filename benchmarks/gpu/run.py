@@ -42,4 +42,4 @@ if __name__ == "__main__":
     from gpu.session import parse_arguments, run_all
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the jobs with it
-    sys.exit(run_all(parse_arguments()))
+    sys.exit(run_all(parse_arguments(doc=__doc__)))

@@ -16,7 +16,7 @@ from typing import Any
 from gpu.jobs import Job, Settings
 from gpu.limits import H200, Ceilings
 from gpu.report import NOTES, Part, Report, load_parts
-from harness.report import parse_names
+from harness.arguments import Names, parse
 
 END_S = 8.0  # kept before the deadline, to end the jobs and to write the report
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,23 +163,29 @@ def find_ceilings(report: Report) -> Ceilings | None:
     return None
 
 
-def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="correctness and speed on a GPU, see gpu/run.py")
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="DIR", help="for the results")
-    add("--parts", default=",".join(PARTS), metavar="A,B", help="default: all")
-    add("--deadline", type=float, metavar="S", help="end after so many seconds")
-    add("--patience", type=float, default=1.0, metavar="F", help="times the parts' time limits")
-    add("--kernel-cache", type=Path, metavar="DIR", help="of compiled kernels")
-    add("--dry-run", action="store_true", help="walk through on the CPU")
-    add("--backend", choices=("auto", "flashinfer", "triton"), default="auto")
-    add("--page-size", type=int, default=1, help="of the engines (default: 1)")
-    args = parser.parse_args(given)
-    args.parts = parse_names(parser, "part", args.parts, PARTS)
+def parse_arguments(
+    given: Sequence[str] | None = None, doc: str | None = None
+) -> argparse.Namespace:
+    """The command is explained by `doc`."""
+    return parse(
+        doc,
+        given,
+        required=("out",),
+        check=_check,
+        out=Path,
+        parts=Names("part", PARTS),
+        deadline=float,
+        patience=1.0,
+        kernel_cache=Path,
+        dry_run=False,
+        backend=("auto", "flashinfer", "triton"),
+        page_size=1,
+    )
+
+
+def _check(args: argparse.Namespace) -> str:
     if args.deadline is not None and args.deadline <= END_S:
-        parser.error(f"--deadline must be more than {END_S:g} seconds")
+        return f"--deadline must be more than {END_S:g} seconds"
     if not args.patience > 0:
-        parser.error("--patience must be more than 0")
-    if not 1 <= args.page_size <= 64:
-        parser.error("--page-size must be from 1 to 64")
-    return args
+        return "--patience must be more than 0"
+    return "" if 1 <= args.page_size <= 64 else "--page-size must be from 1 to 64"

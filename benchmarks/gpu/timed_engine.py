@@ -109,7 +109,7 @@ class TimedEngine(StepLoop):
         self.resolved_config = runner.resolved_config
         self.capacity = runner.num_pages * config.page_size  # tokens
         self.timed = TimedRunner(runner, bench.clock)
-        super().__init__(self.timed, config, runner.info.vocab_size, bench.settings.seed)
+        super().__init__(self.timed, config, runner.info.vocab_size)
         self._prompts: dict[int, list[IntArray]] = {}  # by length
         bench.note(f"{self.resolved_config}; pool of {self.capacity:,} tokens")
 

@@ -32,11 +32,11 @@ def describe_machine(packages: Sequence[str] = ("torch",)) -> dict[str, Any]:
     }
 
 
-def describe_gpu(index: int = 0) -> dict[str, Any]:
+def describe_gpu() -> dict[str, Any]:
     """The CUDA device and its driver."""
     import torch
 
-    card = torch.cuda.get_device_properties(index)
+    card = torch.cuda.get_device_properties(0)
     return {
         "gpu": card.name,
         "capability": f"{card.major}.{card.minor}",

@@ -1,7 +1,8 @@
 """Processes of their own for what is measured: memory and libraries' state are not shared.
 
 `Processes` are forked from one clean process that has imported the heavy libraries and computed
-nothing; a `ServerProcess` is a program that answers over HTTP. `take_turns` runs what is compared.
+nothing; a `Resident` is an object in one of them, a `ServerProcess` a program that answers over
+HTTP. `take_turns` runs what is compared.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 K, T = TypeVar("K"), TypeVar("T")
+_ROOT = Path(__file__).parents[2]
 _START_S = 120  # a server must answer by then
 _PRELOADED = ("torch", "transformers.models.llama.modeling_llama")
 
@@ -44,6 +47,33 @@ class Processes:
         """The result of a function in a new process."""
         with self.start() as process:
             return process.submit(function, *arguments, **named).result()
+
+
+class Resident:
+    """What `make(*arguments, **named)` returns, in a new process until the end of the block, which
+    closes it."""
+
+    def __init__(
+        self, processes: Processes, make: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> None:
+        """Raises what `make` raises."""
+        self._process = processes.start()
+        try:
+            self._process.submit(_keep, make, *arguments, **named).result()
+        except BaseException:
+            self._process.shutdown()
+            raise
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """`function(it, *arguments)`, there."""
+        return self._process.submit(_call_with_kept, function, *arguments).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process:
+            self.call(methodcaller("close"))
 
 
 class ServerProcess:
@@ -79,6 +109,13 @@ class ServerProcess:
         return self._process.wait(60)
 
 
+def python_path() -> str:
+    """PYTHONPATH of programs that import radixserve, also where it is not installed."""
+    given = os.environ.get("PYTHONPATH")
+    folders = [str(_ROOT / "kernels"), str(_ROOT), *([given] if given else [])]
+    return os.pathsep.join(folders)
+
+
 def take_turns(
     operations: Mapping[K, Callable[[int], T]], rounds: int, warm_up: int = 0
 ) -> dict[K, list[T]]:
@@ -91,6 +128,17 @@ def take_turns(
             if number >= warm_up:
                 found[name].append(result)
     return found
+
+
+_kept: list[Any] = []  # in the process of a `Resident`
+
+
+def _keep(make: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    _kept.append(make(*arguments, **named))
+
+
+def _call_with_kept(function: Callable[..., T], *arguments: Any) -> T:
+    return function(_kept[0], *arguments)
 
 
 def _set_threads(num_threads: int) -> None:

@@ -1,4 +1,4 @@
-"""The report of a command: tables in the terminal while it runs, one JSON document, Markdown."""
+"""What a command prints: tables while it runs, one JSON document, Markdown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,83 +79,47 @@ class Section:
         return "\n\n".join([*head, self.table.markdown(), *(f"- {line}" for line in self.lines)])
 
 
-@dataclass
 class Report:
     """One run of a command. Sections are printed as they are added; with --json to stderr."""
 
-    title: str
-    settings: dict[str, Any]  # hardware, versions, what was asked for
-    notes: str
-    args: argparse.Namespace  # --json and --save, see `add_report_arguments`
-    head: list[str] = field(default_factory=list)  # lines after the settings
-    sections: list[Section] = field(default_factory=list)
-
-    def begin(self) -> None:
-        self.show("\n".join([*self._head(), ""]))
+    def __init__(
+        self,
+        title: str,
+        notes: str,
+        args: argparse.Namespace,
+        packages: Sequence[str] = ("torch",),
+        head: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        """args: with those of `arguments.REPORT`. head: lines after the settings, which are the
+        machine, the versions of `packages`, the arguments and `settings`."""
+        self.settings = {**describe_run(args, packages), **settings}
+        self.sections: list[Section] = []
+        self._title, self._notes, self._args = title, notes, args
+        self._head = [format_settings(self.settings), *head, notes]
+        self.show("\n".join([*self._head, ""]))
 
     def add(self, section: Section) -> None:
         self.sections.append(section)
         self.show(section.text() + "\n")
 
     def show(self, text: str) -> None:
-        print(text, file=sys.stderr if self.args.json else sys.stdout, flush=True)
+        print(text, file=sys.stderr if self._args.json else sys.stdout, flush=True)
 
     def finish(self, name: str, data: dict[str, Any], *, tail: Sequence[str] = ()) -> None:
         """Print `tail`; with --json the document, with --save write NAME.md and NAME.json."""
         for line in tail:
             self.show(line)
-        text = json.dumps({"settings": self.settings, "notes": self.notes, **data}, indent=1)
-        if self.args.json:
+        text = json.dumps({"settings": self.settings, "notes": self._notes, **data}, indent=1)
+        if self._args.json:
             print(text)
-        if self.args.save is not None:
-            self.args.save.mkdir(parents=True, exist_ok=True)
-            (self.args.save / f"{name}.json").write_text(text + "\n")
+        if self._args.save is not None:
+            self._args.save.mkdir(parents=True, exist_ok=True)
+            (self._args.save / f"{name}.json").write_text(text + "\n")
+            head = [f"# {self._title}", format_settings(self.settings), *self._head[1:]]
             body = [section.markdown() for section in self.sections]
-            markdown = "\n\n".join([f"# {self.title}", *self._head(), *body, *tail]) + "\n"
-            (self.args.save / f"{name}.md").write_text(markdown)
-
-    def _head(self) -> list[str]:
-        return [format_settings(self.settings), *self.head, self.notes]
-
-
-def format_settings(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of benchmarks that open engines."""
-    parser.add_argument("--threads", type=int, default=1, help="of each engine (default: 1)")
-    parser.add_argument("--repeats", type=int, help="default: 3, quick: 1")
-    parser.add_argument("--quick", action="store_true", help="shrunk")
-    add_report_arguments(parser)
-
-
-def parse_run(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    args = parser.parse_args()
-    args.repeats = (1 if args.quick else 3) if args.repeats is None else args.repeats
-    if min(args.threads, args.repeats) < 1:
-        parser.error("--threads and --repeats must be at least 1")
-    return args
-
-
-def parse_sizes(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """The arguments of a benchmark with one table: an option for each default, and --json."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    for name, default in defaults.items():
-        flag, kind = "--" + name.replace("_", "-"), type(default)
-        parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    return parser.parse_args()
-
-
-def parse_traces(doc: str | None, names: Iterable[str]) -> argparse.Namespace:
-    """The arguments of benchmarks over recorded traces."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR")
-    parser.add_argument("--only", default=",".join(names), metavar="NAMES")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
-    return parser.parse_args()
+            markdown = "\n\n".join([*head, *body, *tail]) + "\n"
+            (self._args.save / f"{name}.md").write_text(markdown)
 
 
 def print_table(
@@ -165,25 +129,25 @@ def print_table(
     packages: Sequence[str] = (),
 ) -> None:
     """Hardware, versions and arguments, then the rows; with --json as one document."""
-    given = {name: value for name, value in vars(args).items() if name != "json"}
-    settings = {**describe_machine(packages), **given}
+    settings = describe_run(args, packages)
     if args.json:
         print(json.dumps({"settings": settings, "columns": columns, "rows": rows}))
     else:
         print(format_settings(settings), Table(columns, rows).text(""), sep="\n")
 
 
-def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write .md and .json there")
+def describe_run(args: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any]:
+    """Hardware, versions, and what was asked for."""
+    given = {
+        name: ",".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if value is not None and not isinstance(value, Path) and name != "json"
+    }
+    return {**describe_machine(packages), **given}
 
 
-def parse_names(parser: argparse.ArgumentParser, what: str, given: str, known: Any) -> list[str]:
-    """Names between commas; a usage error where one is unknown."""
-    names = given.split(",")
-    if unknown := sorted(set(names) - set(known)):
-        parser.error(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
-    return names
+def format_settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
 def replace_block(page: str, name: str, text: str) -> str:

@@ -116,9 +116,7 @@ SHAPES = {
 }
 
 
-def save_checkpoint(
-    shape: Shape, dtype: str, folder: Path, seed: int = 0, *, has_tokenizer: bool = False
-) -> None:
+def save_checkpoint(shape: Shape, dtype: str, folder: Path, *, has_tokenizer: bool = False) -> None:
     """Write config.json, generation_config.json and model.safetensors; on demand also the demo
     model's tokenizer."""
     import torch
@@ -150,7 +148,7 @@ def save_checkpoint(
         pad_token_id=0,
         **own,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     for name in _TOKENIZER_FILES if has_tokenizer else ():

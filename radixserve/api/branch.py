@@ -63,7 +63,7 @@ class Branch:
         self._is_released = False
         above: SessionHandle | None = None if parent is None else parent._session
         self._session: SessionHandle = SessionHandle(
-            client.worker, next(client.session_numbers), tokens, namespace, above
+            client.core, next(client.session_numbers), tokens, namespace, above
         )
         self._finalizer = weakref.finalize(self, self._session.close)
         self._finalizer.atexit = False
@@ -224,7 +224,7 @@ class Branch:
     def _check(self) -> None:
         if self._is_released:
             raise InvalidRequest("this branch was released; fork another one")
-        self._client.worker.check_alive()
+        self._client.core.check_alive()
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:

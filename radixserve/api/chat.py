@@ -210,7 +210,7 @@ class ChatSession:
     def _check(self) -> None:
         if self._branch.is_released:
             raise InvalidRequest("this chat was closed")
-        self._client.worker.check_alive()
+        self._client.core.check_alive()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:

@@ -11,8 +11,8 @@ from radixserve.api.request_builder import RequestBuilder
 from radixserve.api.request_handle import RequestHandle
 from radixserve.arrays import IntArray
 from radixserve.cache import Lookup
+from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import LookUpPrompt
-from radixserve.engine.worker import Worker
 from radixserve.errors import InvalidRequest
 from radixserve.output import Chunk
 from radixserve.request import Request
@@ -23,9 +23,9 @@ from radixserve.text.tokenizer import Tokenizer
 class EngineClient:
     """Builds requests and submits them to the engine's thread. May be used from any thread."""
 
-    def __init__(self, worker: Worker, builder: RequestBuilder, wakers: LoopWakers) -> None:
-        """`wakers`: those that `worker` holds while it prepares a step."""
-        self.worker = worker
+    def __init__(self, core: EngineCoreClient, builder: RequestBuilder, wakers: LoopWakers) -> None:
+        """`wakers`: those that `core` holds while it prepares a step."""
+        self.core = core
         self.builder = builder
         self.wakers = wakers
         self.session_numbers = itertools.count()  # for the names of branches' sessions
@@ -55,7 +55,7 @@ class EngineClient:
         index of each request's prompt, for errors. `streams`: the handle yields Chunks.
         """
         return RequestHandle(
-            self.worker,
+            self.core,
             self.reader.tokenizer,
             requests,
             streams=streams,
@@ -72,4 +72,4 @@ class EngineClient:
         self, token_ids: IntArray, namespace: str, *, compare_namespaces: bool = True
     ) -> Lookup:
         """How much of a prompt is cached now, and why not more."""
-        return self.worker.call(LookUpPrompt(token_ids, namespace, compare_namespaces))
+        return self.core.call(LookUpPrompt(token_ids, namespace, compare_namespaces))

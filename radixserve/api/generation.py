@@ -69,8 +69,8 @@ class Generation:
         tools and chat_template_kwargs, see `ChatSettings`.
         """
         handle, is_list = self._generate(prompts, params, request_id, chat)
-        worker = self._client.worker
-        with _bar(handle, is_list, progress, lambda: worker.call(GetStats())) as bar:
+        core = self._client.core
+        with _bar(handle, is_list, progress, lambda: core.call(GetStats())) as bar:
             return handle.get(bar.add)
 
     @overload
@@ -98,8 +98,8 @@ class Generation:
         """`generate` for asyncio. Cancelling the task aborts its requests."""
         await self._compile_grammars(params)
         handle, is_list = self._generate(prompts, params, request_id, chat)
-        worker = self._client.worker  # its status is there at once: nothing blocks the loop
-        with _bar(handle, is_list, progress, lambda: worker.status().stats) as bar:
+        core = self._client.core  # its status is there at once: nothing blocks the loop
+        with _bar(handle, is_list, progress, lambda: core.status().stats) as bar:
             return await handle.aget(bar.add)
 
     def stream(
@@ -208,7 +208,7 @@ class Generation:
         Returns how many were still running.
         """
         ids = None if request_id is None else [check_str("request_id", request_id)]
-        return self._client.worker.abort(ids)
+        return self._client.core.abort(ids)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Generation:
         self, prompts: Any, params: Params, request_id: str | None, chat: Mapping[str, Any]
     ) -> tuple[RequestHandle[Completion], bool]:
         """The requests, not submitted yet, and whether they are of several prompts."""
-        self._client.worker.check_alive()
+        self._client.core.check_alive()
         given, is_list = as_prompts(prompts)
         requests, each = self._client.builder.build(
             given, params, request_id, chat_options(chat), is_batch=is_list
@@ -245,7 +245,7 @@ class Generation:
         request_id: str | None,
         chat: Mapping[str, Any],
     ) -> Request:
-        self._client.worker.check_alive()
+        self._client.core.check_alive()
         return self._client.builder.single(prompt, params, request_id, chat_options(chat))
 
     def _beam_search(
@@ -257,7 +257,7 @@ class Generation:
         **fields: Any,
     ) -> RequestHandle[tuple[Completion, ...]]:
         """The searches, not submitted yet."""
-        self._client.worker.check_alive()
+        self._client.core.check_alive()
         params, beams = read_options(params, beams, fields)
         given, is_list = as_prompts(prompts)
         requests = self._client.builder.beam_search(

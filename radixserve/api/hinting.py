@@ -68,19 +68,19 @@ class Hinting:
     def apply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
         """Several, between two steps of the engine; an answer each, in order. Their token ids are
         those of `tokenize`; an owner's budget counts all that it was granted."""
-        self._client.worker.check_alive()
-        return self._client.worker.call(ApplyHints(tuple(map(self._checked, hints))))
+        self._client.core.check_alive()
+        return self._client.core.call(ApplyHints(tuple(map(self._checked, hints))))
 
     async def aapply_hints(self, hints: Sequence[Hint]) -> list[HintAnswer]:
         """`apply_hints` for asyncio."""
-        self._client.worker.check_alive()
-        reply = self._client.worker.ask(ApplyHints(tuple(map(self._checked, hints))))
+        self._client.core.check_alive()
+        reply = self._client.core.ask(ApplyHints(tuple(map(self._checked, hints))))
         return await asyncio.wrap_future(reply)
 
     def held_by_hints(self, owner: str = "") -> dict[str, int]:
         """{"pins", "retains", "held_tokens"} of an owner now; what two of them hold counts once."""
-        self._client.worker.check_alive()
-        return self._client.worker.call(GetHeld(check_str("owner", owner)))
+        self._client.core.check_alive()
+        return self._client.core.call(GetHeld(check_str("owner", owner)))
 
     def _hint(
         self,
@@ -92,7 +92,7 @@ class Hinting:
         namespace: str,
         chat: ChatSettings,
     ) -> Hint:
-        self._client.worker.check_alive()
+        self._client.core.check_alive()
         options = chat_options(chat)
         ids = None if prompt is None else self._client.reader.read(prompt, options=options)
         return Hint(verb, ids, session, namespace, seconds, max_tokens)

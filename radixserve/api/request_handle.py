@@ -10,8 +10,8 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 from radixserve.api.beam_search import BeamTicket
 from radixserve.api.loop_waker import LoopWaker, LoopWakers
+from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.ticket import Event, Ticket
-from radixserve.engine.worker import Worker
 from radixserve.errors import RequestFailed, request_failed
 from radixserve.output import Chunk, Completion, join_chunks
 from radixserve.request import Request
@@ -33,7 +33,7 @@ class RequestHandle(Generic[Output]):
 
     def __init__(
         self,
-        worker: Worker,
+        core: EngineCoreClient,
         tokenizer: Tokenizer | None,
         requests: Sequence[Request],
         *,
@@ -47,7 +47,7 @@ class RequestHandle(Generic[Output]):
         of the client's loops.
         """
         self._owners = owners
-        self._worker = worker
+        self._core = core
         self._finish: Callable[[list[Output]], Any] | None = finish
         self._queue = _EventQueue(wakers)
         self._last: dict[int, Output] = {}  # request's index -> its last output
@@ -83,15 +83,15 @@ class RequestHandle(Generic[Output]):
 
     def __enter__(self) -> Self:
         try:
-            self._worker.submit(self._tickets)
+            self._core.submit(self._tickets)
         except BaseException:  # Ctrl-C
-            self._worker.abandon(self._tickets)
+            self._core.abandon(self._tickets)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._has_ended:
-            self._worker.abandon(self._tickets)
+            self._core.abandon(self._tickets)
 
     def __iter__(self) -> Self:
         return self
@@ -121,7 +121,7 @@ class RequestHandle(Generic[Output]):
 
     def abort(self) -> None:
         """End what has not ended, with finish_reason "abort"; its outputs still come."""
-        self._worker.abandon(self._tickets)
+        self._core.abandon(self._tickets)
 
     @property
     def has_generated(self) -> bool:

@@ -28,10 +28,10 @@ from radixserve.cache import Lookup, SnapshotView
 from radixserve.checks import check_int, check_str, check_text, shown
 from radixserve.config import EngineConfig, EngineSettings
 from radixserve.engine import messages
+from radixserve.engine.core_client import EngineCoreClient, EngineFacts
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.trace_recorder import TraceRecorder
-from radixserve.engine.worker import EngineFacts, Worker
 from radixserve.errors import InvalidRequest
 from radixserve.models.names import check_model_name
 from radixserve.output import EngineStatus, Score
@@ -94,20 +94,20 @@ class Runtime(Generation, Hinting):
         wakers = LoopWakers()
         engine = Engine(runner, self.config)
         publisher = None if self.config.kv_events is None else _publish_events(engine, self.config)
-        worker = EngineThread(engine, recorder, wakers)
-        self._use(facts, worker, wakers)
-        self._finalizer: Any = weakref.finalize(self, _close, worker, publisher, runner)
+        core = EngineThread(engine, recorder, wakers)
+        self._use(facts, core, wakers)
+        self._finalizer: Any = weakref.finalize(self, _close, core, publisher, runner)
 
-    def _use(self, facts: EngineFacts, worker: Worker, wakers: LoopWakers) -> None:
-        """Have `worker` do what callers ask for."""
+    def _use(self, facts: EngineFacts, core: EngineCoreClient, wakers: LoopWakers) -> None:
+        """Have `core` do what callers ask for."""
         self.facts = facts
         self.tokenizer: Tokenizer | None = Tokenizer.load(facts.model_path)
         self.max_seq_len: int
         self.max_seq_len, limit = sequence_limit(self.config, facts.model, facts.capacity)
         reader = PromptReader(self.tokenizer, facts.model.vocab_size, self.max_seq_len, limit)
         self._builder = RequestBuilder(reader, frozenset(facts.model.eos_ids), self.config.seed)
-        self._worker = worker
-        self._client = EngineClient(worker, self._builder, wakers)
+        self._core = core
+        self._client = EngineClient(core, self._builder, wakers)
 
     @property
     def model(self) -> Any:
@@ -161,7 +161,7 @@ class Runtime(Generation, Hinting):
         Text is tokenised on its own, without the special tokens that begin a prompt. Log-
         probabilities are of the model's own distribution, natural logarithms.
         """
-        self._worker.check_alive()
+        self._core.check_alive()
         ids = self._builder.reader.read(prompt)
         return score(self._client, [ScoreQuery(ids, candidates, namespace)])[0]
 
@@ -194,7 +194,7 @@ class Runtime(Generation, Hinting):
 
     def close_session(self, name: str) -> None:
         """Let go what the session of that name claims; an unknown name does nothing."""
-        self._worker.post(messages.CloseSession(check_str("name", name)))
+        self._core.post(messages.CloseSession(check_str("name", name)))
 
     def tokenize(self, prompt: Prompt, *, keep_last: int | None = None) -> IntArray:
         """[n] int32: the token ids of a prompt, as `generate` reads it, or the last ones of them.
@@ -225,7 +225,7 @@ class Runtime(Generation, Hinting):
         Computes nothing yet. Release it, or use it as a context manager: until then its K/V is
         evicted after that of requests without a session.
         """
-        self._worker.check_alive()
+        self._core.check_alive()
         ids = self._builder.reader.read(prompt, options=chat_options(chat))
         check_text("namespace", namespace)
         return Branch(self._client, ids, namespace)
@@ -244,7 +244,7 @@ class Runtime(Generation, Hinting):
         instead of the tokenizer's. `params` are those of turns that bring none, and their namespace
         is the chat's. Close it, or use it as a context manager.
         """
-        self._worker.check_alive()
+        self._core.check_alive()
         if template is not None:
             check_str("template", template)
         options = replace(chat_options(chat), template=template)
@@ -257,7 +257,7 @@ class Runtime(Generation, Hinting):
 
         Nothing is computed before its next turn. InvalidRequest for that of another model.
         """
-        self._worker.check_alive()
+        self._core.check_alive()
         return ChatSession.load(self._client, self._identity, path, params)
 
     # -- the cache ----------------------------------------------------------------------------
@@ -274,18 +274,18 @@ class Runtime(Generation, Hinting):
 
         With `compare_namespaces` False the answer tells nothing of other namespaces.
         """
-        self._worker.check_alive()
+        self._core.check_alive()
         ids = self._builder.reader.read(prompt, options=chat_options(chat))
         name = check_text("namespace", namespace)
         return self._client.lookup(ids, name, compare_namespaces=compare_namespaces)
 
     def status(self) -> EngineStatus:
         """What the engine is doing, as its thread last said. Never waits for it."""
-        return self._worker.status()
+        return self._core.status()
 
     def cache_stats(self) -> dict[str, Any]:
         """Counters and gauges of cache and scheduler, and the seconds spent by part of a step."""
-        return self._worker.call(messages.GetStats())
+        return self._core.call(messages.GetStats())
 
     def cache_tree(
         self, max_nodes: int = 10_000, namespace: str | None = None, *, flat: bool = False
@@ -294,28 +294,28 @@ class Runtime(Generation, Hinting):
         "sequences" are the page tables of running requests, with "request_id". `flat`: one list of
         nodes, see `flat_tree`; a deep tree can be printed and written as JSON only so."""
         count = check_int("max_nodes", max_nodes, 0)
-        dump = self._worker.call(messages.DumpTree(count, namespace))
+        dump = self._core.call(messages.DumpTree(count, namespace))
         return flat_tree(dump) if flat else dump
 
     def eviction_preview(self, n: int = 10) -> list[dict[str, Any]]:
         """What would be evicted next and why, see `PrefixCache.eviction_preview`."""
-        return self._worker.call(messages.PreviewEviction(check_int("n", n, 0)))
+        return self._core.call(messages.PreviewEviction(check_int("n", n, 0)))
 
     def cache_snapshot(self, view: SnapshotView | None = None) -> dict[str, Any]:
         """A bounded snapshot of a cache in use and its requests, cheap for a tree of any size: see
         `PrefixCache.snapshot` and `RequestViews.take`; "counters": of all requests and pages;
         "at": when, on the monotonic clock; "engine_s": processor time of the engine's thread."""
-        return self._worker.call(messages.TakeSnapshot(view or SnapshotView()))
+        return self._core.call(messages.TakeSnapshot(view or SnapshotView()))
 
     def flush_cache(self, namespace: str | None = None) -> None:
         """Forget what is cached, in one namespace or in all; running requests are not disturbed."""
         if namespace is not None:
             check_text("namespace", namespace)
-        self._worker.call(messages.ResetCache(namespace))
+        self._core.call(messages.ResetCache(namespace))
 
     def check(self) -> None:
         """Audit the cache's pages; AssertionError names the first one that is wrong."""
-        self._worker.call(messages.CheckCache())
+        self._core.call(messages.CheckCache())
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -346,9 +346,9 @@ def _publish_events(engine: Engine, config: EngineConfig) -> KVEventPublisher:
     return publisher
 
 
-def _close(worker: EngineThread, publisher: KVEventPublisher | None, runner: Any) -> None:
-    if not worker.is_forked:  # else all are the parent process's
-        worker.close()
+def _close(core: EngineThread, publisher: KVEventPublisher | None, runner: Any) -> None:
+    if not core.is_forked:  # else all are the parent process's
+        core.close()
         if publisher is not None:
             publisher.close()
         runner.close()

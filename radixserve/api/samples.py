@@ -22,9 +22,8 @@ def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
     params = request.params
     if params.num_samples == 1:
         return [request]
-    logprobs: int | None = (
-        params.logprobs or 0
-    )  # their sum is reported, and ranks the samples of best_of
+    # Their sum is reported, and ranks the samples of best_of.
+    logprobs: int | None = params.logprobs or 0
     if params.structured_output is not None and params.structured_output.jump_forward:
         logprobs = None  # forced tokens have none
     first = replace(request, params=replace(params, n=1, best_of=None, logprobs=logprobs))

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 from radixserve.arrays import IntArray
+from radixserve.engine.core_client import EngineCoreClient
 from radixserve.engine.messages import CloseSession, SessionClaim
-from radixserve.engine.worker import Worker
 
 _LEAST_PRUNED = 16  # minimum number of forks of a branch before dead references are pruned
 
@@ -25,7 +25,7 @@ class SessionHandle:
 
     def __init__(
         self,
-        engine: Worker,
+        engine: EngineCoreClient,
         number: int,
         tokens: IntArray,
         namespace: str,

@@ -18,8 +18,8 @@ from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import SILENCE_S, ClusterWorker
 from radixserve.config import EngineConfig
+from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
-from radixserve.engine.worker import EngineFacts
 from radixserve.errors import InvalidRequest
 from radixserve.models.names import check_model_name
 from radixserve.request import Request

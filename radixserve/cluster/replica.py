@@ -14,9 +14,9 @@ from radixserve.api.beam_search import stop_check
 from radixserve.api.loop_waker import LoopWakers
 from radixserve.api.runtime import Runtime
 from radixserve.cache import EventBatch, EventSnapshot
+from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import AbortRequests, Message, TakeEvents
 from radixserve.engine.ticket import Event, Ticket
-from radixserve.engine.worker import EngineFacts
 from radixserve.errors import EngineDead
 from radixserve.output import EngineStatus, RequestOutput
 from radixserve.request import Request
@@ -216,16 +216,16 @@ class _ReplicaRuntime(Runtime):
                 request = replace(request, grammar=self._builder.grammars.compile(structured))
             frontend.open_ids.add(request.request_id)
             tickets.append(_RelayTicket(request, self.tokenizer, frontend))
-        self._worker.submit(tickets)
+        self._core.submit(tickets)
 
     def end(self, request_ids: Sequence[str]) -> None:
-        self._worker.post(AbortRequests(tuple(request_ids)))
+        self._core.post(AbortRequests(tuple(request_ids)))
 
     def check_alive(self) -> None:
-        self._worker.check_alive()
+        self._core.check_alive()
 
     async def ask(self, message: Message[Any]) -> Any:
-        return await asyncio.wrap_future(self._worker.ask(message))
+        return await asyncio.wrap_future(self._core.ask(message))
 
 
 class _RelayTicket(Ticket):

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from radixserve.cluster.replica import Report
+from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
-from radixserve.engine.worker import EngineFacts
 from radixserve.output import EngineStatus
 from radixserve.request import Request
 

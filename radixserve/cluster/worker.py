@@ -23,9 +23,9 @@ from radixserve.cluster.replica_link import Replica, ReplicaLink
 from radixserve.cluster.router import Router
 from radixserve.cluster.stats import add_stats
 from radixserve.engine import messages
+from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, Message
 from radixserve.engine.ticket import Ticket
-from radixserve.engine.worker import EngineFacts
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
 from radixserve.hint import HintAnswer
 from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
@@ -38,7 +38,7 @@ _REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
 
 class ClusterWorker:
-    """A `Worker` over replicas that come and go. A thread with an event loop owns what it knows."""
+    """An `EngineCoreClient` over replicas that come and go. Its event loop's thread owns it."""
 
     def __init__(self, router: Router, *, silence_s: float = SILENCE_S) -> None:
         """`silence_s`: a replica that says nothing for so long is taken for lost."""

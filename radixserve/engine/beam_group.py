@@ -70,14 +70,14 @@ class BeamGroup:
         self._last: list[_Token | None] = [None]  # [m]
         self._answers: list[_Answer] = []  # best first, at most `width`
 
-    def advance(self, draws: Sequence[SampleOutput]) -> list[Continuation]:
+    def advance(self, samples: Sequence[SampleOutput]) -> list[Continuation]:
         """The next beams, best first; none when the search is over. O(width * candidates).
 
-        draws: what was drawn after each beam, in the order that the last call returned.
+        samples: of each beam, in the order that the last call returned.
         """
         width = self._width
         self._num_output += 1
-        candidates = [draw.candidates for draw in draws if draw.candidates is not None]
+        candidates = [sample.candidates for sample in samples if sample.candidates is not None]
         best = best_continuations(self._totals, candidates, self._num_candidates)
         going_on: list[Continuation] = []
         for place, one in enumerate(best):
@@ -87,12 +87,12 @@ class BeamGroup:
                 if len(going_on) == width and place >= width - 1:
                     break
             elif place < width:
-                self._finish(one, reason, draws)
+                self._finish(one, reason, samples)
         del going_on[width:]
         if not going_on or self._is_settled(going_on[0].total):
             self._totals, self._last = self._totals[:0], []
             return []
-        self._last = [self._token(one, draws) for one in going_on]
+        self._last = [self._token(one, samples) for one in going_on]
         self._totals = np.array([one.total for one in going_on], np.float32)
         return going_on
 
@@ -115,13 +115,13 @@ class BeamGroup:
                 return "stop"
         return "length" if self._num_output >= self._max_output else None
 
-    def _finish(self, one: Continuation, reason: str, draws: Sequence[SampleOutput]) -> None:
+    def _finish(self, one: Continuation, reason: str, samples: Sequence[SampleOutput]) -> None:
         score, answers = self._score(one.total, self._num_output), self._answers
         if len(answers) == self._width:
             if score <= answers[-1].score:
                 return
             answers.pop()
-        answers.append(_Answer(score, reason, self._token(one, draws)))
+        answers.append(_Answer(score, reason, self._token(one, samples)))
         answers.sort(key=lambda answer: -answer.score)  # stable: the earlier one of a tie stays
 
     def _is_settled(self, best_total: float) -> bool:
@@ -138,11 +138,11 @@ class BeamGroup:
     def _score(self, total: float, num_output: int) -> float:
         return total / float(num_output**self._beams.length_penalty)
 
-    def _token(self, one: Continuation, draws: Sequence[SampleOutput]) -> _Token:
-        draw = draws[one.parent]
-        assert draw.candidates is not None
-        logprob = float(draw.candidates.logprobs[one.rank])
-        return _Token(self._last[one.parent], one.token_id, logprob, draw.top_logprobs)
+    def _token(self, one: Continuation, samples: Sequence[SampleOutput]) -> _Token:
+        sample = samples[one.parent]
+        assert sample.candidates is not None
+        logprob = float(sample.candidates.logprobs[one.rank])
+        return _Token(self._last[one.parent], one.token_id, logprob, sample.top_logprobs)
 
 
 def best_continuations(

@@ -134,7 +134,7 @@ class Engine:
     def fail_all(self, error: BaseException) -> list[RequestOutput]:
         """End everything with `error`; waits for the steps in flight."""
         self._prefetches.forget(None)
-        outputs = self._without_own(self._scheduler.fail_all(error))
+        outputs = self._for_callers(self._scheduler.fail_all(error))
         while self._in_flight:
             try:
                 assert not self._collect(), "a request has not ended"
@@ -323,27 +323,27 @@ class Engine:
             self._scheduler.fail(schedule, cause)
             raise cause
         error = request_failed(f"the step that computed this request failed: {cause!r}", cause)
-        return self._without_own(self._scheduler.fail(schedule, error))
+        return self._for_callers(self._scheduler.fail(schedule, error))
 
     # -- beam searches ------------------------------------------------------------------------
 
     def _advance_searches(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs`, where those of beam searches that have drawn become their answers or go."""
+        """`outputs`, where the samples of a beam search become its answers at its end, else go."""
         if not self._searches:
-            return self._prefetches.without_own(outputs)
+            return self._prefetches.drop_outputs(outputs)
         found: list[RequestOutput] = []
         for output in outputs:
-            last = self._advance_search(output) if output.draws else output
+            last = self._advance_search(output) if output.beam_samples else output
             if last is not None:
                 found.append(last)
-        return self._without_own(found)
+        return self._for_callers(found)
 
     def _advance_search(self, output: RequestOutput) -> RequestOutput | None:
         """Choose the next beams; the search's answers when it is over."""
         request_id = output.request_id
         search = self._searches[request_id]
         try:
-            children = search.advance(output.draws)
+            children = search.advance(output.beam_samples)
         except Exception as cause:  # in the check for stop strings, which decodes text
             message = f"the next step of a beam search could not be chosen: {cause!r}"
             error = request_failed(message, cause)
@@ -357,9 +357,9 @@ class Engine:
             return self.finish(request_id, "error", error)
         return self.finish(request_id, answers[0].reason)
 
-    def _without_own(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs` without those of prefetches; forgets the searches that ended with them."""
-        outputs = self._prefetches.without_own(outputs)
+    def _for_callers(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """`outputs` without those of prefetches; forgets the beam searches that have ended."""
+        outputs = self._prefetches.drop_outputs(outputs)
         for output in outputs:
             if output.finish is not None:
                 self._searches.pop(output.request_id, None)

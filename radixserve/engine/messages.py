@@ -118,7 +118,7 @@ class ClaimSessions(Message[None]):
 
 @dataclass(frozen=True, slots=True)
 class CloseSession(Message[None]):
-    """Close a session after its `successors` have claimed; `reopened`: it claims anew then."""
+    """Close a session after its `successors` have claimed; `reopened`: its next claim."""
 
     name: str
     successors: tuple[SessionClaim, ...] = ()

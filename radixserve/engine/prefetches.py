@@ -24,7 +24,7 @@ class Prefetches:
     """A queue of requests of which one runs at a time, for as long as there are no others.
 
     As soon as another request arrives the running one is ended and queued again: what it has
-    computed is cached by then. Each draws one token, which is dropped.
+    computed is cached by then. Each samples one token, which is dropped.
     """
 
     def __init__(self, scheduler: Scheduler, cache: PrefixCache) -> None:
@@ -106,8 +106,8 @@ class Prefetches:
             self._running = self._queue.popleft()
             scheduler.add(self._running[0])
 
-    def without_own(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """The outputs of callers' requests."""
+    def drop_outputs(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """`outputs` without those of prefetches; notes the end of the running one."""
         running = self._running
         if running is None or not outputs:
             return outputs

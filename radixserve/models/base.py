@@ -41,9 +41,8 @@ class ModelInfo:
     eos_ids: tuple[int, ...]  # ascending; of generation_config.json and config.json
     dtype: torch.dtype
     num_parameters: int  # tied ones once
-    weight_forms: tuple[
-        tuple[str, int], ...
-    ] = ()  # form, parameters in it; the others are in dtype
+    # (form, parameters in it) of quantized weights; the others are in dtype
+    weight_forms: tuple[tuple[str, int], ...] = ()
     attention_features: tuple[str, ...] = ()  # fields of AttentionFeatures that any layer uses
 
     num_kv_layers: int | None = None  # layers that attend; None: all

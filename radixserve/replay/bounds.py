@@ -21,7 +21,7 @@ A real cache can use only a prefix, and the bound does not check that the tokens
 still there. It need not: a token is used whenever one below it is, so it is never dropped first.
 The one exception is a token that the model computes again, in an output or as a last token, while
 something below it waits: a real cache must pay for keeping it, the bound does not. So the bound is
-never too low, and exact where no request computes anew a token that was known.
+never too low, and exact where no request recomputes a token that was known.
 
 It is no bound for a scheduler that changes the order of the requests.
 """
@@ -54,7 +54,7 @@ def clairvoyant_hits(paths: PathTable, num_kept: Ints, cache_tokens: int) -> Int
 def next_uses(paths: PathTable, fits: Bools) -> Ints:
     """For each entry of `paths.segments`: the next request that reuses the segment.
 
-    NEVER if there is none, or if the segment is computed anew before. `fits`: [requests] those
+    NEVER if there is none, or if the segment is recomputed before. `fits`: [requests] those
     that are served at all.
     """
     upcoming = np.full(len(paths.lengths), NEVER, np.int64)

@@ -58,7 +58,7 @@ class Admission:
                     return
                 outstanding += budget.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
-            if self._running and waiting.least_need > spare:
+            if self._running and waiting.min_page_need > spare:
                 return  # no later candidate fits either
 
     def has_slots(self, batch: BatchBuilder) -> bool:
@@ -97,6 +97,6 @@ class Admission:
 
     def is_short(self, spare: int) -> bool:
         """Whether no queued request fits into `spare` pages. O(preempted requests)."""
-        if not self._running or self._waiting.least_need <= spare:
+        if not self._running or self._waiting.min_page_need <= spare:
             return False
         return self._waiting.admission_limit == math.inf

@@ -19,7 +19,7 @@ def check(
     for name, state in requests.items():
         search = state.search
         rests = search is not None and (  # drawn, or the leader of a search that lost its own beam
-            state.arrival in search.draws or all(beam is not state for beam in search.beams)
+            state.arrival in search.samples or all(beam is not state for beam in search.beams)
         )
         is_active = state in running or state.arrival in parked
         num_places = (state in waiting) + (state in running) + (state.arrival in parked)

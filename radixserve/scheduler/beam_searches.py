@@ -59,21 +59,21 @@ class BeamSearches:
         arrivals belong to the search, too."""
         state.search = BeamSearch(state)
 
-    def note_draw(self, state: RequestState, drawn: SampleOutput) -> tuple[SampleOutput, ...]:
-        """A beam has drawn: the draws of all beams of its search, when the others have, too."""
+    def note_sample(self, state: RequestState, drawn: SampleOutput) -> tuple[SampleOutput, ...]:
+        """A beam was sampled: the samples of all beams of its search, once it has all of them."""
         search = state.search
         assert search is not None
-        search.draws[state.arrival] = drawn
-        if len(search.draws) < len(search.beams):
+        search.samples[state.arrival] = drawn
+        if len(search.samples) < len(search.beams):
             return ()
-        draws = tuple(search.draws[beam.arrival] for beam in search.beams)
-        search.draws = {}
-        return draws
+        samples = tuple(search.samples[beam.arrival] for beam in search.beams)
+        search.samples = {}
+        return samples
 
     def park_drawn(self, search: BeamSearch) -> None:
         """Stop those that wait for the other beams of their search."""
         for state in search.beams:
-            if state.arrival in search.draws and state in self._running:
+            if state.arrival in search.samples and state in self._running:
                 self._running.remove(state)
                 self.parked[state.arrival] = state
 

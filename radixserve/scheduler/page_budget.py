@@ -54,7 +54,7 @@ class PageBudget:
             return True  # alone it fits: checked by `Scheduler.add`
         size = self._cache.page_size
         unlocked = state.prefix_watch.cached_len // size - state.prefix_watch.locked_len // size
-        need = self._waiting.need(state)
+        need = self._waiting.page_need(state)
         if need + unlocked > num_pages:
             return False
         at_once = min(need, self.pages_for(self._cache.window_size))  # window pages; else none

@@ -16,14 +16,14 @@ _NO_BEAMS = RequestOutput("", (), (), (), None)[5:]
 class BeamSearch:
     """A beam search from one joint step to the next."""
 
-    __slots__ = ("beams", "draws", "leader", "width")
+    __slots__ = ("beams", "leader", "samples", "width")
 
     def __init__(self, leader: RequestState) -> None:
         assert leader.request.beams is not None
         self.leader = leader  # carries the times, usage and answers of the search
         self.width = leader.request.beams.width
         self.beams = [leader]  # best first
-        self.draws: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
+        self.samples: dict[int, SampleOutput] = {}  # of this step, by the beam's arrival
 
 
 class QueueEntry:

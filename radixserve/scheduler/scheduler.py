@@ -65,8 +65,8 @@ class Scheduler:
         self._hints = Hints(cache, sessions, hint_limits or HintLimits())
         self.hint, self.forget_hints = self._hints.apply, self._hints.forget
         self.held_by_hints = self._hints.held
-        lines = cache, self._waiting, self._running, self._page_budget, self._hints.shared
-        self._admission = Admission(*lines, max_running_requests, clock)
+        parts = cache, self._waiting, self._running, self._page_budget, self._hints.shared
+        self._admission = Admission(*parts, max_running_requests, clock)
         queues = self._requests, self._running, self._waiting
         self._beams = BeamSearches(*queues, self._requeue, self._page_budget.num_startable)
         self._in_flight: list[InFlightStep] = []  # at most two, the older one first
@@ -211,10 +211,10 @@ class Scheduler:
         for state, drawn in drawing:
             if (search := state.search) is not None:
                 searches[search.leader.arrival] = search
-                draws = self._beams.note_draw(state, drawn)
-                if draws:
+                samples = self._beams.note_sample(state, drawn)
+                if samples:
                     drawn_id = search.leader.request_id
-                    outputs.append(RequestOutput(drawn_id, (), (), (), None, (), draws))
+                    outputs.append(RequestOutput(drawn_id, (), (), (), None, (), samples))
             elif state.sequence is not None:  # else another row has ended its search
                 outputs.append(self._append(state, drawn))
         for search in searches.values():
@@ -225,7 +225,7 @@ class Scheduler:
         return outputs
 
     def continue_beams(self, request_id: str, children: Sequence[Child]) -> None:
-        """The next beams of a search, best first, whose draws the last `update` returned."""
+        """The next beams of a search, best first, whose samples the last `update` returned."""
         search = self._requests[request_id].search
         assert search is not None
         self._beams.replace(search, children)

@@ -76,13 +76,13 @@ class WaitingQueue:
 
     # -- page needs ---------------------------------------------------------------------------
 
-    def need(self, state: RequestState) -> int:
+    def page_need(self, state: RequestState) -> int:
         """Pages needed beyond its cached prefix for all its tokens and one more."""
         size = self._cache.page_size
         return -(-(len(state.tokens) + 1) // size) - state.prefix_watch.cached_len // size
 
     @property
-    def least_need(self) -> float:
+    def min_page_need(self) -> float:
         """Smallest page need of queued requests without a producer; inf if none. O(1)."""
         return self._needs[0][0] if self._needs else math.inf
 
@@ -98,7 +98,7 @@ class WaitingQueue:
     def _note_need(self, state: RequestState) -> None:
         if state.producer is not None:
             return
-        need = self.need(state)
+        need = self.page_need(state)
         if need != state.queue_entry.page_need:
             self._forget_need(state)
             state.queue_entry.page_need = need
@@ -139,8 +139,8 @@ class WaitingQueue:
             (state for a, state in self._by_arrival.items() if a not in self._returned), None
         )
         states = [*self._returned.values(), *([] if fresh is None else [fresh])]
-        late = (state.arrival for state in states if self.overtaken(state) >= bound)
-        return min(late, default=math.inf)
+        at_bound = (state.arrival for state in states if self.overtaken(state) >= bound)
+        return min(at_bound, default=math.inf)
 
     def candidates(self) -> Iterator[RequestState]:
         """Each request once that may start now, in order; the one just given may be removed.

@@ -6,6 +6,7 @@ other ids than those that it generated, and nothing after them would be found in
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection
 from typing import NamedTuple
@@ -84,11 +85,5 @@ class Conversations:
 
 def _common_len(one: str, other: str) -> int:
     """Characters at the beginning that are equal. O(log n) comparisons of slices."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one.startswith(other[:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    lengths = range(1, min(len(one), len(other)) + 1)
+    return bisect_left(lengths, True, key=lambda length: not one.startswith(other[:length]))

@@ -93,38 +93,29 @@ StructuredOutputs = Annotated[
     ),
 ]
 Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1})]
-_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "minLength": 1, "maxLength": 128},
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-                "strict": {"type": "boolean"},
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
+
+
+def _function_with(properties: dict[str, Any]) -> dict[str, Any]:
+    function = {"type": "object", "properties": properties, "required": ["name"]}
+    return {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "function": function},
+        "required": ["type", "function"],
+    }
+
+
+_TOOL = _function_with(
+    {
+        "name": {"type": "string", "minLength": 1, "maxLength": 128},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    }
+)
 ToolList = Annotated[
     Any, WithJsonSchema({"anyOf": [{"type": "array", "items": _TOOL}, {"type": "null"}]})
 ]
-_NAMED_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
+_NAMED_TOOL = _function_with({"name": {"type": "string"}})
 ToolChoice = Annotated[
     Any,
     WithJsonSchema(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from radixserve.checks import shown
-from radixserve.server.errors import ApiError, of_validation
+from radixserve.errors import InvalidRequest
+from radixserve.server.errors import ApiError, as_api_error, of_validation
 from radixserve.server.schema import Body
 
 M = TypeVar("M", bound=Body)
@@ -59,9 +61,17 @@ def read_list(value: Any, where: str, *, may_be_empty: bool = False) -> list[Any
     return value
 
 
-def in_other_terms(error: ApiError, terms: Sequence[tuple[str, str]]) -> ApiError:
-    """The same error for a client that calls the fields otherwise: (ours, theirs), in order; ours
-    is a regular expression."""
+@contextmanager
+def errors_in_terms(terms: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Errors of the block, for a client that calls the fields otherwise: (ours, theirs), in order;
+    ours is a regular expression."""
+    try:
+        yield
+    except (ApiError, InvalidRequest) as error:
+        raise _in_terms(as_api_error(error), terms) from None
+
+
+def _in_terms(error: ApiError, terms: Sequence[tuple[str, str]]) -> ApiError:
     message, param = error.message, error.param
     for ours, theirs in terms:
         if param is not None:

@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from radixserve.api.runtime import Runtime
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
@@ -70,16 +67,6 @@ def _split(given: Any, param: str) -> tuple[Sequence[Any], bool]:
     raise ApiError(400, f"{param} must be {_KINDS}, got {shown(given)}", param=param)
 
 
-def _as_array(ids: list[Any]) -> NDArray[np.int64]:
-    """A JSON list as an array; its integers are plain ints. O(n), no call per item."""
-    if set(map(type, ids)) - {int}:
-        raise InvalidRequest(f"a prompt must be text or token ids, got {shown(ids)}")
-    try:
-        return np.asarray(ids, np.int64)
-    except OverflowError:
-        raise InvalidRequest("a token id is out of range of any vocabulary") from None
-
-
 def _read(
     runtime: Runtime,
     item: Any,
@@ -89,14 +76,13 @@ def _read(
     keep_last: int | None,
 ) -> IntArray:
     try:
-        if not isinstance(item, str | list):
+        is_ids = isinstance(item, list) and set(map(type, item)) <= {int}
+        if not (is_ids or isinstance(item, str)):
             raise InvalidRequest(f"a prompt must be text or token ids, got {shown(item)}")
         if isinstance(item, str) and not add_special_tokens:
             if runtime.tokenizer is None:
                 raise InvalidRequest("the model has no tokenizer: give the prompt as token ids")
             item = runtime.tokenizer.encode_more(item)
-        if isinstance(item, list):
-            item = _as_array(item)
         return runtime.tokenize(item, keep_last=keep_last)
     except InvalidRequest as error:
         raise invalid(error, param=param, index=index) from None

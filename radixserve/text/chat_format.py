@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class ChatFormat:
 
         Their own ids are used, also where the template keeps only a part of one; the text between
         them is tokenised piece by piece, always in the same pieces. Where the template treats the
-        conversation in ways that cannot be followed, all of it is tokenised anew. Raises
+        conversation in ways that cannot be followed, all of it is tokenised again. Raises
         InvalidRequest where the template refuses the messages.
         """
         text, places = self._render(messages), sorted(answers)
@@ -140,14 +141,8 @@ class ChatFormat:
 
     def _boundary(self, ids: Sequence[int], length: int) -> int:
         """The most tokens whose text has at most `length` characters. O(log n) decodings."""
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if len(self._tokenizer.decode(ids[:middle])) <= length:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        counts = range(1, len(ids) + 1)
+        return bisect_right(counts, length, key=lambda one: len(self._tokenizer.decode(ids[:one])))
 
 
 def _is_same(text: str, rendered: str) -> bool:

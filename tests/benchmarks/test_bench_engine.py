@@ -133,7 +133,7 @@ def test_outputs_are_compared_where_prompts_are_the_same() -> None:
 
 
 def test_published_figures_come_best_first() -> None:
-    published = module("engine.published").published
+    published = module("engine.serving").published
     found = published("tiny", "float32", "W2", "burst")
     assert next(iter(found.items())) == ("OpenVINO GenAI", 1.75)
     assert list(published("small", "bfloat16", "W4", "burst")) == ["vLLM CPU 0.32"]

@@ -361,7 +361,7 @@ def test_what_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lengths_like_those_of_sharegpt() -> None:
-    found = load("part_throughput").draw_lengths(1_000, 0)
+    found = load("part_throughput").draw_lengths(1_000)
     means = [sum(side) / len(side) for side in zip(*found, strict=True)]
     assert 130 < means[0] < 175
     assert 300 < means[1] < 350

@@ -17,9 +17,9 @@ from radixserve.cluster.replica import EngineReplica, Report
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
+from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
 from radixserve.engine.ticket import Event, Ticket
-from radixserve.engine.worker import EngineFacts
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
 from radixserve.output import EngineStatus
 from radixserve.request import Request

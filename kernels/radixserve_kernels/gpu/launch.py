@@ -46,7 +46,7 @@ def kernel(varying: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
 
     It stays compiled code whatever TRITON_INTERPRET says.
     varying: arguments that change from call to call, or may lie anywhere in a larger buffer.
-    Nothing is compiled anew for their values (1, multiples of 16) or, of pointers, alignment.
+    Nothing is recompiled for their values (1, multiples of 16) or, of pointers, alignment.
     """
     return lambda function: JITFunction(function, do_not_specialize=list(varying))
 
@@ -94,7 +94,7 @@ class Launch:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What Triton compiles anew for: constants, dtypes, and which of the arguments that are not
+        """What Triton recompiles for: constants, dtypes, and which of the arguments that are not
         `varying` are 1 or multiples of 16."""
         kinds: list[Any] = [self.kernel.__name__, self.num_warps, self.num_stages]
         for param in self.kernel.params:

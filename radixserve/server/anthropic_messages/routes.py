@@ -8,7 +8,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixserve.errors import InvalidRequest
 from radixserve.server.anthropic_messages.builder import MessageBuilder
 from radixserve.server.anthropic_messages.cache_control import num_retained
 from radixserve.server.anthropic_messages.errors import error_body
@@ -16,9 +15,9 @@ from radixserve.server.anthropic_messages.schema import CountTokensRequest, Mess
 from radixserve.server.anthropic_messages.translate import chat_fields, prompt_fields
 from radixserve.server.chat_prompt import read_chat
 from radixserve.server.chat_turn import ChatTurn
-from radixserve.server.errors import ApiError, as_api_error
+from radixserve.server.errors import ApiError
 from radixserve.server.generation import Generation
-from radixserve.server.items import in_other_terms
+from radixserve.server.items import errors_in_terms
 from radixserve.server.json_response import answer
 from radixserve.server.reasoning_tokens import count_reasoning
 from radixserve.server.rendering import tokenizer_of
@@ -42,10 +41,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Answer a conversation, in Anthropic's protocol."""
     server = server_of(request)
     server.check_model(body.model)
-    try:
+    with errors_in_terms(_TERMS):
         turn = await ChatTurn.start(server, request, ChatRequest.model_validate(chat_fields(body)))
-    except (ApiError, InvalidRequest) as error:
-        raise in_other_terms(as_api_error(error), _TERMS) from None
     request_id = request_id_of(request)
     builder = MessageBuilder(f"msg_{request_id}", server.model_name, body.max_tokens)
 
@@ -77,9 +74,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     server = server_of(request)
     server.check_model(body.model)
     namespace = caller_of(request).namespace(body.cache_salt)
-    try:
+    with errors_in_terms(_TERMS):
         chat = ChatRequest.model_validate(prompt_fields(body))
         prompt = await read_chat(server, chat, chat.messages, namespace)
-    except (ApiError, InvalidRequest) as error:
-        raise in_other_terms(as_api_error(error), _TERMS) from None
     return answer({"input_tokens": len(prompt.token_ids)})

@@ -9,13 +9,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixserve.errors import InvalidRequest
 from radixserve.output import Completion
 from radixserve.server.answer_parts import Part, parts_of, reasoning_of
 from radixserve.server.chat_turn import ChatTurn
-from radixserve.server.errors import ApiError, as_api_error
+from radixserve.server.errors import ApiError
 from radixserve.server.generation import Generation
-from radixserve.server.items import in_other_terms
+from radixserve.server.items import errors_in_terms
 from radixserve.server.json_response import answer
 from radixserve.server.reasoning_tokens import count_reasoning
 from radixserve.server.rendering import tokenizer_of
@@ -53,11 +52,9 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
     known = _previous(request, body)
     messages = new if known is None else [*known.messages, *new]
     check_calls(messages[: -len(new)], items)
-    try:
+    with errors_in_terms(_TERMS):
         chat = ChatRequest.model_validate(chat_fields(body, messages))
         turn = await ChatTurn.start(server, request, chat)
-    except (ApiError, InvalidRequest) as error:
-        raise in_other_terms(as_api_error(error), _TERMS) from None
     stores = body.store is not False and server.responses.keeps
     builder = ResponseBuilder(
         request_id_of(request), server.model_name, body, turn.params, stores=stores

@@ -17,7 +17,7 @@ class Read(NamedTuple):
 
 class MarkedParser(ABC):
     """A subclass says what follows the mark. Text that is no call is returned with its mark, and
-    what comes after it is looked at anew: nothing is read twice."""
+    what comes after it is read from its beginning: nothing is read twice."""
 
     mark: str
     is_optional = False  # calls may come without it: at the start, and after a call

@@ -1,4 +1,5 @@
-"""Load for a server: streams over raw sockets, read with as little work as can be."""
+"""The same requests, of a server over raw sockets, read with as little work as can be, and of a
+`Runtime`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from radixserve import Runtime, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,38 @@ def read_streams(port: int, clients: Iterable[Client]) -> tuple[float, list[Stre
     start = time.perf_counter()
     streams = asyncio.run(read())
     return time.perf_counter() - start, streams
+
+
+# -- of a Runtime; each returns seconds ------------------------------------------------------------
+
+
+def generate(rt: Runtime, prompts: list[list[int]], tokens: int) -> float:
+    start = time.perf_counter()
+    rt.generate(prompts, _params(tokens), progress=False)
+    return time.perf_counter() - start
+
+
+def astream(rt: Runtime, prompts: list[list[int]], tokens: int) -> float:
+    """A task a request, text with every token."""
+
+    async def read(prompt: list[int]) -> None:
+        async for _ in rt.astream(prompt, _params(tokens)):
+            pass
+
+    async def read_all() -> None:
+        await asyncio.gather(*map(read, prompts))
+
+    start = time.perf_counter()
+    asyncio.run(read_all())
+    return time.perf_counter() - start
+
+
+def first_token(rt: Runtime, prompt: list[int], tokens: int) -> float:
+    start = time.perf_counter()
+    for _ in rt.stream(prompt, _params(tokens)):
+        return time.perf_counter() - start
+    raise AssertionError("no token came")
+
+
+def _params(tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

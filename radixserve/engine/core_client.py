@@ -1,4 +1,4 @@
-"""`Worker`: what callers see of an engine, in this process or in others; `EngineFacts`: of it."""
+"""`EngineCoreClient`: an engine as callers reach it, in this process or in others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EngineFacts(NamedTuple):
     capacity: int  # tokens that its cache holds
 
 
-class Worker(Protocol):
+class EngineCoreClient(Protocol):
     """Carries out messages and requests. May be used from any thread."""
 
     @property
