@@ -48,6 +48,12 @@ class EngineReplica:
         self._runtime = _ReplicaRuntime(model, **settings)
         self._frontends: dict[str, _Frontend] = {}
 
+    @property
+    def num_requests(self) -> int:
+        """Requests in the engine, running and waiting."""
+        status = self._runtime.status()
+        return status.running + status.waiting
+
     async def facts(self) -> EngineFacts:
         return self._runtime.facts
 

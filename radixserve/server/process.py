@@ -138,8 +138,13 @@ class Process:
             raise InvalidRequest(
                 f'replicas need more packages ({error}): pip install "radixserve[cluster]"'
             ) from None
-        address = config.ray_address
-        return start_replicas(self._model, self._engine, config.replicas, address=address)
+        return start_replicas(
+            self._model,
+            self._engine,
+            config.replicas,
+            autoscaling=config.autoscaling,
+            address=config.ray_address,
+        )
 
     async def _sweep(self) -> None:
         """Close sessions whose time is over."""
