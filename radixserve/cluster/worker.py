@@ -104,7 +104,7 @@ class ClusterWorker:
             waiting=sum(one.waiting for one in found) + len(waiting),
             waiting_tokens=sum(one.waiting_tokens for one in found)
             + sum(len(one.ticket.request.token_ids) for one in waiting),
-            stats=self._stats,
+            stats={**self._stats, "replicas": len(found)},
         )
 
     def check_alive(self) -> None:

@@ -35,7 +35,7 @@ class Link:
         self.is_cut = self.hangs = False
         self.cut_after: int | None = None  # outputs
         self.spoil: Callable[[Report], Report] = lambda report: report
-        self.num_outputs = self.num_resyncs = 0
+        self.num_outputs = self.num_resyncs = self.num_requests = 0
 
     def check(self) -> None:
         if self.is_cut:
@@ -58,6 +58,7 @@ class Link:
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
         self.check()
+        self.num_requests += len(requests)
         return await self.replica.submit(frontend, stream, requests)
 
     async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
@@ -106,13 +107,20 @@ class SilentLink(Link):
 
 
 @contextlib.contextmanager
-def cluster(
+def scaled_cluster(
     links: Sequence[Link], silence_s: float = PATIENCE_S, drain_s: float = PATIENCE_S
-) -> Iterator[ClusterRuntime]:
+) -> Iterator[tuple[ClusterWorker, ClusterRuntime]]:
+    """The worker is told by the test which replicas there are; `links` at the beginning."""
     worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s, drain_s=drain_s)
     worker.set_replicas(links)
     with ClusterRuntime(worker, EngineConfig(**SETTINGS), lambda: None) as runtime:
         wait_for_links(runtime, len(links))
+        yield worker, runtime
+
+
+@contextlib.contextmanager
+def cluster(links: Sequence[Link], silence_s: float = PATIENCE_S) -> Iterator[ClusterRuntime]:
+    with scaled_cluster(links, silence_s) as (_, runtime):
         yield runtime
 
 
