@@ -195,11 +195,10 @@ class _Frontend:
 
     async def wait(self) -> None:
         """Until something has come, REPORT_EVERY_S at most."""
-        try:
-            await asyncio.wait_for(self._arrival.wait(), REPORT_EVERY_S)
-        except TimeoutError:
-            return
-        self._arrival.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_EVERY_S):  # `wait_for` may miss a cancellation
+                await self._arrival.wait()
+                self._arrival.clear()
 
     def take_outputs(self) -> list[RequestOutput]:
         return [self._outputs.popleft() for _ in range(len(self._outputs))]

@@ -261,9 +261,8 @@ class ClusterWorker:
         unsent, replica.outbox = replica.outbox, []
         self._draining[replica.link.name] = replica
         for request in unsent:
-            one = self._open.get(request.request_id)
-            if one is not None:
-                self._place(one)
+            if request.request_id in self._open:
+                self._place(self._open[request.request_id])
         self._check_drain(replica)
         self._loop.call_later(self._drain_s, self._end_drain, replica)
 
@@ -321,7 +320,8 @@ class ClusterWorker:
         link, frontend, stream = replica.link, self._frontend, replica.stream
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(replica.is_due.wait(), _KEEP_S)
+                async with asyncio.timeout(_KEEP_S):  # `wait_for` may miss a cancellation
+                    await replica.is_due.wait()
             replica.is_due.clear()
             if self._replicas.get(link.name) is not replica:
                 continue  # it is taken away: no call reaches it
