@@ -151,7 +151,12 @@ _TWO = ("--replicas", "2", "--cache-tokens", "1k")
         (["replay", "x", *_TWO, "--autoscaling", "max_replicas=many"], "max_replicas"),
         (["replay", "x", *_TWO, "--autoscaling", "upscale_delay_s=soon"], "upscale_delay_s"),
         (["replay", "x", *_TWO, "--autoscaling", "max_replicas=1"], "num_replicas"),
+        (["replay", "x", *_TWO, "--autoscaling", "min_replicas=2"], "max_replicas"),
         (["replay", "x", *_TWO, "--failures", "60", "--router", "offline"], "offline"),
+        (["serve", "--autoscaling", "min_replicas=4,max_replicas=2"], "max_replicas must be"),
+        (["serve", "--autoscaling", "min_replicas=0,max_replicas=2"], "min_replicas must be"),
+        (["serve", "--autoscaling", "max_replicas=2,target=4"], "target_ongoing_requests"),
+        (["serve", "--replicas", "3", "--autoscaling", "max_replicas=2"], "replicas must be"),
         (["replay", "x", "--lease-s", "-1"], "--lease-s"),
         (["replay", "x", "--order", "lpm", "--step-ms", "-1"], "--step-ms"),
         (

@@ -20,9 +20,15 @@ class OpenRequest:
         self.id = ""  # by which the replica knows it: another one wherever it goes
         self.replica: str | None = None  # where it runs; None: it waits for one
         self.num_lost = 0  # replicas that ended under it
-        self.lost_at = time.monotonic()  # when it last lost one, or came
+        self.lost_at = time.monotonic()  # when it last left one, or came
+        self._has_moved = False  # several replicas have made its tokens
         self._num_repeated = 0  # tokens still to come that its caller has already
         self._has_stopped = False  # at a stop string: only the end is still to come
+
+    @property
+    def request_id(self) -> str:
+        """By which its caller knows it."""
+        return self.ticket.request.request_id
 
     def rest(self) -> Request:
         """The request for what its caller does not have yet."""
@@ -38,8 +44,12 @@ class OpenRequest:
 
     def note_lost(self) -> None:
         """Its replica has ended."""
-        self.replica = None
+        self.note_moved()
         self.num_lost += 1
+
+    def note_moved(self) -> None:
+        """It goes on elsewhere."""
+        self.replica, self._has_moved = None, True
         self.lost_at = time.monotonic()
 
     def push(self, output: RequestOutput) -> None:
@@ -52,7 +62,7 @@ class OpenRequest:
                 logprobs=output.logprobs[num_dropped:],
                 top_logprobs=output.top_logprobs[num_dropped:],
             )
-        if output.finish is not None and self.num_lost:
+        if output.finish is not None and self._has_moved:
             output = output._replace(finish=self._whole(output, output.finish))
         self._has_stopped |= self.ticket.push(output)
 

@@ -11,22 +11,26 @@ from typing import Any
 import ray
 from ray import serve
 
+from radixserve.checks import check_int
 from radixserve.cluster import frontends
+from radixserve.cluster.autoscaling import LOAD, serve_config
 from radixserve.cluster.ray_router import ReplicaRequestRouter
 from radixserve.cluster.replica import EngineReplica, Report
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
-from radixserve.cluster.worker import SILENCE_S, ClusterWorker
+from radixserve.cluster.worker import DRAIN_S, SILENCE_S, ClusterWorker
 from radixserve.config import EngineConfig
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
 from radixserve.errors import InvalidRequest
 from radixserve.models.names import check_model_name
 from radixserve.request import Request
+from radixserve.routing.autoscaling import Autoscaling
 
 _MAX_CALLS = 100_000  # at a time, of a replica: its engine has the queue
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 10.0
+_STOP_S = 5.0  # after the requests of a replica that is taken away have ended or gone
 
 
 class ReplicaDeployment:
@@ -53,6 +57,10 @@ class ReplicaDeployment:
     async def check_health(self) -> None:
         await self._replica.check_health()
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve asks for them if the deployment is scaled."""
+        return {LOAD: float(self._replica.num_requests)}
+
     def _check(self, replica: str) -> None:
         if replica != self._name:
             raise LookupError(f"replica {replica} is gone")
@@ -70,8 +78,12 @@ class _RayLink:
 
     async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
         call = self._handle.options(method_name="reports", stream=True)
-        async for report in call.remote(self.name, frontend, stream):
-            yield report
+        found = call.remote(self.name, frontend, stream)
+        try:
+            async for report in found:
+                yield report
+        finally:  # a replica that is taken away stops when no call is left
+            found.cancel()
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
         return await self._handle.ask.remote(self.name, "submit", frontend, stream, requests)
@@ -91,6 +103,7 @@ def start_replicas(
     settings: Mapping[str, Any],
     num_replicas: int,
     *,
+    autoscaling: Autoscaling | Mapping[str, Any] | str | None = None,
     address: str | None = None,
     num_cpus: float | None = None,
     silence_s: float = SILENCE_S,
@@ -98,13 +111,22 @@ def start_replicas(
 ) -> ClusterRuntime:
     """Start `num_replicas` engines of `model` and return when the first one is there.
 
-    `settings`: fields of EngineConfig. `address`: of a running Ray cluster, "auto" for the one
-    that Ray finds; default: a new one on this machine, which ends with the Runtime. `num_cpus` that
-    Ray keeps for each; default: on this machine an equal part of the cores, on others one.
-    `silence_s`: a replica that says nothing for so long is taken for lost. `name` of the
-    application in Ray Serve. Raises InvalidRequest for wrong settings.
+    `settings`: fields of EngineConfig. `autoscaling`: replicas are added and taken away by load,
+    `num_replicas` of them are there at the beginning. `address`: of a running Ray cluster, "auto"
+    for the one that Ray finds; default: a new one on this machine, which ends with the Runtime.
+    `num_cpus` that Ray keeps for each; default: on this machine an equal part of the cores, on
+    others one. `silence_s`: a replica that says nothing for so long is taken for lost. `name` of
+    the application in Ray Serve. Raises InvalidRequest for wrong settings.
     """
     config = EngineConfig(**settings)
+    rule = None if autoscaling is None else Autoscaling.read("autoscaling", autoscaling)
+    if rule is None:
+        most = check_int("num_replicas", num_replicas, 1)
+        scale: dict[str, Any] = {"num_replicas": most}
+    else:
+        check_int("num_replicas", num_replicas, rule.min_replicas, rule.max_replicas)
+        most, target = rule.max_replicas, rule.target(config.max_running_requests)
+        scale = {"autoscaling_config": serve_config(rule, num_replicas, target)}
     if config.trace is not None:
         raise InvalidRequest("trace cannot be given with replicas: each would write the file")
     if config.kv_events is not None:
@@ -123,8 +145,9 @@ def start_replicas(
             logging_level=logging.WARNING,
         )
     if num_cpus is None:
-        num_cpus = max(1, (os.cpu_count() or 1) // num_replicas) if is_new else 1
-        num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / num_replicas)
+        num_cpus = max(1, (os.cpu_count() or 1) // most) if is_new else 1
+        if is_new or rule is None:  # else Ray may add machines
+            num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / most)
     name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
     num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
     worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s)
@@ -133,12 +156,12 @@ def start_replicas(
     made: Any = serve.deployment(ReplicaDeployment)
     deployment = made.options(
         name="replica",
-        num_replicas=num_replicas,
+        **scale,
         max_ongoing_requests=_MAX_CALLS,
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=5.0,
+        graceful_shutdown_timeout_s=DRAIN_S + _STOP_S,
         ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus},
         request_router_config={"request_router_class": ReplicaRequestRouter},
     )

@@ -48,6 +48,12 @@ class EngineReplica:
         self._runtime = _ReplicaRuntime(model, **settings)
         self._frontends: dict[str, _Frontend] = {}
 
+    @property
+    def num_requests(self) -> int:
+        """Requests in the engine, running and waiting."""
+        status = self._runtime.status()
+        return status.running + status.waiting
+
     async def facts(self) -> EngineFacts:
         return self._runtime.facts
 
@@ -189,11 +195,10 @@ class _Frontend:
 
     async def wait(self) -> None:
         """Until something has come, REPORT_EVERY_S at most."""
-        try:
-            await asyncio.wait_for(self._arrival.wait(), REPORT_EVERY_S)
-        except TimeoutError:
-            return
-        self._arrival.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_EVERY_S):  # `wait_for` may miss a cancellation
+                await self._arrival.wait()
+                self._arrival.clear()
 
     def take_outputs(self) -> list[RequestOutput]:
         return [self._outputs.popleft() for _ in range(len(self._outputs))]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from radixserve.cluster.messages import answer
 from radixserve.cluster.open_request import OpenRequest
 from radixserve.cluster.replica import REPORT_EVERY_S, Report
 from radixserve.cluster.replica_link import Replica, ReplicaLink
@@ -27,12 +28,12 @@ from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, Message
 from radixserve.engine.ticket import Ticket
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
-from radixserve.hint import HintAnswer
 from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
 from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 
 _log = logging.getLogger("radixserve")
 SILENCE_S = 10 * REPORT_EVERY_S  # a replica that says nothing for so long hangs
+DRAIN_S = 20.0  # that requests have to end where a replica is taken away
 _KEEP_S = 5.0  # between two signs of life to a replica
 _REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
@@ -40,13 +41,17 @@ _REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 class ClusterWorker:
     """An `EngineCoreClient` over replicas that come and go. Its event loop's thread owns it."""
 
-    def __init__(self, router: Router, *, silence_s: float = SILENCE_S) -> None:
-        """`silence_s`: a replica that says nothing for so long is taken for lost."""
+    def __init__(
+        self, router: Router, *, silence_s: float = SILENCE_S, drain_s: float = DRAIN_S
+    ) -> None:
+        """`silence_s`: a replica that says nothing for so long is taken for lost. `drain_s`: what
+        has not ended so long after its replica was taken away goes on elsewhere."""
         self._router = router
-        self._silence_s = silence_s
+        self._silence_s, self._drain_s = silence_s, drain_s
         self._frontend = uuid.uuid4().hex  # names this process to the replicas
         self._numbers = itertools.count()
         self._replicas: dict[str, Replica] = {}
+        self._draining: dict[str, Replica] = {}  # taken away, but not all of their requests ended
         self._open: dict[str, OpenRequest] = {}  # by the id that replicas know
         self._waiting: dict[str, OpenRequest] = {}  # of these, without a replica
         self._ids: set[str] = set()  # of open requests, as their callers know them
@@ -86,7 +91,8 @@ class ClusterWorker:
 
     def status(self) -> EngineStatus:
         """The status of all replicas together; stats are the sums of their last reports."""
-        found = [one.status for one in list(self._replicas.values()) if one.status is not None]
+        followed = [*self._replicas.values(), *self._draining.values()]
+        found = [one.status for one in followed if one.status is not None]
         if found:
             self._stats = add_stats([one.stats for one in found])
         waiting = list(self._waiting.values())
@@ -98,7 +104,7 @@ class ClusterWorker:
             waiting=sum(one.waiting for one in found) + len(waiting),
             waiting_tokens=sum(one.waiting_tokens for one in found)
             + sum(len(one.ticket.request.token_ids) for one in waiting),
-            stats=self._stats,
+            stats={**self._stats, "replicas": len(found)},
         )
 
     def check_alive(self) -> None:
@@ -205,7 +211,7 @@ class ClusterWorker:
         """It has ended."""
         self._open.pop(one.id, None)
         self._waiting.pop(one.id, None)
-        self._ids.discard(one.ticket.request.request_id)
+        self._ids.discard(one.request_id)
 
     def _abandon(self, tickets: Sequence[Ticket]) -> None:
         left = set(map(id, tickets))
@@ -229,7 +235,7 @@ class ClusterWorker:
         try:
             one.push(output)
         except Exception as error:  # its text cannot be made: only this request suffers
-            _log.exception("request %s failed", one.ticket.request.request_id)
+            _log.exception("request %s failed", one.request_id)
             one.ticket.fail(request_failed(f"the request's text could not be made: {error!r}"))
             if one.id in self._open:
                 self._abort(one)
@@ -240,15 +246,42 @@ class ClusterWorker:
         names = {link.name for link in links}
         gone = [self._replicas.pop(name) for name in list(self._replicas) if name not in names]
         for replica in gone:  # what one had must not go to another
-            assert replica.task is not None
-            replica.task.cancel()
             self._router.remove(replica.link.name)
         for replica in gone:
-            self._note_lost(replica)
+            self._drain(replica)
         for link in links:
             if link.name not in self._replicas:
+                if link.name in self._draining:
+                    self._end_drain(self._draining[link.name])
                 replica = self._replicas[link.name] = Replica(link)
                 replica.task = self._loop.create_task(self._follow(replica))
+
+    def _drain(self, replica: Replica) -> None:
+        """It is not chosen any more; what runs there may end there."""
+        unsent, replica.outbox = replica.outbox, []
+        self._draining[replica.link.name] = replica
+        for request in unsent:
+            if request.request_id in self._open:
+                self._place(self._open[request.request_id])
+        self._check_drain(replica)
+        self._loop.call_later(self._drain_s, self._end_drain, replica)
+
+    def _check_drain(self, replica: Replica) -> None:
+        """End it unless there is something to wait for."""
+        if not any(one.replica == replica.link.name for one in self._open.values()):
+            self._end_drain(replica)
+
+    def _end_drain(self, replica: Replica) -> None:
+        """What has not ended goes on elsewhere."""
+        name = replica.link.name
+        if self._draining.get(name) is not replica:
+            return
+        del self._draining[name]
+        assert replica.task is not None
+        replica.task.cancel()
+        for one in [one for one in self._open.values() if one.replica == name]:
+            one.note_moved()
+            self._place(one)
 
     async def _follow(self, replica: Replica) -> None:
         """Read its reports as long as there is such a replica."""
@@ -264,6 +297,8 @@ class ClusterWorker:
                 why = [repr(task.exception() or "its reports ended") for task in done]
                 _log.warning("replica %s is lost: %s", replica.link.name, ", ".join(why))
             self._note_lost(replica)
+            if self._draining.get(replica.link.name) is replica:
+                self._end_drain(replica)
             await asyncio.sleep(1.0)
 
     async def _read(self, replica: Replica) -> None:
@@ -274,7 +309,7 @@ class ClusterWorker:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     report = await anext(reports, None)
-                if report is None:
+                if report is None or not report.status.is_alive:
                     return
                 self._note(replica, report)
                 if facts is not None and not self._facts.done():
@@ -285,8 +320,11 @@ class ClusterWorker:
         link, frontend, stream = replica.link, self._frontend, replica.stream
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(replica.is_due.wait(), _KEEP_S)
+                async with asyncio.timeout(_KEEP_S):  # `wait_for` may miss a cancellation
+                    await replica.is_due.wait()
             replica.is_due.clear()
+            if self._replicas.get(link.name) is not replica:
+                continue  # it is taken away: no call reaches it
             requests, replica.outbox = replica.outbox, []
             ended, replica.ended = replica.ended, []
             if requests and not await link.submit(frontend, stream, requests):
@@ -299,8 +337,11 @@ class ClusterWorker:
 
     def _note(self, replica: Replica, report: Report) -> None:
         name = replica.link.name
+        if self._draining.get(name) is replica:
+            self._note_outputs(name, report)
+            self._check_drain(replica)
         if self._replicas.get(name) is not replica:
-            return  # taken away while this report was read
+            return  # taken away
         if replica.status is None:
             self._router.add(name)
         replica.status = report.status
@@ -309,6 +350,11 @@ class ClusterWorker:
         if report.events and self._router.needs_snapshot(name) and replica.reports_to_wait < 0:
             replica.lacks_snapshot, replica.reports_to_wait = True, _REPORTS_TO_A_SNAPSHOT
             replica.is_due.set()
+        self._note_outputs(name, report)
+        if self._waiting:
+            self._place_waiting()
+
+    def _note_outputs(self, name: str, report: Report) -> None:
         for output in report.outputs:
             self._note_output(name, output)
         for request_id, error in report.failures:
@@ -316,8 +362,6 @@ class ClusterWorker:
             if failed is not None and failed.replica == name and not isinstance(error, EngineDead):
                 self._close(failed)
                 failed.ticket.fail(error)
-        if self._waiting:
-            self._place_waiting()
 
     def _note_output(self, name: str, output: RequestOutput) -> None:
         one = self._open.get(output.request_id)
@@ -345,56 +389,12 @@ class ClusterWorker:
             self._close(one)
             one.ticket.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
 
-    # -- in the loop: messages ----------------------------------------------------------------
-
     async def _answer(self, message: Message[Any]) -> Any:
-        """Ask the replicas that it concerns."""
-        match message:
-            case messages.AbortRequests(request_ids):
-                found = [
-                    one
-                    for one in self._open.values()
-                    if request_ids is None or one.ticket.request.request_id in request_ids
-                ]
-                for one in found:
-                    self._abort(one)
-                return len(found)
-            case messages.GetStats() | messages.GetHeld():
-                return add_stats(await self._ask_all(message))
-            case messages.LookUpPrompt(token_ids, namespace):
-                return await self._ask_one(message, self._router.best(token_ids, namespace))
-            case messages.ClaimSessions(claims):
-                for claim in claims:
-                    name = self._router.of_session(claim.name)
-                    await self._ask_one(messages.ClaimSessions((claim,)), name)
-            case messages.ApplyHints(hints):
-                return [await self._hint(messages.ApplyHints((hint,))) for hint in hints]
-            case messages.CloseSession(name):
-                self._router.close_session(name)
-                await self._ask_all(message)
-            case messages.ResetCache() | messages.CheckCache():
-                await self._ask_all(message)
-            case _:  # dumps, snapshots, previews: of one of them
-                return await self._ask_one(message, None)
-        return None
-
-    async def _hint(self, message: messages.ApplyHints) -> HintAnswer:
-        (hint,) = message.hints
-        if hint.token_ids is None:
-            name = self._router.of_session(hint.session)
-        else:
-            name = self._router.best(hint.token_ids, hint.namespace)
-        (answer,) = await self._ask_one(message, name)
-        return answer
-
-    async def _ask_all(self, message: Message[Any]) -> list[Any]:
-        asked = [one.link.call(message) for one in self._replicas.values() if one.status]
-        return await asyncio.gather(*asked)
-
-    async def _ask_one(self, message: Message[Any], name: str | None) -> Any:
-        """The replica of that name, or where it is None any of them."""
-        there = {key: one for key, one in self._replicas.items() if one.status is not None}
-        if not there:
-            raise EngineDead("there is no replica")
-        replica = there.get(name or "") or there[min(there)]
-        return await replica.link.call(message)
+        if not isinstance(message, messages.AbortRequests):
+            there = {key: one.link for key, one in self._replicas.items() if one.status is not None}
+            return await answer(message, there, self._router)
+        ids = message.request_ids
+        found = [one for one in self._open.values() if ids is None or one.request_id in ids]
+        for one in found:
+            self._abort(one)
+        return len(found)

@@ -7,7 +7,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -217,8 +216,9 @@ def _run_replicas(args: argparse.Namespace) -> int:
 
 def _clusters(args: argparse.Namespace) -> list[Cluster]:
     """Each number of replicas with each router."""
-    from radixserve.replay.cluster import Autoscaling, Cluster, Failures
+    from radixserve.replay.cluster import Cluster, Failures
     from radixserve.replay.routers import ROUTERS
+    from radixserve.routing.autoscaling import Autoscaling
 
     common: dict[str, Any] = {}
     for usage in ("--event-delay-s", "--start-s"):
@@ -228,31 +228,13 @@ def _clusters(args: argparse.Namespace) -> list[Cluster]:
     if args.failures is not None:
         common["failures"] = Failures(check_float("--failures", args.failures, 1e-3, 1e9))
     if args.autoscaling is not None:
-        common["autoscaling"] = Autoscaling(**_autoscaling(args.autoscaling))
+        common["autoscaling"] = Autoscaling.read("--autoscaling", args.autoscaling)
     numbers = [_count("--replicas", text) for text in _items("--replicas", args.replicas)]
     is_fixed = args.failures is None and args.autoscaling is None
     names = [name for name in ROUTERS if is_fixed or name != "offline"]
     if args.router is not None:
         names = _items("--router", args.router)
     return [Cluster(number, name, **common) for number in numbers for name in names]
-
-
-def _autoscaling(text: str) -> dict[str, Any]:
-    from radixserve.replay.cluster import Autoscaling
-
-    flag = "--autoscaling"
-    found: dict[str, Any] = {}
-    for item in _items(flag, text):
-        name, _, value = item.partition("=")
-        check_choice(flag, name, tuple(one.name for one in fields(Autoscaling)))
-        if name.endswith("replicas"):
-            found[name] = _count(f"{flag} {name}", value)
-            continue
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise InvalidRequest(f"{flag}: {name} must be a number, got {value!r}") from None
-    return found
 
 
 def _count(flag: str, text: str) -> int:

@@ -2,7 +2,7 @@
 
 from radixserve.replay.bounds import clairvoyant_hits
 from radixserve.replay.caches import CacheSpec, ReplayResult, cross, parse_tokens
-from radixserve.replay.cluster import Autoscaling, Cluster, Failures
+from radixserve.replay.cluster import Cluster, Failures
 from radixserve.replay.direct import replay_direct
 from radixserve.replay.document import study_document
 from radixserve.replay.paths import PathTable, build_paths
@@ -12,6 +12,7 @@ from radixserve.replay.scheduled import replay_scheduled
 from radixserve.replay.serving import ScheduledResult, Serving
 from radixserve.replay.study import Study, study_trace
 from radixserve.replay.trace import Trace, TraceRequest
+from radixserve.routing.autoscaling import Autoscaling
 
 __all__ = [
     "Autoscaling",

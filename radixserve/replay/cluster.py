@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from radixserve.checks import check_choice, check_float, check_int
 from radixserve.errors import InvalidRequest
 from radixserve.replay.routers import ROUTERS
-from radixserve.replay.serving import StepModel
+from radixserve.replay.serving import Serving, StepModel
+from radixserve.routing.autoscaling import Autoscaling
 
 _MAX_REPLICAS = 1024
 _MAX_S = 1e9
@@ -33,27 +34,6 @@ class Failures:
         if self.mean_s is None:
             return math.inf
         return random.Random(f"{self.seed} {replica} {start}").expovariate(1.0 / self.mean_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Autoscaling:
-    """Fields and defaults as in Ray Serve's AutoscalingConfig; max_replicas as num_replicas="auto"
-    has it."""
-
-    min_replicas: int = 1
-    max_replicas: int = 100
-    target_ongoing_requests: float = 2.0  # requests a replica, running and waiting
-    metrics_interval_s: float = 10.0
-    look_back_period_s: float = 30.0  # their mean over so long counts
-    upscale_delay_s: float = 30.0
-    downscale_delay_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        check_int("min_replicas", self.min_replicas, 1, _MAX_REPLICAS)
-        check_int("max_replicas", self.max_replicas, self.min_replicas, _MAX_REPLICAS)
-        for one in fields(self)[2:]:
-            is_delay = one.name.endswith("delay_s")
-            check_float(one.name, getattr(self, one.name), 0.0, _MAX_S, open_low=not is_delay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +76,14 @@ class Autoscaler:
     def __init__(self, rule: Autoscaling, num_replicas: int) -> None:
         self.num_replicas = num_replicas  # that there are to be
         self._rule = rule
+        self._target = rule.target(Serving().max_running_requests)
         self._direction = 0
         self._since = 0.0
 
     def decide(self, now: float, num_ongoing: float) -> int:
         """`num_ongoing`: mean of the look-back period, all replicas together."""
         rule = self._rule
-        wanted = math.ceil(num_ongoing / rule.target_ongoing_requests)
-        wanted = min(max(wanted, rule.min_replicas), rule.max_replicas)
+        wanted = rule.num_wanted(num_ongoing, self._target)
         direction = (wanted > self.num_replicas) - (wanted < self.num_replicas)
         if direction != self._direction:
             self._direction, self._since = direction, now

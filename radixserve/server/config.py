@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from radixserve.checks import StrictFields, check_choice, check_float, check_str
+from radixserve.checks import StrictFields, check_choice, check_float, check_int, check_str
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
+from radixserve.routing.autoscaling import Autoscaling
 
 LOOPBACK = ("localhost", "::1")
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
@@ -48,6 +49,10 @@ class ServerConfig(StrictFields):
     replicas            engines, each in a process and with a cache of its own; 0: one in this
                         process. A request goes where it costs least, by what is cached there and
                         by load. Needs the extra [cluster]
+    autoscaling         replicas are added and taken away by load: fields of Ray Serve's
+                        autoscaling_config, such as
+                        "max_replicas=4,min_replicas=1,target_ongoing_requests=32"; replicas are
+                        those at the beginning, min_replicas where not given
     ray_address         of a running Ray cluster that is to have them, "auto" for the one that Ray
                         finds; default: they are started on this machine
     log_requests        write a line of JSON a request to standard error
@@ -74,6 +79,7 @@ class ServerConfig(StrictFields):
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     replicas: int = 0
+    autoscaling: str | Autoscaling | None = None
     ray_address: str | None = None
     log_requests: bool = False
 
@@ -92,6 +98,12 @@ class ServerConfig(StrictFields):
         self._check_bools(
             "allow_unauthenticated_network_access", "keep_billing_header", "log_requests"
         )
+        if self.autoscaling is not None:
+            rule = Autoscaling.read("autoscaling", self.autoscaling)
+            object.__setattr__(self, "autoscaling", rule)
+            if self.replicas:
+                check_int("replicas", self.replicas, rule.min_replicas, rule.max_replicas)
+            object.__setattr__(self, "replicas", self.replicas or rule.min_replicas)
         check_choice("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         check_choice("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         for name in ("shutdown_timeout", "ready_timeout", "session_lease"):

@@ -98,9 +98,7 @@ class Process:
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        self._take_signals()
         loading = asyncio.create_task(self._load())
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._sock]))
         sweeping = asyncio.create_task(self._sweep())
@@ -121,6 +119,7 @@ class Process:
 
     async def _load(self) -> None:
         runtime = await asyncio.to_thread(self._make_runtime)
+        self._take_signals()  # Ray has a handler of its own, which aborts 3 seconds after SIGTERM
         gc.collect()
         gc.freeze()  # what the model's loading left is never garbage: later collections skip it
         self.server.set_runtime(runtime)
@@ -138,8 +137,13 @@ class Process:
             raise InvalidRequest(
                 f'replicas need more packages ({error}): pip install "radixserve[cluster]"'
             ) from None
-        address = config.ray_address
-        return start_replicas(self._model, self._engine, config.replicas, address=address)
+        return start_replicas(
+            self._model,
+            self._engine,
+            config.replicas,
+            autoscaling=config.autoscaling,
+            address=config.ray_address,
+        )
 
     async def _sweep(self) -> None:
         """Close sessions whose time is over."""
@@ -149,6 +153,11 @@ class Process:
                 self.server.sessions.close_expired()
 
     # -- the end ------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
 
     def _stop(self) -> None:
         """The first signal drains, the second one ends at once."""

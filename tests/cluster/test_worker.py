@@ -3,82 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from radixserve import EngineConfig, Runtime, SamplingParams
+from radixserve import Runtime, SamplingParams
 from radixserve.cache import EventBatch
-from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.replica import Report
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
-from radixserve.engine.core_client import EngineFacts
-from radixserve.engine.messages import Message
 from radixserve.engine.ticket import Event, Ticket
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
-from radixserve.output import EngineStatus
 from radixserve.request import Request
+from tests.cluster.local_links import (
+    PARAMS,
+    PROMPTS,
+    SETTINGS,
+    Link,
+    SilentLink,
+    cluster,
+    wait_for_links,
+)
 from tests.pacing import PATIENCE_S, wait_until
-
-SETTINGS: dict[str, Any] = {"num_pages": 4000, "max_running_requests": 16}
-PROMPTS = [f"How do I write number {at} to a file in Python?" for at in range(12)]
-PARAMS = [
-    SamplingParams(max_tokens=40, temperature=(at % 3) * 0.5, seed=at, ignore_eos=True)
-    for at in range(len(PROMPTS))
-]
-
-
-class Link:
-    """To a replica in this process, which can be taken away."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.replica = EngineReplica("demo", SETTINGS)
-        self.is_cut = self.hangs = False
-        self.cut_after: int | None = None  # outputs
-        self.spoil: Callable[[Report], Report] = lambda report: report
-        self.num_outputs = self.num_resyncs = 0
-
-    def check(self) -> None:
-        if self.is_cut:
-            raise ConnectionError("the replica is gone")
-
-    async def facts(self) -> EngineFacts:
-        self.check()
-        return await self.replica.facts()
-
-    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
-        self.check()
-        async for report in self.replica.reports(frontend, stream):
-            while self.hangs:
-                await asyncio.sleep(0.05)
-            self.check()
-            yield self.spoil(report)
-            self.num_outputs += len(report.outputs)
-            if self.cut_after is not None and self.num_outputs >= self.cut_after:
-                self.cut_after, self.is_cut = None, True
-
-    async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool:
-        self.check()
-        return await self.replica.submit(frontend, stream, requests)
-
-    async def end(self, frontend: str, stream: int, request_ids: Sequence[str]) -> None:
-        self.check()
-        await self.replica.end(frontend, stream, request_ids)
-
-    async def resync(self, frontend: str, stream: int) -> None:
-        self.check()
-        self.num_resyncs += 1
-        await self.replica.resync(frontend, stream)
-
-    async def call(self, message: Message[Any]) -> Any:
-        self.check()
-        return await self.replica.call(message)
 
 
 @pytest.fixture(scope="module")
@@ -108,20 +58,6 @@ def links(all_links: list[Link]) -> list[Link]:
 def runtime(links: list[Link]) -> Iterator[ClusterRuntime]:
     with cluster(links) as runtime:
         yield runtime
-
-
-@contextlib.contextmanager
-def cluster(links: list[Link], silence_s: float = PATIENCE_S) -> Iterator[ClusterRuntime]:
-    worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s)
-    worker.set_replicas(links)
-    with ClusterRuntime(worker, EngineConfig(**SETTINGS), lambda: None) as runtime:
-        wait_for_both(runtime)
-        yield runtime
-
-
-def wait_for_both(runtime: Runtime) -> None:
-    """Until both replicas report."""
-    wait_until(lambda: runtime.status().stats.get("pages_total") == 2 * SETTINGS["num_pages"])
 
 
 def test_answers_are_those_of_one_engine(runtime: ClusterRuntime, single: Runtime) -> None:
@@ -207,7 +143,7 @@ def test_requests_outlive_their_replica(links: list[Link], single: Runtime, how:
             assert one.usage.cached_tokens + one.usage.computed_tokens == one.usage.prompt_tokens
         (gone,) = lost
         gone.is_cut = gone.hangs = False
-        wait_for_both(runtime)
+        wait_for_links(runtime, 2)
         assert runtime.generate(PROMPTS, PARAMS)[0].token_ids == expected[0].token_ids
 
 
@@ -258,40 +194,9 @@ def test_a_request_that_ends_replicas_ends(runtime: ClusterRuntime, links: list[
     asyncio.run(ask())
 
 
-class SilentLink(Link):
-    """To a replica that never answers, without an engine."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.requests: list[Request] = []
-
-    async def facts(self) -> Any:
-        return None
-
-    async def reports(self, *_: Any) -> AsyncGenerator[Report, None]:
-        status = EngineStatus(
-            is_alive=True,
-            is_idle=True,
-            stepped_at=0.0,
-            running=0,
-            waiting=0,
-            waiting_tokens=0,
-            stats={"pages_total": 1},
-        )
-        yield Report([], [], status)
-        await asyncio.sleep(PATIENCE_S)
-
-    async def submit(self, _: str, __: int, requests: Sequence[Request]) -> bool:
-        self.requests += requests
-        return True
-
-    async def end(self, *_: Any) -> None:
-        pass
-
-
 def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
     links = [SilentLink(name) for name in "abcd"]
-    worker = ClusterWorker(TreeReplicaRouter(), silence_s=2 * PATIENCE_S)
+    worker = ClusterWorker(TreeReplicaRouter(), silence_s=2 * PATIENCE_S, drain_s=0.0)
     try:
         worker.set_replicas(links)
         wait_until(lambda: worker.status().stats.get("pages_total") == len(links))

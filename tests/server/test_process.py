@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -21,8 +20,8 @@ pytest.importorskip("httpx")
 import httpx
 
 from tests.checkpoints import make_checkpoint
+from tests.server.served_process import ROOT, Served, environment
 
-ROOT = Path(__file__).parent.parent.parent
 LONG = {"prompt": [1, 2, 3], "ignore_eos": True, "stream": True}
 
 
@@ -36,47 +35,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     sizes: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 8}
     return str(make_checkpoint(folder, "llama", max_position_embeddings=4096, **sizes))
-
-
-class Served:
-    """The command in a process of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "radixserve", "serve", *arguments, "--port",
-                   str(self.port)]  # fmt: skip
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment()
-        )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline:
-            try:
-                if self.client.get("/health/ready").status_code == 200:
-                    return
-            except httpx.TransportError:
-                assert self.process.poll() is None, self.errors()
-            time.sleep(0.05)
-        raise AssertionError("the server was not ready in time")
-
-    def errors(self) -> str:
-        assert self.process.stderr is not None
-        return self.process.stderr.read()
-
-    def stop(self) -> None:
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT / "kernels"), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run(*arguments: str) -> tuple[int, str]:
