@@ -288,10 +288,13 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
     if not is_loaded:
         return {**lines, "KV": f"{format_bytes(each)} a token"}
     pool = f"{format_bytes(model['pool_bytes'])}: {model['pool_tokens']:,} tokens of "
+    pool += format_bytes(each)
+    if windows := model["window_tokens"]:
+        pool += f", those of layers with windows for {windows:,} of them"
     states = model["states_bytes"]
     return {
         **lines,
-        "KV pool": pool + format_bytes(each),
+        "KV pool": pool,
         **({"states": format_bytes(states)} if states else {}),
         "page size": str(model["page_size"]),
         "runs on": _where(model),

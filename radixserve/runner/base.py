@@ -38,6 +38,7 @@ class MemoryPlan:
     pool_tokens: int
     kv_bytes_per_token: int
     states_bytes: int = 0  # of recurrent layers
+    window_tokens: int = 0  # tokens whose K and V of layers with windows have room; 0: pool_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class SingleDeviceRunner(ModelRunner):
             pool_tokens=self.num_pages * self.pool.page_size,
             kv_bytes_per_token=self.info.kv_bytes_per_token,
             states_bytes=self.num_states * self.info.state_bytes,
+            window_tokens=self.pool.num_window_pages * self.pool.page_size,
         )
 
     def _describe(self, graph_sizes: tuple[int, ...] = (), piecewise_tokens: int = 0) -> None:

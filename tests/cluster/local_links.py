@@ -12,8 +12,8 @@ from radixserve.cluster.replica import EngineReplica, Report
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
-from radixserve.engine.messages import Message
 from radixserve.engine.core_client import EngineFacts
+from radixserve.engine.messages import Message
 from radixserve.output import EngineStatus
 from radixserve.request import Request
 from tests.pacing import PATIENCE_S, wait_until

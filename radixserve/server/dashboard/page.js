@@ -418,6 +418,7 @@ const REASONS = {
   evicted: () => "What follows was cached, and has been evicted.",
   namespace: () => "Another namespace holds more of it, which is never shared.",
   no_checkpoint: () => "Keys and values of more are cached, but no state of the recurrent layers from there on.",
+  window_evicted: () => "Keys and values of more are cached, but those of layers with windows before that point were dropped.",
   never_seen: () => "Nothing that begins like this goes on any further: it was never seen.",
 };
 
