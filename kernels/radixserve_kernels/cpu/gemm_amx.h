@@ -70,6 +70,8 @@ inline void store_lower(float *to, int64_t bytes) {
 class AmxBf16 {
   public:
     static constexpr int ROW_UNIT = BF16_ROW_UNIT;
+    using Rows = Bf16Rows;
+    static Rows read_rows(const bf16 *x, int64_t stride, int, int64_t) { return {x, stride}; }
     static int64_t row_bytes(int64_t depth) { return depth * int64_t(sizeof(bf16)); }
 
     template <bool ADD>
@@ -81,8 +83,10 @@ class AmxBf16 {
     }
 
     template <class Epilogue>
-    static void packed_gemm(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels,
-                               const OutputTile &tile, Epilogue &&epilogue) {
+    static void packed_gemm(const Rows &of, int rows, const Panels<bf16> &panels, const OutputTile &tile,
+                            Epilogue &&epilogue) {
+        const bf16 *x = of.first;
+        const int64_t stride = of.stride;
         if (rows <= FEW_ROWS) return few_rows_gemm(x, stride, rows, panels, epilogue);
         for_bf16_blocks(rows, panels, [&](int top, int count, int panel, float *sums) {
             // The next panel has as many lines as it is deep: each block of 32 rows fetches a share.

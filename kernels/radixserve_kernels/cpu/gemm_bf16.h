@@ -11,6 +11,12 @@ constexpr int BF16_ROW_UNIT = 96;      // of a block of rows, see block_rows in 
 constexpr int BF16_BOUND_BY_READS = 3;  // rows whose arithmetic takes less time than reading the panel
 constexpr int BF16_SUM_ROWS = 768;     // rows whose sums over one panel are held at a time
 
+// Rows of x [][stride].
+struct Bf16Rows {
+    const bf16 *first;
+    int64_t stride;
+};
+
 // Calls block(first row, number of rows, panel, sums [BF16_SUM_ROWS][PANEL]) for every panel.
 template <class Block> inline void for_bf16_blocks(int rows, const Panels<bf16> &panels, Block &&block) {
     alignas(64) static thread_local float sums[BF16_SUM_ROWS * PANEL];
@@ -30,6 +36,8 @@ inline void finish_rows(const float *sums, int top, int first, int count, int pa
 class VectorBf16 {
   public:
     static constexpr int ROW_UNIT = BF16_ROW_UNIT;
+    using Rows = Bf16Rows;
+    static Rows read_rows(const bf16 *x, int64_t stride, int, int64_t) { return {x, stride}; }
     static int64_t row_bytes(int64_t depth) { return depth * int64_t(sizeof(bf16)); }
 
     template <bool ADD>
@@ -44,8 +52,10 @@ class VectorBf16 {
     }
 
     template <class Epilogue>
-    static void packed_gemm(const bf16 *x, int64_t stride, int rows, const Panels<bf16> &panels,
-                               const OutputTile &tile, Epilogue &&epilogue) {
+    static void packed_gemm(const Rows &of, int rows, const Panels<bf16> &panels, const OutputTile &tile,
+                            Epilogue &&epilogue) {
+        const bf16 *x = of.first;
+        const int64_t stride = of.stride;
         if (rows <= ROWS) return few_rows_gemm(x, stride, rows, panels, epilogue);
         for_bf16_blocks(rows, panels, [&](int top, int count, int panel, float *sums) {
             Prefetcher<1> prefetcher{(const char *)(panels[panel] + panels.size)};

@@ -12,6 +12,24 @@ template <class T, class W = T> class VectorF32 {
   public:
     static constexpr int ROW_UNIT = ROWS;  // of a block of rows, see block_rows in layers.h
 
+    // Rows of x in float32, [][stride].
+    struct Rows {
+        const float *first;
+        int64_t stride;
+    };
+    // `rows` rows of x [][stride], in memory of this thread until the next call, or where they are.
+    static Rows read_rows(const T *x, int64_t stride, int rows, int64_t depth) {
+        if constexpr (sizeof(T) == 4) {
+            return {x, stride};
+        } else {
+            static thread_local Scratch scratch;
+            const int64_t size = depth + 16;  // an odd number of cache lines
+            float *to = scratch.get<float>(rows * size);
+            for (int m = 0; m < rows; m++) widen(x + m * stride, depth, to + m * size);
+            return {to, size};
+        }
+    }
+
     // Bytes of a row of x that are in use at a time.
     static int64_t row_bytes(int64_t depth) { return depth / k_splits(depth) * int64_t(sizeof(float)); }
 
@@ -35,10 +53,10 @@ template <class T, class W = T> class VectorF32 {
     // Calls epilogue(row, panel, low, high) with each row's sums over a panel's two vectors of columns.
     // With more than FEW_ROWS rows the memory at `tile` is prefetched for the epilogue's writes.
     template <class Epilogue>
-    static void packed_gemm(const T *narrow_x, int64_t narrow_stride, int rows, const Panels<W> &panels,
-                               const OutputTile &tile, Epilogue &&epilogue) {
-        int64_t stride = narrow_stride;
-        const float *x = widened_rows(narrow_x, stride, rows, panels.depth);
+    static void packed_gemm(const Rows &of, int rows, const Panels<W> &panels, const OutputTile &tile,
+                            Epilogue &&epilogue) {
+        const float *x = of.first;
+        const int64_t stride = of.stride;
         if (rows <= FEW_ROWS) return few_rows_gemm(x, stride, rows, panels, epilogue);
         const int blocks = (rows + ROWS - 1) / ROWS;
         const int panel_lines = FETCH_DEPTH * PANEL * int(sizeof(W)) / 64;
@@ -82,22 +100,6 @@ template <class T, class W = T> class VectorF32 {
     // part leaves room for more rows of x in the cache.
     static int64_t k_splits(int64_t depth) { return depth < 2048 ? 1 : depth / 768; }
 
-    // -- 16 bits to float32; float32 stays where it is
-
-    // x [rows][depth]; `stride` becomes that of the result.
-    static const float *widened_rows(const T *x, int64_t &stride, int rows, int64_t depth) {
-        if constexpr (sizeof(T) == 4) {
-            return x;
-        } else {
-            static thread_local Scratch scratch;
-            const int64_t size = depth + 16;  // an odd number of cache lines
-            float *to = scratch.get<float>(rows * size);
-            for (int m = 0; m < rows; m++) widen(x + m * stride, depth, to + m * size);
-            stride = size;
-            return to;
-        }
-    }
-
     // Rows of K of a panel from `panel` on, [depth][PANEL].
     static const float *widened_panel(const W *panel, int64_t depth) {
         if constexpr (sizeof(W) == 4) {
@@ -132,7 +134,7 @@ template <class T, class W = T> class VectorF32 {
         const int most = !IS_WIDENED ? 1 : rows * 4 <= ROWS ? 4 : rows * 2 <= ROWS ? 2 : 1;
         for (int panel = 0; panel < panels.count;) {
             const W *from = panels[panel];
-            const int some = panels.count - panel >= most ? most : 1;
+            const int left = min(panels.count - panel, most), some = left == 3 ? 2 : left;
             auto multiply = [&](auto count) {
                 few_rows_panels_f32<count>(x, stride, rows, from, panels.size, panels.depth, sums);
             };

@@ -150,16 +150,34 @@ void quantized_gemm(const TeamThread &thread, const A *x, int64_t stride, int64_
     thread.barrier();
 }
 
-// Panels [first, last) of a weight in numbers of type W, by a level that multiplies them, see `gemm`.
+// The rows of x that a thread multiplies at present, as its level reads them: claimed parts of a product that are of
+// the same rows widen them once.
+template <class Level> struct HeldRows {
+    int64_t first = -1;
+    typename Level::Rows rows = {};
+};
+
+// Panels [first, last) of a weight in numbers of type W times `count` rows from `top` on, by a level that multiplies
+// them, see `gemm`.
+template <class W, class Level, class A, class T, class Epilogue>
+void dense_block(Level level, HeldRows<Level> &held, const A *x, int64_t stride, int64_t top, int64_t count,
+                 const Weight<T> &w, int64_t first, int64_t last, const OutputTile &tile, Epilogue &&epilogue) {
+    if (held.first != top)
+        held.rows = level.read_rows(x + top * stride, stride, int(count), padded_depth<W>(w.depth)), held.first = top;
+    level.packed_gemm(
+        held.rows, int(count), w.template slice<W>(int(first), int(last)),
+        OutputTile{tile.first + top * tile.stride + first * tile.size, tile.stride, tile.size},
+        [&](int m, int panel, vec low, vec high) { epilogue(top + m, (first + panel) * PANEL, low, high); });
+}
+
+// `dense_block` for all of `rows` rows.
 template <class W, class Level, class A, class T, class Epilogue>
 void dense_panels(Level level, const A *x, int64_t stride, int64_t rows, const Weight<T> &w, int64_t first, int64_t last,
                   const OutputTile &tile, Epilogue &&epilogue) {
-    const int most = block_rows(rows, level.row_bytes(padded_depth<W>(w.depth)), level.ROW_UNIT);
+    const int64_t most = block_rows(rows, level.row_bytes(padded_depth<W>(w.depth)), level.ROW_UNIT);
+    HeldRows<Level> held;
     for (int64_t top = 0; top < rows; top += most)
-        level.packed_gemm(
-            x + top * stride, stride, int(min<int64_t>(rows - top, most)), w.template slice<W>(int(first), int(last)),
-            OutputTile{tile.first + top * tile.stride + first * tile.size, tile.stride, tile.size},
-            [&](int m, int panel, vec low, vec high) { epilogue(top + m, (first + panel) * PANEL, low, high); });
+        dense_block<W>(level, held, x, stride, top, min(rows - top, most), w, first, last, tile, epilogue);
 }
 
 // Calls call(level) with the level that multiplies rows in A with weights in T.
@@ -168,14 +186,23 @@ template <class A, class T, class Call> void with_dense_level(Call &&call) {
     else call(VectorF32<A, T>());
 }
 
-// `gemm` for numbers of type W.
+// `gemm` for numbers of type W. Parts are of one block of rows after the other, of which each thread reads the rows
+// once.
 template <class W, class Level, class A, class T, class Epilogue>
 void dense_gemm(Level level, const TeamThread &thread, const A *x, int64_t stride, int64_t rows, const Weight<T> &w,
                 const OutputTile &tile, Epilogue &&epilogue) {
-    const double numbers = double(w.num_panels()) * PANEL * padded_depth<W>(w.depth);
-    thread.share(w.num_panels(), price(2 * rows * numbers, sizeof(W) * numbers), [&](int64_t first, int64_t last) {
-        dense_panels<W>(level, x, stride, rows, w, first, last, tile, epilogue);
-    }, 4);  // panels are read four at a time
+    const int64_t deep = padded_depth<W>(w.depth), panels = w.num_panels();
+    const int64_t most = block_rows(rows, level.row_bytes(deep), level.ROW_UNIT), blocks = (rows + most - 1) / most;
+    const double numbers = double(panels) * PANEL * deep;
+    HeldRows<Level> held;
+    thread.share(blocks * panels, price(2 * rows * numbers, sizeof(W) * numbers), [&](int64_t first, int64_t last) {
+        for (int64_t next; first < last; first = next) {
+            const int64_t start = first / panels * panels, top = first / panels * most;
+            next = min(last, start + panels);
+            dense_block<W>(level, held, x, stride, top, min(rows - top, most), w, first - start, next - start, tile,
+                           epilogue);
+        }
+    }, blocks == 1 ? 2 : 1);  // few rows read two or four panels at a time
     thread.barrier();
 }
 

@@ -70,7 +70,8 @@ template <class T> inline T *thread_scratch(int64_t count) {
 constexpr double NS_PER_FLOP = 1 / 40.0, NS_PER_BYTE = 1 / 10.0;  // of one thread, about
 constexpr double MIN_STEP_NS = 60e3;   // for each thread of a team: waking a thread takes 10 to 50 us
 constexpr double MIN_PHASE_NS = 1500;  // for each thread that takes part in a phase: a barrier takes 0.3 us
-constexpr double PART_NS = 100e3;      // of a long phase: parts are claimed, a late thread takes fewer
+constexpr double PART_NS = 40e3;       // of a long phase: parts are claimed, a late thread takes fewer
+constexpr int64_t MAX_PARTS = 16;      // of a phase, for each thread
 constexpr int SPINS = 4000;            // of a waiting thread before it sleeps, about 50 us
 
 // Nanoseconds of one thread: an operation is bound by its arithmetic or by what it reads.
@@ -181,7 +182,7 @@ struct TeamThread {
         const double worth = ns / MIN_PHASE_NS;
         int64_t parts = worth < 1 ? 1 : worth < size ? int64_t(worth) : size;
         const bool is_claimed = parts == size && size > 1 && ns > 2 * size * PART_NS;
-        if (is_claimed) parts = min<int64_t>(4, int64_t(ns / PART_NS / size)) * size;
+        if (is_claimed) parts = min(MAX_PARTS, int64_t(ns / PART_NS / size)) * size;
         const int64_t grains = (count + grain - 1) / grain;
         for (int64_t i = is_claimed ? claim() : index; i < parts; i = is_claimed ? claim() : parts) {
             const int64_t first = grains * i / parts * grain, last = min(grains * (i + 1) / parts * grain, count);

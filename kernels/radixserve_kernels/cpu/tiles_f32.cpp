@@ -66,14 +66,18 @@ static void tile(Output output, const float *x, int64_t stride, const W *panel, 
 template <int M, int P>
 static void widening_tile(const float *x, int64_t stride, const bf16 *panel, int64_t panel_size, int64_t depth,
                           float *out, int64_t out_stride) {
-    constexpr int N = 2 * P;
+    constexpr int N = 2 * P, AHEAD = 2048;  // bytes
+    constexpr int64_t TILE = DEPTH * PANEL * sizeof(bf16);
     vec sums[M][N] = {};
-    for (int64_t k = 0; k < depth; k += DEPTH, panel += DEPTH * PANEL)
+    for (int64_t k = 0; k < depth; k += DEPTH, panel += DEPTH * PANEL) {
+        // After the end of these panels the next P follow, each of which begins P panels after the one that ends.
+        const bool is_next = (depth - k) / DEPTH * TILE <= AHEAD;
+        const int64_t ahead = AHEAD / int(sizeof(bf16)) + (is_next ? (P - 1) * panel_size : 0);
         for (int i = 0; i < DEPTH; i += 2, x += 2) {
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++) {
                 const bf16 *from = panel + (n / 2) * panel_size + panel_offset<bf16>(i, n % 2 * LANES);
-                if (n % 2 == 0 || LANES == 16) prefetch<64, 3>(from + 1024);
+                if (n % 2 == 0 || LANES == 16) prefetch<64, 3>(from + ahead);
                 const uvec pairs = load_pairs(from);
                 const vec low = low_halves(pairs), high = high_halves(pairs);
 #pragma GCC unroll 12
@@ -83,6 +87,7 @@ static void widening_tile(const float *x, int64_t stride, const bf16 *panel, int
                 }
             }
         }
+    }
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
