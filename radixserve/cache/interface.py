@@ -8,7 +8,7 @@ the K/V memory performs a sequence's `cow_copies` before the sequence is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -138,6 +138,11 @@ class PrefixCache(ABC):
         At least the last token is left to compute unless `allow_full`. The sequence's length is
         `cached_len`; `extend` takes room for the rest.
         """
+
+    def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
+        """`CacheSequence.commit_next` of each, in any order: what a decode step does."""
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.commit_next(token_id)
 
     @abstractmethod
     def open_session(

@@ -9,7 +9,6 @@ committed, so none is ever published.
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from radixserve.errors import InvalidRequest
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
 
 _PLACEHOLDER = np.array([-1], np.int32).tobytes()
-_WRITE_TOKEN = struct.Struct("=i").pack_into
 _NO_PAGES: IntArray = np.empty(0, np.int32)
 NO_STATE = -1  # instead of a state id
 FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
@@ -229,14 +227,6 @@ class CacheSequence(ABC):
         self._tokens[start : start + len(data)] = data
         self.num_placeholders = left
 
-    def fill_one(self, token_id: int) -> None:
-        """`fill` of one token."""
-        left = self.num_placeholders
-        if not left or token_id < 0:
-            self.fill([token_id])  # refuses it
-        _WRITE_TOKEN(self._tokens, (self.length - left) * TOKEN_BYTES, token_id)
-        self.num_placeholders = left - 1
-
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
 
@@ -261,6 +251,13 @@ class CacheSequence(ABC):
         allocator.stats.committed_tokens += length - self.committed_len
         self.committed_len = length
         self._publish()
+
+    def commit_next(self, token_id: int) -> None:
+        """`commit` of one more token: `token_id`, which may have been a placeholder."""
+        start = self.committed_len
+        if self.num_placeholders and self.length - self.num_placeholders == start:
+            self.fill((token_id,))
+        self.commit(start + 1)
 
     # -- recurrent states: of a cache without any these do nothing ---------------------------------
 
