@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
 
 from radixserve.attention.base import AttentionMetadata, ForwardBatch, IndexArray
-from radixserve.schedule import ScheduledRequest
-
-_ITEM, _LAST_ITEM = methodcaller("item"), methodcaller("item", -1)  # of an array
+from radixserve.schedule import PLACEHOLDER, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +31,7 @@ class InputBatch:
     logits_indices: IndexArray  # [S] tokens after which logits are computed, ascending
     host: AttentionMetadata  # of all R rows
     page_size: int
+    future_index: IndexArray  # [<= R] see ScheduledRequest
 
     @property
     def num_rows(self) -> int:
@@ -52,9 +49,8 @@ class InputBatch:
 
     def future_tokens(self) -> tuple[IndexArray, IndexArray]:
         """[n] places in input_ids, and [n] outputs of the previous step that belong there."""
-        future_index = np.array(self.columns.future_index, np.int64)
-        rows = np.flatnonzero(future_index >= 0)
-        return self.host.qo_indptr[rows + 1] - 1, future_index[rows]
+        rows = np.flatnonzero(self.future_index >= 0)
+        return self.host.qo_indptr[rows + 1] - 1, self.future_index[rows]
 
     def logit_ranges(self) -> tuple[IndexArray, IndexArray]:
         """The first of each request's logits, and how many it has: two [len(requests)]."""
@@ -105,16 +101,19 @@ class InputBatch:
 def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> InputBatch:
     """Concatenate the rows (at least one). Raises ValueError if one's pages do not fit it."""
     columns = _columns(requests)
-    num_new = list(map(len, columns.token_ids))
+    num_rows = len(requests)
+    future_index = np.fromiter(columns.future_index, np.int64, num_rows)
+    are_placeholders = future_index.min() >= 0  # of one token each
+    num_new = [1] * num_rows if are_placeholders else list(map(len, columns.token_ids))
     if max(num_new) == 1 and not any(targets is not None for targets in columns.logprob_targets):
-        return _single_tokens(requests, columns, page_size)
+        return _single_tokens(requests, columns, page_size, future_index)
     start, counts = np.array(columns.start, np.int64), np.array(num_new, np.int64)
-    num_pages = np.fromiter(map(len, columns.page_ids), np.int64, len(requests))
+    num_pages = np.fromiter(map(len, columns.page_ids), np.int64, num_rows)
     seq_lens = start + counts
     if (num_pages != -(-seq_lens // page_size)).any():
         raise next(filter(None, (_wrong_pages(row, page_size) for row in requests)))
     qo_indptr = indptr(counts)
-    of_row = np.repeat(np.arange(len(requests)), counts)  # [T]
+    of_row = np.repeat(np.arange(num_rows), counts)  # [T]
     positions = np.arange(len(of_row)) + (start - qo_indptr[:-1])[of_row]
     first_page = start // page_size  # of each row's first new token
     written = [pages[at:] for pages, at in zip(columns.page_ids, first_page.tolist(), strict=True)]
@@ -138,6 +137,7 @@ def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> Inpu
             first_new_page=np.array(columns.first_new_page, np.int64),
         ),
         page_size=page_size,
+        future_index=future_index,
     )
 
 
@@ -148,40 +148,43 @@ def _columns(requests: Sequence[ScheduledRequest]) -> Any:
 
 
 def _single_tokens(
-    requests: Sequence[ScheduledRequest], columns: Any, page_size: int
+    requests: Sequence[ScheduledRequest], columns: Any, page_size: int, future_index: IndexArray
 ) -> InputBatch:
     """Rows of one token, as nearly every step has them, with few calls of numpy: after a forward
     pass the code of each has to come from memory again."""
-    num_pages = list(map(len, columns.page_ids))
-    if num_pages != [start // page_size + 1 for start in columns.start]:
+    num_rows, samples, tables = len(requests), columns.sample, columns.page_ids
+    start = np.fromiter(columns.start, np.int64, num_rows)
+    num_pages = np.fromiter(map(len, tables), np.int64, num_rows)
+    if (num_pages != start // page_size + 1).any():
         raise next(filter(None, (_wrong_pages(row, page_size) for row in requests)))
-    token_ids, last_pages = map(_ITEM, columns.token_ids), map(_LAST_ITEM, columns.page_ids)
-    index = np.array([[*token_ids], columns.start, [*last_pages]], np.int64)
-    start, slots = index[1], index[2]
-    slots *= page_size
+    slots = np.fromiter([pages[-1] for pages in tables], np.int64, num_rows) * page_size
     if page_size > 1:
         slots += start % page_size
-    num_rows, samples = len(requests), columns.sample
+    if future_index.min() >= 0:
+        input_ids = np.full(num_rows, PLACEHOLDER, np.int64)
+    else:
+        input_ids = np.fromiter([ids[0] for ids in columns.token_ids], np.int64, num_rows)
     sampled: Sequence[int] = range(num_rows)
     if not all(samples):
         sampled = [at for at in sampled if samples[at] is not None]
     return InputBatch(
         requests=requests,
         columns=columns,
-        input_ids=index[0],
+        input_ids=input_ids,
         positions=start,
         slot_mapping=slots,
-        logits_indices=np.array(sampled, np.int64),
+        logits_indices=np.fromiter(sampled, np.int64, len(sampled)),
         host=AttentionMetadata(
             start=start,
             qo_indptr=np.arange(num_rows + 1),
-            kv_indptr=np.array([*accumulate(num_pages, initial=0)], np.int64),
+            kv_indptr=indptr(num_pages),
             seq_lens=start + 1,
-            page_tables=columns.page_ids,
-            row_slots=np.array(columns.req_pool_idx, np.int64),
-            first_new_page=np.array(columns.first_new_page, np.int64),
+            page_tables=tables,
+            row_slots=np.fromiter(columns.req_pool_idx, np.int64, num_rows),
+            first_new_page=np.fromiter(columns.first_new_page, np.int64, num_rows),
         ),
         page_size=page_size,
+        future_index=future_index,
     )
 
 
@@ -189,7 +192,7 @@ def padding_batch(num_rows: int, page_size: int) -> InputBatch:
     """Padding rows alone."""
     none, zero = np.empty(0, np.int64), np.zeros(1, np.int64)
     host = AttentionMetadata(none, zero, zero, none, (), row_slots=none, first_new_page=none)
-    batch = InputBatch((), _columns(()), none, none, none, none, host, page_size)
+    batch = InputBatch((), _columns(()), none, none, none, none, host, page_size, none)
     return batch.padded(num_rows)
 
 

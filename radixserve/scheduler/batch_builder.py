@@ -92,25 +92,26 @@ class BatchBuilder:
         self._state_copies = cache.take_state_copies()
 
     def add_placeholders(
-        self, states: Sequence[RequestState], future_indices: Sequence[int]
+        self,
+        states: Sequence[RequestState],
+        sequences: Sequence[CacheSequence],
+        future_indices: Sequence[int],
     ) -> None:
         """Compute the last token of each state's sequence, a placeholder: the token that output
         `future_indices[i]` of the step in flight draws. Before all other rows."""
         assert not self._rows
         self._num_decode = len(states)
         self.states += states
-        append_row, append_sequence = self._rows.append, self.sequences.append
-        for state, future_index in zip(states, future_indices, strict=True):
-            sequence = state.sequence
-            assert sequence is not None
-            append_sequence(sequence)
+        self.sequences += sequences
+        append = self._rows.append
+        for state, sequence, future_index in zip(states, sequences, future_indices, strict=True):
             pages, first_new = sequence.take_page_table_delta()
             spec = state.greedy_only_spec or self._make_spec(state, sequence, 1)
             values = (
                 state.request_id, _PLACEHOLDER_TOKEN, sequence.length - 1, pages, spec, None, 0,
                 future_index, first_new, state.req_pool_idx, NO_STATE, (),
             )  # fmt: skip
-            append_row(new_tuple(ScheduledRequest, values))
+            append(new_tuple(ScheduledRequest, values))
 
     def _make_spec(
         self, state: RequestState, sequence: CacheSequence, num_placeholders: int

@@ -81,11 +81,10 @@ def plan_ahead(
             chunks.append((state, count))
     if num_pages > cache.num_available:
         return False
-    for state in drawn:
-        assert state.sequence is not None
-        state.sequence.append_placeholders(1)
+    sequences = [state.sequence for state in drawn if state.sequence is not None]
+    cache.append_placeholder(sequences)
     output_of = dict(zip(step.states, range(len(step.states)), strict=True))
-    batch.add_placeholders(drawn, [output_of[state] for state in drawn])
+    batch.add_placeholders(drawn, sequences, [output_of[state] for state in drawn])
     for state in decodes:
         _extend(batch, state, 1, is_decode=True)
     for state, count in chunks:
