@@ -164,6 +164,7 @@ def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
         num_placeholders=0 if is_greedy_only else num_placeholders,
         bad_words_ids=request.bad_words_ids,
         matcher=state.matcher,
+        is_greedy_only=is_greedy_only,
     )
     if is_greedy_only:
         state.greedy_only_spec = spec

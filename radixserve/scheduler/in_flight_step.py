@@ -49,7 +49,6 @@ def plan_ahead(
     `InFlightStep.decides_next`) or pages are short: which requests continue and what is free is
     known only from the output, so none is preempted here.
     """
-    batch.num_ending = running.free_ending_slots()
     if step.decides_next:
         return False
     drawn: list[RequestState] = []  # the step in flight draws the next token
@@ -57,13 +56,14 @@ def plan_ahead(
     prefills: list[tuple[RequestState, int]] = []
     num_pages, size = 0, cache.page_size
     for state in running.by_priority():
-        if state.req_pool_idx < 0:  # the step in flight ends it
-            continue
         sequence = state.sequence
         assert sequence is not None
         length = sequence.length
         left = state.tokens.size - length  # tokens that no step computes yet
-        if left <= 0:
+        if left <= 0 and state.is_ending:  # by the step in flight
+            running.free_slot(state)
+            batch.num_ending += 1
+        elif left <= 0:
             drawn.append(state)
             num_pages += length % size == 0
         elif left == 1 and state.is_scored:

@@ -61,18 +61,12 @@ class RunningRequests:
         state.is_in_page_table = False
 
     def remove(self, state: RequestState) -> None:
-        self._free_slot(state)
+        self.free_slot(state)
         del self._states[state.arrival]
 
-    def free_ending_slots(self) -> int:
-        """Free the slots of requests whose last row is in flight: others may use these from the
-        next step on. Returns the number of such requests."""
-        ending = [state for state in self._states.values() if state.is_ending]
-        for state in ending:
-            self._free_slot(state)
-        return len(ending)
-
-    def _free_slot(self, state: RequestState) -> None:
+    def free_slot(self, state: RequestState) -> None:
+        """Others may use its slot from the next step on: its last row is in flight, or it is gone.
+        Idempotent."""
         if state.req_pool_idx >= 0:
             self._free_slots.append(state.req_pool_idx)
             state.req_pool_idx = -1
