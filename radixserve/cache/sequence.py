@@ -376,8 +376,9 @@ def append_placeholder(sequences: Iterable[CacheSequence]) -> None:
     for sequences with a recurrent state. Raises OutOfPages; the sequences before have theirs."""
     for sequence in sequences:
         length, allocator, pages = sequence.length, sequence._allocator, sequence._pages
-        is_full = not length % allocator.page_size
-        page = allocator.take_after(pages[-1]) if is_full and pages else -1
+        is_full, page = not length % allocator.page_size, -1
+        if is_full and pages and sequence._is_open:
+            page = allocator.take_after(pages[-1])
         if not sequence._is_open or (is_full and page < 0):
             sequence.append_placeholders(1)
             continue

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from radixserve.arrays import has_negative
 from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.radix.child_index import child_covering, covered_children
 from radixserve.cache.radix.eviction import PathUse
@@ -355,6 +356,8 @@ def append_to_leaves(
     others: list[tuple[CachedSequence, int]] = []
     grown: list[Node] = []  # by a page
     data = array("i", token_ids).tobytes()
+    if has_negative(data):  # refused by `fill`
+        return list(zip(sequences, token_ids, strict=True))
     for at, sequence in enumerate(sequences):
         start, leaf, offset = sequence.committed_len, sequence._last_node, at * TOKEN_BYTES
         num_known, in_page = sequence.length - sequence.num_placeholders, start % size
@@ -373,9 +376,8 @@ def append_to_leaves(
         ):
             others.append((sequence, token_ids[at]))
             continue
-        token = data[offset : offset + TOKEN_BYTES]
+        token, place = data[offset : offset + TOKEN_BYTES], start * TOKEN_BYTES
         if num_known == start:
-            place = start * TOKEN_BYTES
             sequence._tokens[place : place + TOKEN_BYTES] = token
             sequence.num_placeholders -= 1
         tokens += token
