@@ -7,8 +7,9 @@ pages, unless `AttentionMetadata.kv_indices` is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ class InputBatch:
     logits_indices: IndexArray  # [S] tokens after which logits are computed, ascending
     host: AttentionMetadata  # of all R rows
     page_size: int
-    future_index: IndexArray  # [<= R] see ScheduledRequest
 
     @property
     def num_rows(self) -> int:
@@ -49,8 +49,9 @@ class InputBatch:
 
     def future_tokens(self) -> tuple[IndexArray, IndexArray]:
         """[n] places in input_ids, and [n] outputs of the previous step that belong there."""
-        rows = np.flatnonzero(self.future_index >= 0)
-        return self.host.qo_indptr[rows + 1] - 1, self.future_index[rows]
+        future_index = np.fromiter(self.columns.future_index, np.int64, len(self.requests))
+        rows = np.flatnonzero(future_index >= 0)
+        return self.host.qo_indptr[rows + 1] - 1, future_index[rows]
 
     def logit_ranges(self) -> tuple[IndexArray, IndexArray]:
         """The first of each request's logits, and how many it has: two [len(requests)]."""
@@ -102,11 +103,10 @@ def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> Inpu
     """Concatenate the rows (at least one). Raises ValueError if one's pages do not fit it."""
     columns = _columns(requests)
     num_rows = len(requests)
-    future_index = np.fromiter(columns.future_index, np.int64, num_rows)
-    are_placeholders = future_index.min() >= 0  # of one token each
+    are_placeholders = min(columns.future_index) >= 0  # of one token each
     num_new = [1] * num_rows if are_placeholders else list(map(len, columns.token_ids))
     if max(num_new) == 1 and not any(targets is not None for targets in columns.logprob_targets):
-        return _single_tokens(requests, columns, page_size, future_index)
+        return _single_tokens(requests, columns, page_size, are_placeholders=are_placeholders)
     start, counts = np.array(columns.start, np.int64), np.array(num_new, np.int64)
     num_pages = np.fromiter(map(len, columns.page_ids), np.int64, num_rows)
     seq_lens = start + counts
@@ -137,7 +137,6 @@ def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> Inpu
             first_new_page=np.array(columns.first_new_page, np.int64),
         ),
         page_size=page_size,
-        future_index=future_index,
     )
 
 
@@ -148,43 +147,47 @@ def _columns(requests: Sequence[ScheduledRequest]) -> Any:
 
 
 def _single_tokens(
-    requests: Sequence[ScheduledRequest], columns: Any, page_size: int, future_index: IndexArray
+    requests: Sequence[ScheduledRequest], columns: Any, page_size: int, *, are_placeholders: bool
 ) -> InputBatch:
     """Rows of one token, as nearly every step has them, with few calls of numpy: after a forward
     pass the code of each has to come from memory again."""
     num_rows, samples, tables = len(requests), columns.sample, columns.page_ids
-    start = np.fromiter(columns.start, np.int64, num_rows)
-    num_pages = np.fromiter(map(len, tables), np.int64, num_rows)
-    if (num_pages != start // page_size + 1).any():
+    num_pages = list(map(len, tables))
+    if num_pages != [start // page_size + 1 for start in columns.start]:
         raise next(filter(None, (_wrong_pages(row, page_size) for row in requests)))
-    slots = np.fromiter([pages[-1] for pages in tables], np.int64, num_rows) * page_size
+    token_ids: Iterable[int] = repeat(PLACEHOLDER, num_rows)
+    if not are_placeholders:
+        token_ids = [ids[0] for ids in columns.token_ids]
+    lasts = [pages[-1] for pages in tables]
+    bounds = accumulate(num_pages, initial=0)
+    slots_of = columns.req_pool_idx, columns.first_new_page
+    values = chain(token_ids, columns.start, lasts, *slots_of, bounds)
+    flat = np.fromiter(values, np.int64, 6 * num_rows + 1)
+    index = flat[: 5 * num_rows].reshape(5, num_rows)
+    start, slots = index[1], index[2]
+    slots *= page_size
     if page_size > 1:
         slots += start % page_size
-    if future_index.min() >= 0:
-        input_ids = np.full(num_rows, PLACEHOLDER, np.int64)
-    else:
-        input_ids = np.fromiter([ids[0] for ids in columns.token_ids], np.int64, num_rows)
-    sampled: Sequence[int] = range(num_rows)
+    sampled = np.arange(num_rows)
     if not all(samples):
-        sampled = [at for at in sampled if samples[at] is not None]
+        sampled = np.array([at for at in range(num_rows) if samples[at] is not None], np.int64)
     return InputBatch(
         requests=requests,
         columns=columns,
-        input_ids=input_ids,
+        input_ids=index[0],
         positions=start,
         slot_mapping=slots,
-        logits_indices=np.fromiter(sampled, np.int64, len(sampled)),
+        logits_indices=sampled,
         host=AttentionMetadata(
             start=start,
             qo_indptr=np.arange(num_rows + 1),
-            kv_indptr=indptr(num_pages),
+            kv_indptr=flat[5 * num_rows :],
             seq_lens=start + 1,
             page_tables=tables,
-            row_slots=np.fromiter(columns.req_pool_idx, np.int64, num_rows),
-            first_new_page=np.fromiter(columns.first_new_page, np.int64, num_rows),
+            row_slots=index[3],
+            first_new_page=index[4],
         ),
         page_size=page_size,
-        future_index=future_index,
     )
 
 
@@ -192,7 +195,7 @@ def padding_batch(num_rows: int, page_size: int) -> InputBatch:
     """Padding rows alone."""
     none, zero = np.empty(0, np.int64), np.zeros(1, np.int64)
     host = AttentionMetadata(none, zero, zero, none, (), row_slots=none, first_new_page=none)
-    batch = InputBatch((), _columns(()), none, none, none, none, host, page_size, none)
+    batch = InputBatch((), _columns(()), none, none, none, none, host, page_size)
     return batch.padded(num_rows)
 
 

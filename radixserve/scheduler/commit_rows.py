@@ -41,8 +41,8 @@ def commit_rows(
     draws: list[SampleOutput] = []
     others: list[int] = []  # rows
     num_decode = step.num_decode
-    rows = zip(step.states[:num_decode], step.sequences, drawn, strict=False)
-    for at, (state, sequence, one) in enumerate(rows):
+    rows = zip(range(num_decode), step.states, step.sequences, drawn, strict=False)
+    for at, state, sequence, one in rows:
         if (
             state.sequence is sequence
             and one is not None
@@ -60,7 +60,8 @@ def commit_rows(
         if state.waiters:
             waiting.note_woken(wake_waiters(state))
     found = CommittedRows(states, draws, [], [])
-    for at in (*others, *range(num_decode, len(step.states))):
+    others += range(num_decode, len(step.states))
+    for at in others:
         state, row, other = step.states[at], step.schedule.rows[at], drawn[at]
         if state.sequence is not step.sequences[at]:  # it has ended
             counts.discarded_tokens += len(row.token_ids)

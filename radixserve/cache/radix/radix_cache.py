@@ -50,6 +50,7 @@ from radixserve.config import EVICTION_POLICIES
 from radixserve.errors import OutOfPages
 from radixserve.output import Lookup
 
+LEAST_BATCH = 3  # sequences that are committed in one loop; fewer are faster one by one
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
 
@@ -234,7 +235,7 @@ class RadixCache(PrefixCache):
 
     def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
         """See `PrefixCache.commit_next`."""
-        if self._checkpoints is not None:
+        if self._checkpoints is not None or len(sequences) < LEAST_BATCH:
             super().commit_next(sequences, token_ids)
             return
         mine = cast(Sequence[CachedSequence], sequences)

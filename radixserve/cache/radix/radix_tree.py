@@ -14,9 +14,7 @@ shorter than a page), so siblings may share a page prefix but never a whole page
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.radix.child_index import add_key, has_longer, remove_key
@@ -28,7 +26,6 @@ from radixserve.cache.tokens import TOKEN_BYTES
 from radixserve.cache.watch import Place, WatchRegistry
 
 _NO_PAGES = array("i")  # of removed nodes; stays empty
-_NAMESPACE = attrgetter("namespace")
 
 
 class RadixTree:
@@ -229,9 +226,10 @@ class RadixTree:
         """Each of these locked leaves has got a page more."""
         self.num_pages += len(leaves)
         self.num_locked += len(leaves)
-        for namespace, count in Counter(map(_NAMESPACE, leaves)).items():
-            namespace.num_pages += count
-            namespace.num_locked += count
+        for leaf in leaves:
+            namespace = leaf.namespace
+            namespace.num_pages += 1
+            namespace.num_locked += 1
         if self.session_eviction is not None:
             for leaf in leaves:
                 if leaf.session_refs is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from radixserve.arrays import has_negative
 from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.radix.child_index import child_covering, covered_children
 from radixserve.cache.radix.eviction import PathUse
@@ -355,9 +354,9 @@ def append_to_leaves(
     size, listener = tree.page_size, tree.append_listener()
     others: list[tuple[CachedSequence, int]] = []
     grown: list[Node] = []  # by a page
-    data = array("i", token_ids).tobytes()
-    if has_negative(data):  # refused by `fill`
+    if min(token_ids, default=0) < 0:  # `fill` refuses it
         return list(zip(sequences, token_ids, strict=True))
+    data = array("i", token_ids).tobytes()
     for at, sequence in enumerate(sequences):
         start, leaf, offset = sequence.committed_len, sequence._last_node, at * TOKEN_BYTES
         num_known, in_page = sequence.length - sequence.num_placeholders, start % size
