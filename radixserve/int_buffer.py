@@ -12,13 +12,15 @@ from radixserve.arrays import IntArray
 class IntBuffer:
     """Views handed out stay valid memory after a growth, but then show the older state.
 
-    `size` is its length, without a call; not to be set.
+    `size` is its length and `last` its last value, -1 where there is none, without a call; not to
+    be set.
     """
 
-    __slots__ = ("_data", "size")
+    __slots__ = ("_data", "last", "size")
 
     def __init__(self, values: IntArray) -> None:
         self.size = len(values)
+        self.last = int(values[-1]) if len(values) else -1
         self._data: IntArray = np.empty(max(16, self.size), np.int32)
         self._data[: self.size] = values
 
@@ -33,7 +35,7 @@ class IntBuffer:
         size = self.size
         if size == len(self._data):
             self._grow(size + 1)
-        self._data[size] = value
+        self._data[size] = self.last = value
         self.size = size + 1
 
     def extend(self, values: Sequence[int]) -> None:
@@ -42,6 +44,8 @@ class IntBuffer:
             self._grow(end)
         self._data[size:end] = values
         self.size = end
+        if end > size:
+            self.last = int(self._data[end - 1])
 
     def _grow(self, least: int) -> None:
         grown = np.empty(max(least, self.size * 3 // 2), np.int32)

@@ -39,6 +39,8 @@ class SampleSpec(NamedTuple):
     num_placeholders: int = 0  # tokens that `token_ids` lacks: the step before this one draws them
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token ids of each of params.bad_words
     matcher: Matcher | None = None  # of params.structured; the sampler alone moves it
+    is_greedy_only: bool = False  # the best logit decides and nothing else is asked for, which the
+    # other fields tell as well: hundreds of rows are asked in each step
 
     @property
     def num_drawn(self) -> int:

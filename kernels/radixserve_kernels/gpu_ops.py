@@ -350,9 +350,10 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     logits [S, V] float32. A row with a NaN or without a finite maximum gets token 0 and False.
     """
-    token_ids = logits.new_empty(len(logits), dtype=torch.int64)
-    finite = logits.new_empty(len(logits), dtype=torch.bool)
-    row_max = logits.new_empty(len(logits))
+    num_rows = logits.shape[0]
+    token_ids = logits.new_empty(num_rows, dtype=torch.int64)
+    finite = logits.new_empty(num_rows, dtype=torch.bool)
+    row_max = logits.new_empty(num_rows)
     _run(logits, "argmax", "argmax", logits, row_max, token_ids, finite)
     return token_ids, finite
 

@@ -8,7 +8,7 @@ the K/V memory performs a sequence's `cow_copies` before the sequence is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -16,7 +16,7 @@ from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
 from radixserve.cache.page_pool import PageAllocator, PageOwner
 from radixserve.cache.recent import hit_rate
-from radixserve.cache.sequence import CacheSequence
+from radixserve.cache.sequence import CacheSequence, append_placeholder
 from radixserve.cache.snapshot import SnapshotView
 from radixserve.cache.state_pool import StateCopy
 from radixserve.cache.tokens import TokenIds
@@ -153,6 +153,19 @@ class PrefixCache(ABC):
         At least the last token is left to compute unless `allow_full`. The sequence's length is
         `cached_len`; `extend` takes room for the rest.
         """
+
+    def append_placeholder(self, sequences: Sequence[CacheSequence]) -> None:
+        """`append_placeholders(1)` of each, of which the pages are available."""
+        if not self.num_states:
+            append_placeholder(sequences)
+            return
+        for sequence in sequences:
+            sequence.append_placeholders(1)
+
+    def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
+        """`CacheSequence.commit_next` of each, in any order: what a decode step does."""
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.commit_next(token_id)
 
     @abstractmethod
     def open_session(

@@ -67,12 +67,9 @@ class PagePool:
 
         Raises OutOfPages, and takes none, where not as many are free. O(count).
         """
+        if count == 1 and (one := self.take_after(page)) >= 0:  # the usual case
+            return (one,)
         runs, first = self._runs, page + 1
-        if count == 1:  # the usual case
-            if (taken_page := self.take_next(page)) >= 0:
-                return (taken_page,)
-            if self._free and not self._may_begin_run():
-                return (self._free.pop(),)
         if count > len(self._free) + self._num_kept:
             return self.allocate(count)
         taken = array("i")
@@ -95,12 +92,16 @@ class PagePool:
                 runs[stop] = end
         return taken
 
-    def take_next(self, page: int) -> int:
-        """Take page `page` + 1 where a run is reserved there, else nothing and answer -1. O(1)."""
+    def take_after(self, page: int) -> int:
+        """Take a page as `allocate_after` does; -1, and none, where that ends the run of another
+        sequence or raises. O(1) amortised."""
         runs, first = self._runs, page + 1
         end = runs.pop(first, 0)
         if not end:
-            return -1
+            run = self._begin_run() if self._may_begin_run() else None
+            if run is None:
+                return self._free.pop() if self._free else -1
+            first, end = run
         self._num_kept -= 1
         if first + 1 < end:
             runs[first + 1] = end
@@ -207,7 +208,7 @@ class PageAllocator:
         self.page_size = page_size
         self.pool = pool
         self.free = pool.free  # private pages go back to the free list
-        self.take_next: Callable[[int], int] = pool.take_next  # never evicts: such a page is free
+        self.take_after: Callable[[int], int] = pool.take_after  # never evicts
         self.stats = CacheStats()
         self.live_sequences: set[LockHolder] = set()
         self._owner = owner

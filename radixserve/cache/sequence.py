@@ -9,15 +9,15 @@ committed, so none is ever published.
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 import numpy as np
 
 from radixserve.arrays import IntArray
+from radixserve.cache.namespace import Namespace
 from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_view, token_bytes
 from radixserve.checks import check_int
@@ -26,20 +26,9 @@ from radixserve.errors import InvalidRequest
 PageCopy = tuple[int, int, int]  # (source page, destination page, tokens to copy)
 
 _PLACEHOLDER = np.array([-1], np.int32).tobytes()
-_WRITE_TOKEN = struct.Struct("=i").pack_into
 _NO_PAGES: IntArray = np.empty(0, np.int32)
 NO_STATE = -1  # instead of a state id
 FEW_PAGES = 8  # taken at a time by a sequence that grows slowly: more of them will follow
-
-
-class Namespace:
-    """One namespace of a cache. Dead after a reset: look-ups do not find it."""
-
-    __slots__ = ("is_dead", "name")
-
-    def __init__(self, name: str, *, is_dead: bool = False) -> None:
-        self.name = name
-        self.is_dead = is_dead
 
 
 class CacheSequence(ABC):
@@ -189,11 +178,7 @@ class CacheSequence(ABC):
             if wanted > FEW_PAGES or not pages:
                 more = allocator.allocate(wanted)
             else:
-                take_next, self._has_run = allocator.take_next, True
-                if wanted == 1 and (page := take_next(pages[-1])) >= 0:
-                    more = (page,)
-                else:
-                    more = allocator.allocate_after(pages[-1], wanted)
+                more, self._has_run = allocator.allocate_after(pages[-1], wanted), True
             try:
                 pages.extend(more)
             except BufferError:  # a view of the old buffer is still exported
@@ -229,14 +214,6 @@ class CacheSequence(ABC):
         self._tokens[start : start + len(data)] = data
         self.num_placeholders = left
 
-    def fill_one(self, token_id: int) -> None:
-        """`fill` of one token."""
-        left = self.num_placeholders
-        if not left or token_id < 0:
-            self.fill([token_id])  # refuses it
-        _WRITE_TOKEN(self._tokens, (self.length - left) * TOKEN_BYTES, token_id)
-        self.num_placeholders = left - 1
-
     def commit(self, length: int) -> None:
         """Publish: the K/V of [0, length) is in the pages, and the copies have been made.
 
@@ -261,6 +238,13 @@ class CacheSequence(ABC):
         allocator.stats.committed_tokens += length - self.committed_len
         self.committed_len = length
         self._publish()
+
+    def commit_next(self, token_id: int) -> None:
+        """`commit` of one more token: `token_id`, which may have been a placeholder."""
+        start = self.committed_len
+        if self.num_placeholders and self.length - self.num_placeholders == start:
+            self.fill((token_id,))
+        self.commit(start + 1)
 
     # -- recurrent states: of a cache without any these do nothing ---------------------------------
 
@@ -389,3 +373,28 @@ class CacheSequence(ABC):
     def _check_open(self) -> None:
         if not self._is_open:
             raise InvalidRequest("this sequence was released; acquire a new one")
+
+
+def append_placeholder(sequences: Iterable[CacheSequence]) -> None:
+    """`append_placeholders(1)` of each, for a step of hundreds without several calls for each. Not
+    for sequences with a recurrent state. Raises OutOfPages; the sequences before have theirs."""
+    for sequence in sequences:
+        length, allocator, pages = sequence.length, sequence._allocator, sequence._pages
+        is_full, page = not length % allocator.page_size, -1
+        if is_full and pages and sequence._is_open:
+            page = allocator.take_after(pages[-1])
+        if not sequence._is_open or (is_full and page < 0):
+            sequence.append_placeholders(1)
+            continue
+        try:
+            if is_full:
+                pages.append(page)
+        except BufferError:  # a view of the old buffer is still exported
+            sequence._pages = pages + array("i", (page,))
+        try:
+            sequence._tokens += _PLACEHOLDER
+        except BufferError:
+            sequence._tokens = sequence._tokens + _PLACEHOLDER
+        sequence._has_run = True
+        sequence.length = length + 1
+        sequence.num_placeholders += 1

@@ -226,7 +226,7 @@ class WindowedAllocator(PageAllocator):
     ) -> None:
         super().__init__(pool, page_size, owner, clock)
         self.windows = windows
-        self.take_next = self._take_next
+        self.take_after = self._take_after
         windows.seen_pages = self._seen_pages
 
     def _seen_pages(self) -> Iterable[IntArray]:
@@ -236,10 +236,10 @@ class WindowedAllocator(PageAllocator):
     def num_obtainable(self, wanted: int) -> int:
         return self.windows.num_obtainable(super().num_obtainable(wanted))
 
-    def _take_next(self, page: int) -> int:
+    def _take_after(self, page: int) -> int:
         if not self.windows.num_free:
             return -1
-        taken = self.pool.take_next(page)
+        taken = self.pool.take_after(page)
         if taken >= 0:
             self.windows.attach((taken,), page)
         return taken

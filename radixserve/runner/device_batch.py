@@ -109,7 +109,8 @@ class BatchUploader:
         update, more = self._table.update(batch), dict(extra)
         if len(update.slots):
             more["table_slots"], more["pages"] = update.slots, _int32(update.pages)
-        if len(future[0]):
+        num_in_order = _num_in_order(*future)
+        if len(future[0]) > num_in_order:
             more["future_places"], more["future_outputs"] = future
         index: dict[
             str, NDArray[Any]
@@ -127,7 +128,9 @@ class BatchUploader:
         if len(update.slots):
             self._table.write(tensors["table_slots"], tensors["pages"])
         self._table.write(tensors["last_slots"], tensors["last_pages"])
-        if len(future[0]):
+        if num_in_order:
+            tensors["input_ids"][:num_in_order].copy_(previous[:num_in_order])
+        elif len(future[0]):
             drawn = previous.index_select(0, tensors["future_outputs"])
             tensors["input_ids"].index_copy_(0, tensors["future_places"], drawn)
         return self._forward_batch(batch, tensors), tensors
@@ -162,6 +165,14 @@ class BatchUploader:
             page_size=self._page_size,
             device_kv_indices=kv_indices,
         )
+
+
+def _num_in_order(places: IndexArray, outputs: IndexArray) -> int:
+    """How many future tokens there are, where they are the first outputs in the first places, as
+    from one decode step to the next; else 0."""
+    count = len(places)
+    in_order = count and places[-1] == count - 1 and np.array_equal(outputs, places)
+    return count if in_order else 0
 
 
 def _int32(array: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -7,19 +7,16 @@ pages, unless `AttentionMetadata.kv_indices` is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import methodcaller
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import numpy as np
 import torch
 
 from radixserve.attention.base import AttentionMetadata, ForwardBatch, IndexArray
-from radixserve.schedule import ScheduledRequest
-
-_ITEM, _LAST_ITEM = methodcaller("item"), methodcaller("item", -1)  # of an array
+from radixserve.schedule import PLACEHOLDER, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class InputBatch:
 
     def future_tokens(self) -> tuple[IndexArray, IndexArray]:
         """[n] places in input_ids, and [n] outputs of the previous step that belong there."""
-        future_index = np.array(self.columns.future_index, np.int64)
+        future_index = np.fromiter(self.columns.future_index, np.int64, len(self.requests))
         rows = np.flatnonzero(future_index >= 0)
         return self.host.qo_indptr[rows + 1] - 1, future_index[rows]
 
@@ -105,16 +102,18 @@ class InputBatch:
 def prepare_inputs(requests: Sequence[ScheduledRequest], page_size: int) -> InputBatch:
     """Concatenate the rows (at least one). Raises ValueError if one's pages do not fit it."""
     columns = _columns(requests)
-    num_new = list(map(len, columns.token_ids))
+    num_rows = len(requests)
+    are_placeholders = min(columns.future_index) >= 0  # of one token each
+    num_new = [1] * num_rows if are_placeholders else list(map(len, columns.token_ids))
     if max(num_new) == 1 and not any(targets is not None for targets in columns.logprob_targets):
-        return _single_tokens(requests, columns, page_size)
+        return _single_tokens(requests, columns, page_size, are_placeholders=are_placeholders)
     start, counts = np.array(columns.start, np.int64), np.array(num_new, np.int64)
-    num_pages = np.fromiter(map(len, columns.page_ids), np.int64, len(requests))
+    num_pages = np.fromiter(map(len, columns.page_ids), np.int64, num_rows)
     seq_lens = start + counts
     if (num_pages != -(-seq_lens // page_size)).any():
         raise next(filter(None, (_wrong_pages(row, page_size) for row in requests)))
     qo_indptr = indptr(counts)
-    of_row = np.repeat(np.arange(len(requests)), counts)  # [T]
+    of_row = np.repeat(np.arange(num_rows), counts)  # [T]
     positions = np.arange(len(of_row)) + (start - qo_indptr[:-1])[of_row]
     first_page = start // page_size  # of each row's first new token
     written = [pages[at:] for pages, at in zip(columns.page_ids, first_page.tolist(), strict=True)]
@@ -148,38 +147,45 @@ def _columns(requests: Sequence[ScheduledRequest]) -> Any:
 
 
 def _single_tokens(
-    requests: Sequence[ScheduledRequest], columns: Any, page_size: int
+    requests: Sequence[ScheduledRequest], columns: Any, page_size: int, *, are_placeholders: bool
 ) -> InputBatch:
     """Rows of one token, as nearly every step has them, with few calls of numpy: after a forward
     pass the code of each has to come from memory again."""
-    num_pages = list(map(len, columns.page_ids))
+    num_rows, samples, tables = len(requests), columns.sample, columns.page_ids
+    num_pages = list(map(len, tables))
     if num_pages != [start // page_size + 1 for start in columns.start]:
         raise next(filter(None, (_wrong_pages(row, page_size) for row in requests)))
-    token_ids, last_pages = map(_ITEM, columns.token_ids), map(_LAST_ITEM, columns.page_ids)
-    index = np.array([[*token_ids], columns.start, [*last_pages]], np.int64)
+    token_ids: Iterable[int] = repeat(PLACEHOLDER, num_rows)
+    if not are_placeholders:
+        token_ids = [ids[0] for ids in columns.token_ids]
+    lasts = [pages[-1] for pages in tables]
+    bounds = accumulate(num_pages, initial=0)
+    slots_of = columns.req_pool_idx, columns.first_new_page
+    values = chain(token_ids, columns.start, lasts, *slots_of, bounds)
+    flat = np.fromiter(values, np.int64, 6 * num_rows + 1)
+    index = flat[: 5 * num_rows].reshape(5, num_rows)
     start, slots = index[1], index[2]
     slots *= page_size
     if page_size > 1:
         slots += start % page_size
-    num_rows, samples = len(requests), columns.sample
-    sampled: Sequence[int] = range(num_rows)
+    sampled = np.arange(num_rows)
     if not all(samples):
-        sampled = [at for at in sampled if samples[at] is not None]
+        sampled = np.array([at for at in range(num_rows) if samples[at] is not None], np.int64)
     return InputBatch(
         requests=requests,
         columns=columns,
         input_ids=index[0],
         positions=start,
         slot_mapping=slots,
-        logits_indices=np.array(sampled, np.int64),
+        logits_indices=sampled,
         host=AttentionMetadata(
             start=start,
             qo_indptr=np.arange(num_rows + 1),
-            kv_indptr=np.array([*accumulate(num_pages, initial=0)], np.int64),
+            kv_indptr=flat[5 * num_rows :],
             seq_lens=start + 1,
-            page_tables=columns.page_ids,
-            row_slots=np.array(columns.req_pool_idx, np.int64),
-            first_new_page=np.array(columns.first_new_page, np.int64),
+            page_tables=tables,
+            row_slots=index[3],
+            first_new_page=index[4],
         ),
         page_size=page_size,
     )

@@ -37,6 +37,7 @@ BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones 
 
 SampleFunction = Callable[[Tensor, Sequence[SampleSpec], GrammarMasks | None], list[SampleOutput]]
 
+_IS_GREEDY_ONLY = attrgetter("is_greedy_only")
 _TAKES_BEST, _BANNED_IDS = attrgetter("params.takes_best"), attrgetter("banned_ids")
 _NUM_CANDIDATES, _MATCHER = attrgetter("num_candidates"), attrgetter("matcher")
 
@@ -177,6 +178,8 @@ def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutp
 def are_greedy_only(specs: Sequence[SampleSpec]) -> bool:
     """Whether each row's best logit decides, and nothing else is asked for. Every step asks: no row
     runs Python code of its own."""
+    if all(map(_IS_GREEDY_ONLY, specs)):
+        return True
     if not all(map(_TAKES_BEST, specs)) or any(map(_BANNED_IDS, specs)):
         return False
     return not any(map(_NUM_CANDIDATES, specs)) and not any(map(_MATCHER, specs))

@@ -47,10 +47,13 @@ class DeviceQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
+        self._index = device.index  # torch looks for that of a device again and again
+        if self._is_cuda and self._index is None:
+            self._index = torch.cuda.current_device()
 
     def active(self) -> AbstractContextManager[object]:
         """Make the device the current one, which kernels and streams of a thread go by."""
-        return torch.cuda.device(self.device) if self._is_cuda else nullcontext()
+        return torch.cuda.device(self._index) if self._is_cuda else nullcontext()
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         """[num_bytes] uint8 on the host, pinned for CUDA: copies then run beside the host."""
@@ -73,7 +76,7 @@ class DeviceQueue:
         if not self._is_cuda:
             return _CompletedEvent()
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._index))
         return _CudaEvent(event)
 
     def wait(self) -> None:
@@ -113,9 +116,9 @@ class _CudaEvent:
 class _Layout:
     """Offsets of arrays of given sizes in a buffer."""
 
-    num_bytes: int
     host: tuple[tuple[NDArray[Any], ...], ...]  # for each host buffer
     device: dict[str, Tensor]
+    copies: tuple[tuple[Tensor, Tensor], ...]  # for each host buffer: what is copied where to
 
 
 class H2DBuffer:
@@ -163,7 +166,7 @@ class H2DBuffer:
             event.wait()
         for place, array in zip(layout.host[turn], arrays.values(), strict=True):
             place[...] = array
-        self._queue.upload(self._device[: layout.num_bytes], self._host[turn][: layout.num_bytes])
+        self._queue.upload(*layout.copies[turn])
         self._events[turn] = self._queue.record_event()
         return layout.device
 
@@ -197,7 +200,8 @@ class H2DBuffer:
             name: self._device[place].view(_DTYPES[array.dtype]).view(array.shape)
             for place, (name, array) in zip(places, arrays.items(), strict=True)
         }
-        return _Layout(num_bytes, host, device)
+        copies = tuple((self._device[:num_bytes], buffer[:num_bytes]) for buffer in self._host)
+        return _Layout(host, device, copies)
 
 
 @dataclass(frozen=True, slots=True)

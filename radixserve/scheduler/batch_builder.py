@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, PrefixCache
+from radixserve.cache.sequence import NO_STATE
 from radixserve.schedule import (
     PLACEHOLDER,
     SampleSpec,
@@ -16,7 +19,6 @@ from radixserve.schedule import (
 from radixserve.scheduler.request_state import RequestState
 
 _PLACEHOLDER_TOKEN: IntArray = np.array([PLACEHOLDER], np.int32)
-_NO_STATE = ScheduledRequest("", _PLACEHOLDER_TOKEN, 0, _PLACEHOLDER_TOKEN, None)[10:]
 
 
 class BatchBuilder:
@@ -26,7 +28,8 @@ class BatchBuilder:
         self.budget = budget
         self.is_out_of_pages = False  # a request found no free page: none is admitted
         self.num_ending = 0  # running requests whose last row is in flight
-        self.states: list[tuple[RequestState, CacheSequence]] = []  # of each row
+        self.states: list[RequestState] = []  # of each row
+        self.sequences: list[CacheSequence] = []  # of each row
         self.on_host: list[tuple[RequestState, CacheSequence]] = []  # of rows that draw there
         self._step = step
         self._rows: list[ScheduledRequest] = []
@@ -41,7 +44,7 @@ class BatchBuilder:
 
     def has(self, state: RequestState) -> bool:
         if len(self._planned) < len(self.states):
-            self._planned = {one for one, _ in self.states}
+            self._planned = set(self.states)
         return state in self._planned
 
     def add(self, state: RequestState, num_tokens: int, *, is_decode: bool) -> None:
@@ -52,6 +55,7 @@ class BatchBuilder:
         start = end - num_tokens
         assert start >= sequence.committed_len
         if is_decode:
+            assert self._num_decode == len(self._rows), "decodes come first"
             self._num_decode += 1
         else:
             self._num_prefill += num_tokens
@@ -61,7 +65,8 @@ class BatchBuilder:
         num_known, spec = state.tokens.size, None
         if end >= num_known and (request.logprob_targets is None or request.also_generate):
             spec = state.greedy_only_spec or self._make_spec(state, sequence, end - num_known)
-        self.states.append((state, sequence))
+        self.states.append(state)
+        self.sequences.append(sequence)
         if sequence.cow_copies and start == sequence.committed_len:  # else a step in flight copies
             self._copies += sequence.cow_copies
         pages, first_new = sequence.take_page_table_delta()
@@ -77,29 +82,36 @@ class BatchBuilder:
 
     def add_states(self, cache: PrefixCache) -> None:
         """Name the recurrent state of each row and those that are kept of it. After all rows."""
-        rows = zip(self._rows, self.states, strict=True)
+        rows = zip(self._rows, self.sequences, strict=True)
         self._rows = [
             row._replace(
                 state_id=sequence.state_id, checkpoints=sequence.take_checkpoints(row.start)
             )
-            for row, (_, sequence) in rows
+            for row, sequence in rows
         ]
         self._state_copies = cache.take_state_copies()
 
-    def add_placeholder(
-        self, state: RequestState, sequence: CacheSequence, future_index: int
+    def add_placeholders(
+        self,
+        states: Sequence[RequestState],
+        sequences: Sequence[CacheSequence],
+        future_indices: Sequence[int],
     ) -> None:
-        """Compute the token that output `future_index` of the step in flight draws, the last one of
-        the state's sequence."""
-        self._num_decode += 1
-        self.states.append((state, sequence))
-        pages, first_new = sequence.take_page_table_delta()
-        spec = state.greedy_only_spec or self._make_spec(state, sequence, 1)
-        values = (
-            state.request_id, _PLACEHOLDER_TOKEN, sequence.length - 1, pages, spec, None, 0,
-            future_index, first_new, state.req_pool_idx,
-        )  # fmt: skip
-        self._rows.append(new_tuple(ScheduledRequest, values + _NO_STATE))
+        """Compute the last token of each state's sequence, a placeholder: the token that output
+        `future_indices[i]` of the step in flight draws. Before all other rows."""
+        assert not self._rows
+        self._num_decode = len(states)
+        self.states += states
+        self.sequences += sequences
+        append = self._rows.append
+        for state, sequence, future_index in zip(states, sequences, future_indices, strict=True):
+            pages, first_new = sequence.take_page_table_delta()
+            spec = state.greedy_only_spec or self._make_spec(state, sequence, 1)
+            values = (
+                state.request_id, _PLACEHOLDER_TOKEN, sequence.length - 1, pages, spec, None, 0,
+                future_index, first_new, state.req_pool_idx, NO_STATE, (),
+            )  # fmt: skip
+            append(new_tuple(ScheduledRequest, values))
 
     def _make_spec(
         self, state: RequestState, sequence: CacheSequence, num_placeholders: int
@@ -153,6 +165,7 @@ def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
         num_placeholders=0 if is_greedy_only else num_placeholders,
         bad_words_ids=request.bad_words_ids,
         matcher=state.matcher,
+        is_greedy_only=is_greedy_only,
     )
     if is_greedy_only:
         state.greedy_only_spec = spec

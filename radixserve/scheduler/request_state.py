@@ -10,8 +10,6 @@ from radixserve.request import Request
 from radixserve.schedule import SampleOutput, SampleSpec, new_tuple
 from radixserve.structured_output import Matcher
 
-_NO_BEAMS = RequestOutput("", (), (), (), None)[5:]
-
 
 class BeamSearch:
     """A beam search from one joint step to the next."""
@@ -166,30 +164,28 @@ class RequestState:
             return True
         return num_known + 1 >= self.length_limit
 
-    def append(self, drawn: SampleOutput) -> tuple[SampleOutput, str | None]:
-        """Take a drawn token and those forced after it, up to the end; `drawn` without the others,
-        and why the request ends, None where it goes on."""
-        forced = drawn.forced_ids
-        self.tokens.append(drawn.token_id)
-        reason = self._end_reason(drawn.token_id, is_complete=drawn.is_complete and not forced)
-        if not forced:
-            return drawn, reason
-        for at, token_id in enumerate(forced):
-            if reason is not None:
-                return drawn._replace(forced_ids=forced[:at]), reason
-            self.tokens.append(token_id)
-            is_last = at == len(forced) - 1
-            reason = self._end_reason(token_id, is_complete=drawn.is_complete and is_last)
-        return drawn, reason
-
-    def _end_reason(self, token_id: int, *, is_complete: bool) -> str | None:
-        """Why the request ends with its last token, `token_id`; None where it goes on."""
-        request = self.request
+    def append(self, token_id: int, *, is_complete: bool) -> str | None:
+        """Take a drawn token; why the request ends with it, None where it goes on. is_complete: its
+        grammar allows nothing after it."""
+        self.tokens.append(token_id)
         if is_complete:
             return "stop"
+        request = self.request
         if token_id in request.end_ids and self.num_output > request.params.min_tokens:
             return "stop"
         return "length" if self.tokens.size >= self.length_limit else None
+
+    def append_forced(self, drawn: SampleOutput) -> tuple[SampleOutput, str | None]:
+        """Take a drawn token and those forced after it, up to the end; `drawn` without the others,
+        and why the request ends."""
+        forced = drawn.forced_ids
+        reason = self.append(drawn.token_id, is_complete=False)
+        for at, token_id in enumerate(forced):
+            if reason is not None:
+                return drawn._replace(forced_ids=forced[:at]), reason
+            is_last = at == len(forced) - 1
+            reason = self.append(token_id, is_complete=drawn.is_complete and is_last)
+        return drawn, reason
 
     @property
     def is_scored(self) -> bool:
@@ -244,7 +240,6 @@ class RequestState:
             token_ids: tuple[int, ...] = (drawn.token_id,)
             if drawn.forced_ids:
                 token_ids += drawn.forced_ids
-            values = self.request_id, token_ids, (), (), finish
-            return new_tuple(RequestOutput, values + _NO_BEAMS)
+            return new_tuple(RequestOutput, (self.request_id, token_ids, (), (), finish, (), ()))
         top = dict(drawn.top_logprobs)
         return RequestOutput(self.request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from radixserve.cache.audit import page_table
@@ -10,10 +10,11 @@ from radixserve.scheduler.request_state import RequestState
 
 
 class RunningRequests:
-    """By arrival. Slots are 0 to `max_running_requests` - 1."""
+    """Slots are 0 to `max_running_requests` - 1."""
 
     def __init__(self, max_running_requests: int) -> None:
-        self._states: dict[int, RequestState] = {}
+        self._states: dict[int, RequestState] = {}  # by arrival
+        self._is_sorted = True  # by priority
         self._free_slots = list(range(max_running_requests))[::-1]
 
     def __len__(self) -> int:
@@ -21,6 +22,14 @@ class RunningRequests:
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
+
+    def by_priority(self) -> Iterable[RequestState]:
+        """The highest first. O(requests), and sorting where one came since that is not the last."""
+        if not self._is_sorted:
+            keys = sorted((state.priority_key, arrival) for arrival, state in self._states.items())
+            self._states = {arrival: self._states[arrival] for _, arrival in keys}
+            self._is_sorted = True
+        return self._states.values()
 
     def __contains__(self, state: RequestState) -> bool:
         return state.arrival in self._states
@@ -45,23 +54,19 @@ class RunningRequests:
 
     def add(self, state: RequestState) -> None:
         """Assign a slot; the runner's page table has no row of it yet."""
+        last = next(reversed(self._states.values()), None)
+        self._is_sorted &= last is None or last.priority_key < state.priority_key
         self._states[state.arrival] = state
         state.req_pool_idx = self._free_slots.pop()
         state.is_in_page_table = False
 
     def remove(self, state: RequestState) -> None:
-        self._free_slot(state)
+        self.free_slot(state)
         del self._states[state.arrival]
 
-    def free_ending_slots(self) -> int:
-        """Free the slots of requests whose last row is in flight: others may use these from the
-        next step on. Returns the number of such requests."""
-        ending = [state for state in self._states.values() if state.is_ending]
-        for state in ending:
-            self._free_slot(state)
-        return len(ending)
-
-    def _free_slot(self, state: RequestState) -> None:
+    def free_slot(self, state: RequestState) -> None:
+        """Others may use its slot from the next step on: its last row is in flight, or it is gone.
+        Idempotent."""
         if state.req_pool_idx >= 0:
             self._free_slots.append(state.req_pool_idx)
             state.req_pool_idx = -1

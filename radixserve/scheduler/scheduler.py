@@ -25,6 +25,7 @@ from radixserve.scheduler import audit, request_views
 from radixserve.scheduler.admission import Admission
 from radixserve.scheduler.batch_builder import BatchBuilder
 from radixserve.scheduler.beam_searches import BeamSearches, Child
+from radixserve.scheduler.commit_rows import commit_rows
 from radixserve.scheduler.hints import Hints
 from radixserve.scheduler.in_batch_sharing import wake_waiters
 from radixserve.scheduler.in_flight_step import InFlightStep, plan_ahead
@@ -175,7 +176,6 @@ class Scheduler:
     def _schedule_ahead(self) -> SchedulerOutput | None:
         assert len(self._in_flight) == 1, "two steps are in flight"
         batch = BatchBuilder(self.counts.steps, self._chunked_prefill_size)
-        batch.num_ending = self._running.free_ending_slots()
         if not plan_ahead(self._in_flight[0], batch, self._running, self._cache):
             return None
         self._admission.admit(batch)
@@ -206,17 +206,25 @@ class Scheduler:
         assert schedule is self._in_flight[0].schedule
         self._recent.note(self._clock())
         step = self._in_flight.pop(0)
-        drawing, outputs = self._commit_rows(step, output.outputs)
+        rows = commit_rows(step, output.outputs, self._cache, self._waiting, self.counts)
+        outputs: list[RequestOutput] = []
+        for state, one in rows.failed:
+            if state.sequence is not None:  # else another row has ended its search
+                error = request_failed(str(one.error), one.cause)
+                outputs.append(self._end(state, "error", error))
+        for state, row, one in rows.scored:
+            outputs += self._note_scores(state, row, one)
         searches: dict[int, BeamSearch] = {}
-        for state, drawn in drawing:
+        for state, one in zip(rows.states, rows.draws, strict=True):
             if (search := state.search) is not None:
                 searches[search.leader.arrival] = search
-                samples = self._beams.note_sample(state, drawn)
+                samples = self._beams.note_sample(state, one)
                 if samples:
                     drawn_id = search.leader.request_id
                     outputs.append(RequestOutput(drawn_id, (), (), (), None, (), samples))
             elif state.sequence is not None:  # else another row has ended its search
-                outputs.append(self._append(state, drawn))
+                outputs.append(self._append(state, one))
+                self.counts.generated_tokens += 1
         for search in searches.values():
             assert not self._in_flight, "beams are chosen while a step is in flight"
             if search.leader.times.first_token is None:
@@ -229,36 +237,6 @@ class Scheduler:
         search = self._requests[request_id].search
         assert search is not None
         self._beams.replace(search, children)
-
-    def _commit_rows(
-        self, step: InFlightStep, drawn: tuple[SampleOutput | None, ...]
-    ) -> tuple[list[tuple[RequestState, SampleOutput]], list[RequestOutput]]:
-        """Publish what the rows computed. Returns the requests that drew, and outputs of others."""
-        drawing: list[tuple[RequestState, SampleOutput]] = []
-        outputs: list[RequestOutput] = []
-        num_decoded = 0
-        for (state, sequence), row, one in zip(step.rows, step.schedule.rows, drawn, strict=True):
-            num_tokens = len(row.token_ids)
-            if state.sequence is not sequence:  # it has ended
-                self.counts.discarded_tokens += num_tokens
-                continue
-            if one is not None and one.error is not None:
-                outputs.append(self._end(state, "error", request_failed(one.error, one.cause)))
-                continue
-            sequence.commit(end := row.start + num_tokens)
-            if state.waiters:
-                self._waiting.note_woken(wake_waiters(state))
-            if num_tokens == 1 and end > state.num_prompt:
-                num_decoded += 1
-            else:
-                self.counts.count_prefill(row.start, num_tokens, state.num_prompt_done)
-                state.note_committed(end)
-            if one is not None and row.logprob_targets is not None:
-                outputs += self._note_scores(state, row, one)
-            if one is not None and row.sample is not None:
-                drawing.append((state, one))
-        self.counts.decoded_tokens += num_decoded
-        return drawing, outputs
 
     def _requeue(self, state: RequestState) -> None:
         state.prefix_watch = self._cache.watch(state.match_tokens(), state.request.params.namespace)
@@ -275,14 +253,14 @@ class Scheduler:
         return [RequestOutput(state.request_id, (), drawn.scores, (), finish)]
 
     def _append(self, state: RequestState, drawn: SampleOutput) -> RequestOutput:
-        drawn, reason = state.append(drawn)
-        self.counts.generated_tokens += 1 + len(drawn.forced_ids)
+        if drawn.forced_ids:
+            drawn, reason = state.append_forced(drawn)
+            self.counts.generated_tokens += len(drawn.forced_ids)
+        else:
+            reason = state.append(drawn.token_id, is_complete=drawn.is_complete)
         if state.times.first_token is None:
             state.times.first_token = self._clock()
-        finish = None if reason is None else self._close(state, reason)
-        if (sequence := state.sequence) is not None and sequence.num_placeholders:
-            sequence.fill_one(drawn.token_id)  # its row in flight computes it already
-        return state.output(drawn, finish)
+        return state.output(drawn, None if reason is None else self._close(state, reason))
 
     # -- running requests ---------------------------------------------------------------------
 
@@ -292,11 +270,14 @@ class Scheduler:
         A request without pages preempts unplanned ones of lower priority, else skips the step. The
         highest in priority can preempt all others, so at least one request always continues.
         """
-        states = [(not state.is_decoding, state.priority_key, state) for state in self._running]
-        states.sort()  # keys differ: requests are never compared
-        for is_prefill, _, state in states:
+        decodes: list[RequestState] = []
+        prefills: list[RequestState] = []
+        for state in self._running.by_priority():
+            (decodes if state.is_decoding else prefills).append(state)
+        for at, state in enumerate((*decodes, *prefills)):
             if state.sequence is None:  # preempted for one before it
                 continue
+            is_prefill = at >= len(decodes)
             wanted = min(batch.budget, len(state.tokens) - state.committed) if is_prefill else 1
             if wanted:
                 count = self._allocate(state, wanted, batch)

@@ -239,6 +239,28 @@ def count_pinned(allocator: PageAllocator) -> int:
     return _num_pages([*{node for pin in pins for node in path(pin._last_node)}])
 
 
+def tree_stats(allocator: PageAllocator, tree: RadixTree) -> dict[str, Any]:
+    """What `PrefixCache.stats` says of a tree alone."""
+    found: dict[str, Any] = {
+        "namespaces": len(tree.namespaces),
+        "nodes": tree.num_nodes,
+        "splits": tree.num_splits,
+        "sessions": 0,
+        "pages_pinned": count_pinned(allocator),
+    }
+    sessions = tree.session_eviction
+    if sessions is not None:
+        found |= {
+            "pages_retained": sessions.num_retained_pages,
+            "retained_evicted_pages": sessions.num_retained_evicted,
+            "sessions": len(sessions.open_sessions),
+            "leases": sessions.leases(),
+            "pages_leased": sessions.num_leased_pages,
+            "pages_closed": sessions.num_closed_pages,
+        }
+    return found
+
+
 def preview_tree(tree: RadixTree, count: int) -> list[dict[str, Any]]:
     """See `PrefixCache.eviction_preview`."""
     found: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from radixserve.cache.radix.child_index import common_head
+from radixserve.cache.radix.child_index import closest_child, common_head
 from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.node import NamespaceTree, Node
 from radixserve.cache.radix.radix_tree import RadixTree
@@ -55,3 +55,16 @@ def explain(
         return _lookup((length, "never_seen", length, None, None))
     found = int(np.frombuffer(data[length : length + 1], np.int32)[0])
     return Lookup(length, "diverged", length, below.token_at(length), found)
+
+
+def never_saw(tree: RadixTree, namespace: NamespaceTree, first_page: bytes) -> bool:
+    """Whether nothing begins with the first token of that page, which is not the key of a child,
+    nor did anything that is remembered, in any namespace. May say no where `explain` says yes.
+    O(1)."""
+    root = namespace.root
+    return (
+        (tree.page_size == 1 or closest_child(root, first_page)[0] is None)
+        and not tree.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
+        and len(tree.namespaces) == 1
+        and not namespace.is_dead
+    )

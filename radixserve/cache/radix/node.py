@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixserve.cache.sequence import Namespace
+from radixserve.cache.namespace import Namespace
 from radixserve.cache.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:

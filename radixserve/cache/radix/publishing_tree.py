@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from radixserve.cache.events import (
@@ -44,6 +44,14 @@ class PublishingTree(RadixTree):
         super().extend(leaf, tokens, pages)
         if not leaf.namespace.is_dead:
             self.events.add(Appended(int(leaf.node_id), bytes(tokens)))
+
+    def append_listener(self) -> Callable[[Node, bytes], None] | None:
+        return self._note_appended
+
+    def _note_appended(self, leaf: Node, tokens: bytes) -> None:
+        super()._note_appended(leaf, tokens)
+        if not leaf.namespace.is_dead:
+            self.events.add(Appended(int(leaf.node_id), tokens))
 
     def cut(self, leaf: Node, keep: int) -> array[int]:
         before = leaf.num_tokens

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from radixserve.arrays import IntArray
 from radixserve.cache.events import EventLog
@@ -19,27 +19,31 @@ from radixserve.cache.interface import CacheSession, Inspection, PrefixCache
 from radixserve.cache.page_pool import PageAllocator, PagePool
 from radixserve.cache.radix.audit import (
     check_tree,
-    count_pinned,
     count_shared,
     dump_tree,
     preview_tree,
+    tree_stats,
 )
 from radixserve.cache.radix.hinted_nodes import demotable, held_nodes, num_demoted, paths_of
 from radixserve.cache.radix.match import Match, find_match
-from radixserve.cache.radix.miss_reason import NEVER_SEEN, explain
+from radixserve.cache.radix.miss_reason import NEVER_SEEN, explain, never_saw
 from radixserve.cache.radix.node import NamespaceTree, Node, path_pages
 from radixserve.cache.radix.policies import POLICIES
 from radixserve.cache.radix.prefix_watch import RadixPrefixWatch
 from radixserve.cache.radix.publishing_tree import open_log
 from radixserve.cache.radix.radix_tree import RadixTree
-from radixserve.cache.radix.sequence import CachedSequence, node_covering
+from radixserve.cache.radix.sequence import (
+    CachedSequence,
+    append_to_leaves,
+    node_covering,
+)
 from radixserve.cache.radix.session import RadixSession, check_session
 from radixserve.cache.radix.session_eviction import SessionAwareEviction
 from radixserve.cache.radix.snapshot import snapshot_tree
 from radixserve.cache.radix.state_checkpoints import CheckpointTree, StateCheckpoints
 from radixserve.cache.radix.stateful_sequence import StatefulSequence
 from radixserve.cache.radix.windowed_sequence import WindowedSequence, usable_match
-from radixserve.cache.sequence import PageCopy
+from radixserve.cache.sequence import CacheSequence, PageCopy
 from radixserve.cache.state_pool import StateCopy
 from radixserve.cache.tokens import TOKEN_BYTES, TokenIds, as_token_ids, token_view
 from radixserve.cache.window_pool import WindowedAllocator, WindowPool
@@ -49,6 +53,7 @@ from radixserve.errors import InvalidRequest, OutOfPages
 from radixserve.output import Lookup
 from radixserve.schedule import WindowLayers, WindowUpdates
 
+LEAST_BATCH = 3  # sequences that are committed in one loop; fewer are faster one by one
 LEASE_S = 300.0  # seconds that an open session's pages are preferred after their last use
 
 
@@ -164,7 +169,7 @@ class RadixCache(PrefixCache):
         size = tree.page_size
         first_page = ids[: size if size < limit else limit].tobytes()
         is_known = not first_page or first_page in found.root.children
-        if not is_known and tree.never_saw(found, first_page):
+        if not is_known and never_saw(tree, found, first_page):
             return NEVER_SEEN
         data = token_view(ids)
         match = find_match(found, data, limit, size, first_page)
@@ -266,6 +271,16 @@ class RadixCache(PrefixCache):
         if self._windows is not None and length:
             return usable_match(self._windows, node, length)
         return length, node
+
+    def commit_next(self, sequences: Sequence[CacheSequence], token_ids: Sequence[int]) -> None:
+        """See `PrefixCache.commit_next`."""
+        if self._checkpoints is not None or len(sequences) < LEAST_BATCH:
+            super().commit_next(sequences, token_ids)
+            return
+        mine = cast(Sequence[CachedSequence], sequences)
+        rest = append_to_leaves(self._allocator, self._tree, mine, token_ids)
+        for sequence, token_id in rest:
+            sequence.commit_next(token_id)
 
     def _copy_page_prefix(self, match: Match) -> tuple[Node, int, PageCopy | None]:
         """Take a page for the partial last page of a locked match, or shorten the match."""
@@ -370,24 +385,7 @@ class RadixCache(PrefixCache):
 
     def stats(self) -> dict[str, Any]:
         """See `PrefixCache.stats`."""
-        tree, sessions = self._tree, self._tree.session_eviction
-        found = {
-            **super().stats(),
-            "namespaces": len(tree.namespaces),
-            "nodes": tree.num_nodes,
-            "splits": tree.num_splits,
-            "sessions": 0,
-            "pages_pinned": count_pinned(self._allocator),
-        }
-        if sessions is not None:
-            found |= {
-                "pages_retained": sessions.num_retained_pages,
-                "retained_evicted_pages": sessions.num_retained_evicted,
-                "sessions": len(sessions.open_sessions),
-                "leases": sessions.leases(),
-                "pages_leased": sessions.num_leased_pages,
-                "pages_closed": sessions.num_closed_pages,
-            }
+        found = {**super().stats(), **tree_stats(self._allocator, self._tree)}
         for extra in (self._checkpoints, self._windows):
             if extra is not None:
                 found |= extra.stats()

@@ -14,9 +14,10 @@ shorter than a page), so siblings may share a page prefix but never a whole page
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 
 from radixserve.cache.page_pool import PagePool
-from radixserve.cache.radix.child_index import add_key, closest_child, has_longer, remove_key
+from radixserve.cache.radix.child_index import add_key, has_longer, remove_key
 from radixserve.cache.radix.evicted_history import EvictedHistory
 from radixserve.cache.radix.eviction import EvictionOrder
 from radixserve.cache.radix.node import NO_CHILDREN, NamespaceTree, Node, SessionRefs
@@ -67,18 +68,6 @@ class RadixTree:
     def place(self, name: str) -> Place:
         """The place that watches use for the namespace of that name."""
         return (name,), b""
-
-    def never_saw(self, namespace: NamespaceTree, first_page: bytes) -> bool:
-        """Whether nothing begins with the first token of that page, which is not the key of a
-        child, nor did anything that is remembered, in any namespace. May say no where `explain`
-        says yes. O(1)."""
-        root = namespace.root
-        return (
-            (self.page_size == 1 or closest_child(root, first_page)[0] is None)
-            and not self.evicted_history.find((root.node_id, 0, first_page[:TOKEN_BYTES]))
-            and len(self.namespaces) == 1
-            and not namespace.is_dead
-        )
 
     # -- locks --------------------------------------------------------------------------------
 
@@ -224,6 +213,27 @@ class RadixTree:
             self._count_pages(leaf, len(pages))
         if self._watched:
             self.watch_registry.notify(leaf.node_id, bytes(tokens[:TOKEN_BYTES]))
+
+    def append_listener(self) -> Callable[[Node, bytes], None] | None:
+        """To be called with each leaf and the tokens that were appended to it by others than
+        `extend`; None where nothing depends on it."""
+        return self._note_appended if self._watched else None
+
+    def _note_appended(self, leaf: Node, tokens: bytes) -> None:
+        self.watch_registry.notify(leaf.node_id, tokens[:TOKEN_BYTES])
+
+    def count_grown(self, leaves: Sequence[Node]) -> None:
+        """Each of these locked leaves has got a page more."""
+        self.num_pages += len(leaves)
+        self.num_locked += len(leaves)
+        for leaf in leaves:
+            namespace = leaf.namespace
+            namespace.num_pages += 1
+            namespace.num_locked += 1
+        if self.session_eviction is not None:
+            for leaf in leaves:
+                if leaf.session_refs is not None:
+                    self.session_eviction.count_pages(leaf, 1)
 
     def cut(self, leaf: Node, keep: int) -> array[int]:
         """Cut an unlocked or locked leaf after `keep` pages, at least one; the caller owns the
