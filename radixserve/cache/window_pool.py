@@ -3,7 +3,8 @@
 Such layers (sliding windows, attention chunks) keep their K and V in a memory of their own. A page
 of the cache, with the K and V of all other layers, has a window page beside it until that is
 dropped: a query needs the window pages of the last positions before it, no others. When window
-pages are short, the least recently used ones that no live sequence can still see are dropped.
+pages are short, the least recently used ones that no live sequence can still see are dropped; where
+sequences began or ended they are used, all others go long before.
 
     page         0   1   2   3   4   5   6        of one sequence, window_size = 2 pages
     window page  -   -   9   -   -   4   7        it can go on after 6; others as far as 2 or 6
@@ -24,6 +25,7 @@ from radixserve.schedule import WindowLayers, WindowUpdates
 
 _NO_PAGES: IntArray = np.empty(0, np.int32)
 NO_PAGE = -1  # instead of a window page
+NEVER_USED = 4  # times as many ticks as there are window pages: the age of one that is new
 RECLAIM_SHARE = 16  # at least one in so many is dropped at a time: a search costs O(window pages)
 
 
@@ -69,17 +71,18 @@ class WindowPool:
         count, pool, table = len(pages), self._pool, self._table
         if (missing := pool.num_missing(count)) > 0:
             self._drop_oldest(missing)
+        first_tick = self._ticks - NEVER_USED * self.num_pages
         last = NO_PAGE if after == NO_PAGE else int(table[after])
         taken = pool.allocate(count) if last == NO_PAGE else pool.allocate_after(last, count)
         if count == 1:
             page, window = pages[0], taken[0]
             table[page], self._owners[window] = window, page
-            self._last_use[window] = self._ticks
+            self._last_use[window] = first_tick
             self._changed.append(page)
         else:
             windows = np.array(taken, np.int32)
             table[pages], self._owners[windows] = windows, pages
-            self._last_use[windows] = np.arange(self._ticks, self._ticks + count)
+            self._last_use[windows] = np.arange(first_tick, first_tick + count)
             self._changed.extend(pages)
         self._ticks += count
 
