@@ -6,8 +6,8 @@ dropped: a query needs the window pages of the last positions before it, no othe
 pages are short, the least recently used ones that no live sequence can still see are dropped; where
 sequences began or ended they are used, all others go long before.
 
-    page         0   1   2   3   4   5   6        of one sequence, window_size = 2 pages
-    window page  -   -   9   -   -   4   7        it can go on after 6; others as far as 2 or 6
+    page         0   1   2   3   4   5   6        of a sequence; windows of two pages
+    window page  -   8   9   -   -   4   7        it goes on after page 6, others after 2 or 6
 """
 
 from __future__ import annotations
