@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixserve.attention.base import AttentionMetadata, ForwardBatch
+from radixserve.attention.base import AttentionMetadata, ForwardBatch, kv_view
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models import decoder
@@ -137,7 +137,11 @@ class ShapeBackend:
     name = "shapes"
 
     def __init__(self, kv: torch.Tensor) -> None:
-        self.kv = kv
+        self.slots = [kv_view(kv, layer) for layer in range(len(kv))]
+
+    def slot_mapping(self, batch: ForwardBatch, layer: int) -> torch.Tensor:
+        del layer
+        return batch.slot_mapping
 
     def attend(self, q: torch.Tensor, layer: int, *arguments: object) -> torch.Tensor:
         del layer, arguments

@@ -263,7 +263,8 @@ class FakeCuda:
             assert hasattr(torch.cuda, name)
             monkeypatch.setattr(torch.cuda, name, value)
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream is torch.cuda.current_stream(0)
         self.done.append("record")
 
     def synchronize(self) -> None:
@@ -302,7 +303,7 @@ def test_events(monkeypatch: pytest.MonkeyPatch) -> None:
         event = queue.record_event()
     event.wait()
     queue.wait()
-    assert fake.done == ["enter on cuda:0", "record", "leave on cuda:0", "wait", "all"]
+    assert fake.done == ["enter on 0", "record", "leave on 0", "wait", "all"]
 
 
 def test_what_the_log_says(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_the_pool_is_never_copied(checkpoints: dict[str, Path], backend: str) ->
     driver.run(chunk=32)
     assert runner.pool.kv.data_ptr() == where
     held = runner.backend
-    views = [view for pair in held._slots for view in pair]
+    views = [view for pair in held.slots for view in pair]
     views += [held.kv] if backend == "cpu" else []
     for view in views:
         assert view.untyped_storage().data_ptr() == where
