@@ -4,7 +4,7 @@ Such layers (sliding windows, attention chunks) keep their K and V in a memory o
 of the cache, with the K and V of all other layers, has a window page beside it until that is
 dropped: a query needs the window pages of the last positions before it, no others. When window
 pages are short, the least recently used ones that no live sequence can still see are dropped; where
-sequences began or ended they are used, all others go long before.
+sequences began, ended or left what was cached they are used, all others go long before.
 
     page         0   1   2   3   4   5   6        of a sequence; windows of two pages
     window page  -   8   9   -   -   4   7        it goes on after page 6, others after 2 or 6
@@ -110,11 +110,11 @@ class WindowPool:
 
     def copy(self, source: int, destination: int, num_tokens: int) -> None:
         """Copy the window page of the page `source` before the next step, up to a token. Where it
-        has none, neither has the page `destination`."""
+        has none, neither has the page `destination`, which may have none already."""
         read, written = int(self._table[source]), int(self._table[destination])
         if read == NO_PAGE:
             self.detach((destination,))
-        else:
+        elif written != NO_PAGE:
             self._copies.append((read, written, num_tokens))
 
     def touch(self, pages: IntArray) -> None:

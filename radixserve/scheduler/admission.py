@@ -47,19 +47,29 @@ class Admission:
         spare = self._cache.num_available - outstanding
         if self.is_short(spare):
             return  # no need to scan the queue
-        sharing = InBatchSharing(self._running if self._cache.sharing_enabled else ())
+        window_pages = budget.num_window_pages()
+        forgets = self._cache.window_size or self._cache.num_states
+        sharing = InBatchSharing(
+            self._running if self._cache.sharing_enabled else (),
+            self._usable_len if forgets else None,
+        )
         for state in waiting.candidates():
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.note_waits(state)
                 continue
-            if budget.fits(state, spare) and self._start(state, batch):
+            if budget.fits(state, spare, window_pages) and self._start(state, batch):
                 sharing.add(state)
                 if not self.has_slots(batch):
                     return
                 outstanding += budget.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
-            if self._running and waiting.min_page_need > spare:
+                window_pages = budget.num_window_pages()
+            if self._running and not budget.may_fit_any(spare, window_pages):
                 return  # no later candidate fits either
+
+    def _usable_len(self, state: RequestState) -> int:
+        tokens, namespace = state.match_tokens(), state.request.params.namespace
+        return self._cache.lookup(tokens, namespace, compare_namespaces=False).cached_len
 
     def has_slots(self, batch: BatchBuilder) -> bool:
         num_running = len(self._running) - batch.num_ending

@@ -21,6 +21,7 @@ from radixserve.scheduler.shared_prefixes import SharedPrefixes, begins_with
 MAX_KEPT = 4096  # pins and retains at a time
 MAX_KEPT_OF_OWNER = 1024
 _TRIES = 3  # to fit one into the budgets: cut once, unless others hold what was cut
+_NO_WHOLE_PAGES = "after whole pages, requests can go on from none of it"
 _NOT_KEPT = 'what is evicted follows no hint here: cache="radix" is needed'
 
 
@@ -125,16 +126,31 @@ class Hints:
             return self._release(hint, tokens)
         tokens = tokens[: hint.max_tokens]
         found, size = self._cached_len(hint, tokens), self._cache.page_size
-        whole = found - found % size
+        whole = self._usable_pages(hint, tokens[:found])
         if not whole:
             reason = "nothing of it is cached" if not found else "less than a page of it is cached"
+            if found >= size:
+                reason = _NO_WHOLE_PAGES
             return HintAnswer(hint.verb, "missing", found, reason=reason)
         reason = ""
         if whole < len(tokens) - len(tokens) % size:
             reason = f"only {found} of {len(tokens)} tokens are cached"
+            if whole < found - found % size:
+                reason = f"after whole pages, requests can go on from {whole} of {found} tokens"
         if hint.verb == "share":
             return self.shared.add(hint, tokens[:whole], found, reason)
         return self._keep(hint, tokens[:whole], found, reason)
+
+    def _usable_pages(self, hint: Hint, tokens: IntArray) -> int:
+        """How many of `tokens`, which are cached, are in whole pages that requests can go on from:
+        fewer where K/V of layers with windows, or states, are missing at the last one's end."""
+        whole, size = len(tokens), self._cache.page_size
+        while whole := whole - whole % size:
+            usable = self._cached_len(hint, tokens[:whole])
+            if usable == whole:
+                break
+            whole = usable
+        return whole
 
     def _cached_len(self, hint: Hint, tokens: IntArray) -> int:
         lookup = self._cache.lookup(
@@ -164,8 +180,9 @@ class Hints:
             if not over:
                 break
             self._end_claim(kept)
-            size, reason = self._cache.page_size, self._why_over(hint)
-            kept.tokens = kept.tokens[: max(0, len(kept.tokens) - over) // size * size]
+            reason = self._why_over(hint)
+            fitting = kept.tokens[: max(0, len(kept.tokens) - over)]
+            kept.tokens = fitting[: self._usable_pages(hint, fitting)]
             if not len(kept.tokens):
                 return HintAnswer(hint.verb, "rejected", found, reason=reason)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from radixserve.scheduler.request_state import RequestState
 
@@ -15,7 +15,14 @@ class InBatchSharing:
     when both agree on [0, m] and the producer still has to compute position m.
     """
 
-    def __init__(self, running: Iterable[RequestState]) -> None:
+    def __init__(
+        self,
+        running: Iterable[RequestState],
+        usable_len: Callable[[RequestState], int] | None = None,
+    ) -> None:
+        """`usable_len`: of a cache that may hold a prefix that no sequence can go on from, how much
+        a request can go on from. O(its tokens)."""
+        self._usable_len = usable_len
         self._prefilling: list[RequestState] = []
         self._decoding: dict[int, list[RequestState]] = {}  # by the position that they compute
         for state in running:
@@ -40,6 +47,8 @@ class InBatchSharing:
             return True
         limit = state.num_reusable
         start = state.prefix_watch.cached_len
+        if self._usable_len is not None and self._is_computed_again(state, start, limit):
+            start = self._usable_len(state)
         if start >= limit:
             return False
         for producer in (*self._prefilling, *self._decoding.get(start, ())):
@@ -51,6 +60,14 @@ class InBatchSharing:
                     producer.sequence.want_checkpoint(agreed)
                 return True
         return False
+
+    def _is_computed_again(self, state: RequestState, cached_len: int, limit: int) -> bool:
+        """Whether a producer computes tokens of `state` that are cached."""
+        return any(
+            (done := producer.committed) < cached_len
+            and _num_agreed(state, producer, done, limit) > done
+            for producer in self._prefilling
+        )
 
 
 def wake_waiters(producer: RequestState) -> list[RequestState]:

@@ -24,6 +24,7 @@ class PageBudget:
         self._running = running
         self._waiting = waiting
         self._max_running_requests = max_running_requests
+        self._window_pages = self.pages_for(cache.window_size)  # a request takes no more at once
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.page_size)
@@ -47,18 +48,25 @@ class PageBudget:
         wanted = self.pages_for(max(0, count - slack))
         return min(count, slack + cache.num_obtainable(wanted) * cache.page_size)
 
-    def fits(self, state: RequestState, num_pages: int) -> bool:
+    def num_window_pages(self) -> int:
+        """Window pages that a request can take now, at most those of a window; 0 without windows.
+        O(window pages) where they are short: once a pass, not once a request."""
+        return self._cache.num_obtainable(self._window_pages)
+
+    def fits(self, state: RequestState, num_pages: int, num_window_pages: int) -> bool:
         """Whether `num_pages`, which the running ones do not need, are enough for all tokens of a
-        waiting one."""
+        waiting one, and `num_window_pages` for those that it sees at once."""
         if not self._running:
             return True  # alone it fits: checked by `Scheduler.add`
         size = self._cache.page_size
         unlocked = state.prefix_watch.cached_len // size - state.prefix_watch.locked_len // size
         need = self._waiting.page_need(state)
-        if need + unlocked > num_pages:
-            return False
-        at_once = min(need, self.pages_for(self._cache.window_size))  # window pages; else none
-        return self._cache.num_obtainable(at_once) == at_once
+        return need + unlocked <= num_pages and min(need, self._window_pages) <= num_window_pages
+
+    def may_fit_any(self, num_pages: int, num_window_pages: int) -> bool:
+        """Whether the smallest queued request may fit."""
+        least = self._waiting.min_page_need
+        return least <= num_pages and min(least, self._window_pages) <= num_window_pages
 
     def num_startable(self, state: RequestState, count: int) -> int:
         """Number of the `count` forks of `state` that may run now: limited by slots, pages,

@@ -67,6 +67,35 @@ def test_where_sequences_end_and_begin_is_kept_longer() -> None:
     assert cache.stats()["dropped_window_pages"] > 0
 
 
+def test_an_end_is_kept_longer_than_what_another_sequence_passes() -> None:
+    cache = make(num_window_pages=40)
+    serve(cache, PROMPT[:20])
+    serve(cache, list(range(200, 320)))
+    assert cache.stats()["dropped_window_pages"] >= 100
+    assert cache.lookup([*PROMPT[:20], 9]).cached_len == 20
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_where_prompts_leave_what_is_cached_is_kept_longer(page_size: int) -> None:
+    cache = make(num_window_pages=40 // page_size, page_size=page_size)
+    serve(cache, [*PROMPT[:20], *range(100)])
+    assert serve(cache, [*PROMPT[:20], *range(200, 240)]) == 0  # its windows were dropped
+    assert serve(cache, [*PROMPT[:20], *range(300, 340)]) == 20
+    assert serve(cache, [*PROMPT[:20], *range(400, 440)]) == 20
+
+
+def test_a_length_that_others_want_is_kept_longer() -> None:
+    cache = make(num_window_pages=40)
+    with cache.acquire(PROMPT) as seq:
+        seq.want_checkpoint(20)
+        for first in range(0, 60, 10):
+            seq.extend(PROMPT[first : first + 10])
+            seq.commit(seq.length)
+    serve(cache, list(range(200, 240)))
+    assert cache.lookup([*PROMPT[:20], 9]).cached_len == 20
+    assert cache.lookup([*PROMPT[:30], 9]).cached_len == 20
+
+
 def test_windows_of_live_sequences_stay() -> None:
     cache = make(num_window_pages=24)
     held = cache.acquire(PROMPT)
@@ -95,6 +124,115 @@ def test_truncate_goes_back_to_where_windows_are() -> None:
     seq.truncate(20)
     assert seq.length == seq.committed_len == 0
     cache.check()
+
+
+def test_truncate_keeps_what_it_goes_back_to() -> None:
+    """The page of the copy takes a window page from others, though these were used longer ago."""
+    cache = make(num_window_pages=5, page_size=4)
+    seq = cache.acquire(PROMPT)
+    seq.extend(PROMPT[:20])
+    seq.commit(20)
+    cache.acquire([*PROMPT[:4], 7]).release()
+    seq.truncate(14)
+    assert seq.length == 14
+    cache.check()
+
+
+def test_a_match_without_a_page_for_its_end_needs_another_window() -> None:
+    cache = RadixCache(5, 4, windows=WindowLayers(2, 3))
+    seq = cache.acquire(PROMPT)
+    for first in range(0, 16, 4):
+        seq.extend(PROMPT[first : first + 4])
+        seq.commit(seq.length)
+    prompt = [*PROMPT[:14], 7, 7]
+    assert cache.lookup(prompt).cached_len == 14
+    with cache.acquire([7]) as other:
+        other.extend([7])  # the last page, and the window page that 12 tokens need
+        assert cache.lookup(prompt).cached_len == 0
+        with cache.acquire(prompt) as short:
+            assert short.length == 0
+            cache.check()
+
+
+def test_no_placeholder_without_a_window_page() -> None:
+    cache = make(num_window_pages=8)
+    seqs = [cache.acquire(PROMPT[first:]) for first in (0, 10)]
+    for seq in seqs:
+        seq.extend(PROMPT[:4])
+    with pytest.raises(OutOfPages, match="window pages"):
+        cache.append_placeholder(seqs)
+    assert [seq.length for seq in seqs] == [4, 4]
+    cache.check()
+
+
+def test_a_copy_into_another_namespace_takes_the_window_pages_that_are_seen() -> None:
+    cache = make(num_window_pages=20, page_size=4)
+    serve(cache, PROMPT)
+    serve(cache, list(range(200, 250)))
+    source = cache.acquire(PROMPT, allow_full=True)
+    assert source.length == 60
+    before = cache.stats()["dropped_window_pages"]
+    cache.take_window_updates()
+    seq = cache.acquire([*PROMPT, 7], "other")
+    assert seq.copy_from(source) == 60
+    assert cache.stats()["dropped_window_pages"] <= before + 2
+    updates = cache.take_window_updates()
+    table = dict(updates.pages.tolist())
+    assert [table[page] for page in seq.pages[13:].tolist()] == [copy[1] for copy in updates.copies]
+    assert [count for *_, count in updates.copies] == [4, 4]
+    seq.commit(60)
+    cache.check()
+
+
+def test_what_a_copy_lacks_in_windows_is_not_found() -> None:
+    cache = make(num_window_pages=20, page_size=4)
+    serve(cache, PROMPT[:6])
+    cache.acquire(PROMPT[:6], "other").release()
+    with cache.acquire(PROMPT, "other") as seq:
+        seq.extend(PROMPT[:6])
+        seq.commit(6)
+    serve(cache, PROMPT)
+    serve(cache, list(range(200, 260)))  # drops the early windows of PROMPT, not those of its end
+    source = cache.acquire(PROMPT, allow_full=True)
+    seq = cache.acquire([*PROMPT, 7], "other")
+    assert seq.length == 6
+    assert seq.copy_from(source) == 54
+    cache.take_window_updates()
+    seq.commit(60)
+    seq.release()
+    assert cache.lookup([*PROMPT, 8], "other").cached_len == 60
+    assert cache.lookup([*PROMPT[:8], 8], "other").cached_len == 4
+    cache.check()
+
+
+def test_a_copy_without_room_takes_nothing() -> None:
+    cache = make(num_window_pages=6, page_size=4)
+    serve(cache, PROMPT, 4)
+    source = cache.acquire(PROMPT, allow_full=True)
+    held = cache.acquire([7])
+    held.extend(range(12))
+    free = cache.stats()["pages_free"]
+    seq = cache.acquire([*PROMPT, 7], "other")
+    with pytest.raises(OutOfPages):
+        seq.copy_from(source)
+    assert (seq.length, len(seq.pages)) == (0, 0)
+    assert cache.stats()["pages_free"] == free
+    cache.check()
+
+
+@pytest.mark.parametrize("tail", [3, 500])
+def test_a_lookup_tells_what_a_sibling_has(tail: int) -> None:
+    """Of two pages with the same head one lost its window page; the other's is the last one."""
+    cache = RadixCache(40, 4, windows=WindowLayers(2, 3))
+    for tokens in (PROMPT[:8], [*PROMPT[:6], 300, 300]):
+        serve(cache, tokens, 4)
+    other = cache.acquire([7])
+    other.extend([7])
+    prompt = [*PROMPT[:6], tail, 7, 7]
+    found = cache.lookup(prompt)
+    assert found.reason in ("window_evicted", "diverged")
+    with cache.acquire(prompt) as seq:
+        assert seq.length == found.cached_len
 
 
 def test_a_fork_copies_both_parts_of_a_page() -> None:

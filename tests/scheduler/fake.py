@@ -92,6 +92,7 @@ class FakeRunner:
     def launch(self, schedule: SchedulerOutput) -> Any:
         with self.noticing():
             self.copy_states(schedule)
+            self.update_windows(schedule)
             self.before_launch(schedule)
             self.read_pages(schedule)
             outputs = self.run(schedule).outputs
@@ -133,14 +134,16 @@ class FakeRunner:
         for source, target in schedule.state_copies:
             self.states[target] = self.states[source]
 
-    def run(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        for source, target, count in schedule.cow_copies:
-            self.cells[target, :count] = self.cells[source, :count]
+    def update_windows(self, schedule: SchedulerOutput) -> None:
         if schedule.windows is not None:
             pages, copies = schedule.windows
             self.window_pages[pages[:, 0]] = pages[:, 1]
             for source, target, count in copies:
                 self.window_cells[target, :count] = self.window_cells[source, :count]
+
+    def run(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+        for source, target, count in schedule.cow_copies:
+            self.cells[target, :count] = self.cells[source, :count]
         written = [cell for row in schedule.rows for cell in self._slots(row, row.start, row.end)]
         assert len(set(written)) == len(written), "two rows write to one slot"
         states = [one for row in schedule.rows for one in _states(row)]

@@ -43,6 +43,7 @@ class HintDriver(Driver):
             self.page_size,
             self.eviction,
             reuse=self.reuse,
+            windows=self.windows,
             clock=lambda: self.now,
         )
 

@@ -22,6 +22,7 @@ from radixserve.schedule import (
     SampleSpec,
     ScheduledRequest,
     SchedulerOutput,
+    WindowLayers,
 )
 from tests.scheduler.fake import DeviceFailed, Driver, FakeRunner, prefix_hashes
 
@@ -38,7 +39,8 @@ class Launched:
         self.schedule = replace(
             schedule, rows=rows, cow_copies=schedule.cow_copies.copy(), state_copies=copies
         )
-        runner.owed_copies = []
+        self.late_windows = runner.owed_windows  # schedules whose window pages come first
+        runner.owed_copies, runner.owed_windows = [], []
         names = [row.request_id for row in rows]
         self.tokens = {name: runner.known(name) for name in names}
         self.serials = {name: runner.serials[name] for name in names}
@@ -65,11 +67,19 @@ class DelayedRunner(FakeRunner):
 
     overlap_depth = 1
 
-    def __init__(self, num_pages: int, page_size: int, rng: random.Random, pace: float) -> None:
-        super().__init__(num_pages, page_size)
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        rng: random.Random,
+        pace: float,
+        windows: WindowLayers | None = None,
+    ) -> None:
+        super().__init__(num_pages, page_size, windows)
         self.rng = rng
         self.pace = pace
         self.owed_copies: list[tuple[int, int]] = []  # of states, by steps that failed to launch
+        self.owed_windows: list[SchedulerOutput] = []  # the same of window pages
         self.queue: list[Launched] = []  # not collected yet
         self.log: list[tuple[str, int]] = []  # ("launch" or "collect", step)
         # What a test may do, or have happen.
@@ -95,6 +105,7 @@ class DelayedRunner(FakeRunner):
         self.before_launch(schedule)
         if self.fails_to_launch():
             self.owed_copies += schedule.state_copies
+            self.owed_windows.append(schedule)
             raise DeviceFailed("the launch failed")
         assert len(self.queue) < 2, "more than two steps are in flight"
         self.log.append(("launch", schedule.step))
@@ -137,6 +148,8 @@ class DelayedRunner(FakeRunner):
         before, self._last = self._last, launched
         schedule = launched.schedule
         self.copy_states(schedule)
+        for one in (*launched.late_windows, schedule):
+            self.update_windows(one)
         if self.fails_to_compute():
             launched.error = DeviceFailed("the device failed")
             self._lost = set(launched.serials.values())
@@ -197,7 +210,7 @@ class OverlapDriver(Driver):
         rng = random.Random(
             self.num_pages * 1_000 + self.page_size * 100 + self.chunked_prefill_size
         )
-        runner = DelayedRunner(self.num_pages, self.page_size, rng, self.pace)
+        runner = DelayedRunner(self.num_pages, self.page_size, rng, self.pace, self.windows)
         runner.length = lambda name: len(self.states[name].tokens)
         return runner
 

@@ -9,6 +9,7 @@ import pytest
 from radixserve.cache import SnapshotView
 from radixserve.config import EVICTION_POLICIES
 from radixserve.request import BeamParams
+from radixserve.schedule import WindowLayers
 from tests.scheduler.hint_driver import HintDriver
 
 
@@ -391,3 +392,32 @@ def test_the_last_use_is_not_the_hint_in_an_order_of_priorities() -> None:
     driver.scheduler.stats()
     driver.cache.evict(20)
     assert kept(driver, 1, 2) == [2]
+
+
+class TestWindows:
+    """Of models whose layers see a window: a prefix may be cached without what they see."""
+
+    def driver(self) -> HintDriver:
+        """Serves 40 tokens and others, so that no request can go on from their second page."""
+        driver = HintDriver(40, 16, windows=WindowLayers(4, 8))
+        driver.serve("first", block(1, 41))
+        driver.serve("second", block(2, 36))
+        assert driver.cached(block(1, 41)) == 41
+        assert driver.cached(block(1, 41)[:32]) == 0
+        return driver
+
+    @pytest.mark.parametrize("verb", ["pin", "retain", "share"])
+    def test_whole_pages_that_nothing_can_go_on_from(self, verb: str) -> None:
+        driver = self.driver()
+        answer = driver.hint(verb, block(1, 41), may_share=True)
+        assert (answer.answer, answer.tokens_found, answer.tokens_covered) == ("missing", 41, 0)
+        assert "go on from none of it" in answer.reason
+        assert driver.scheduler.stats()["hints"] == 0
+
+    def test_a_share_longer_than_the_window_pages(self) -> None:
+        driver = HintDriver(40, 16, windows=WindowLayers(4, 8))
+        driver.serve("first", block(1, 161))
+        assert driver.hint("share", block(1, 160), may_share=True).tokens_covered == 160
+        assert driver.serve("other", [*block(1, 160), 5, 6], namespace="b", max_tokens=9) == 160
+        assert driver.output("other") == driver.expected("other", len(driver.output("other")))
+        assert driver.scheduler.stats()["shared_tokens"] == 160

@@ -11,6 +11,7 @@ import pytest
 
 from radixserve.errors import EngineDead, RequestFailed
 from radixserve.request import BeamParams
+from radixserve.schedule import WindowLayers
 from tests.scheduler import (
     test_beams,
     test_prompt_scores,
@@ -110,20 +111,25 @@ class TestStorms:
 class Storm:
     """Everything at once, at any moment: between two turns, and between a launch and an answer."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_windows: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         page_size = rng.choice([1, 2, 3, 16])
+        chunk, windows = rng.choice([1, 7, 16, 64]), None
+        if has_windows:
+            size = rng.choice([1, 3, 10, 30])
+            windows = WindowLayers(-(-(size + chunk) // page_size) + rng.choice([3, 8, 20]), size)
         self.driver = driver = OverlapDriver(
             max(4, rng.choice([40, 70, 120, 500]) // page_size),
             page_size,
             policy=rng.choice(test_scheduler.POLICIES),
-            chunked_prefill_size=rng.choice([1, 7, 16, 64]),
+            chunked_prefill_size=chunk,
             max_running_requests=rng.choice([1, 3, 8]),
             max_overtake=rng.choice([0, 2, 8]),
             reuse=rng.random() < 0.85,
-            kind=rng.choice(["radix", "radix", "hash"]),
+            kind="radix" if has_windows else rng.choice(["radix", "radix", "hash"]),
             pace=rng.choice([0.0, 0.2, 0.6, 1.0]),
-            num_states=rng.choice([0, 0, 12, 60]),
+            num_states=0 if has_windows else rng.choice([0, 0, 12, 60]),
+            windows=windows,
         )
         self.searches: dict[str, BeamParams] = {}
         self.reasons: Counter[str] = Counter()  # of ends
@@ -248,6 +254,14 @@ def test_storms(block: int) -> None:
         assert seen[event] > 0, f"the storm had no {event}"
 
 
+def test_storms_with_windows() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(12):
+        seen += Storm(seed, has_windows=True).run(40)
+    for event in ("steps_ahead", "discarded_tokens", "preemptions", "ends by error"):
+        assert seen[event] > 0, f"the storm had no {event}"
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     assert Storm(7).run(40) == Storm(7).run(40)
 
@@ -260,4 +274,4 @@ def test_many_storms() -> None:
     RADIXSERVE_FUZZ_SEEDS=300 python -m pytest -m long tests/scheduler/test_overlap.py
     """
     for seed in range(1_000, 1_000 + int(os.environ.get("RADIXSERVE_FUZZ_SEEDS", "3000"))):
-        Storm(seed).run(120)
+        Storm(seed, has_windows=seed % 4 == 0).run(120)

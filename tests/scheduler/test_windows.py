@@ -59,6 +59,61 @@ def test_requests_run_together_as_far_as_window_pages_go() -> None:
     driver.drain()
 
 
+def test_few_are_preempted_for_window_pages() -> None:
+    driver = Driver(20_000, windows=WindowLayers(60, 40))
+    for name in range(20):
+        driver.add(f"r{name}", [2 + name, *HEAD[:29]], max_tokens=60, ignore_eos=True)
+    driver.run()
+    assert len(driver.finished) == 20
+    assert driver.scheduler.stats()["preemptions"] < 20
+    driver.drain()
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_what_requests_share_is_computed_once(is_cached: bool) -> None:
+    """Also where it is cached, but cannot be used without windows that were dropped."""
+    driver = Driver(1600, chunked_prefill_size=256, windows=WindowLayers(270, 10))
+    if is_cached:
+        serve(driver, "first", [*HEAD[:50], 7, 7, 7])
+        for name in range(3):
+            serve(driver, f"other {name}", [2 + n % (40 + name) for n in range(200)])
+        assert driver.cache.lookup([*HEAD[:50], 3])[:3] == (0, "window_evicted", 50)
+    for name in range(6):
+        driver.add(f"r{name}", [*HEAD[:50], 2 + name, 3, 4], max_tokens=1)
+    driver.run()
+    computed = [driver.finished[f"r{name}"].usage.computed_tokens for name in range(6)]
+    assert sorted(computed) == [3, 3, 3, 3, 3, 53]
+    driver.drain()
+
+
+def test_waiters_find_the_window_where_they_leave_their_producer() -> None:
+    driver = make(num_window_pages=60, chunked_prefill_size=16)
+    for name in range(8):
+        driver.add(f"r{name}", [*HEAD, 2 + name, *HEAD[:60]], max_tokens=4, ignore_eos=True)
+    driver.run()
+    computed = [driver.finished[f"r{name}"].usage.computed_tokens for name in range(8)]
+    assert computed.count(61) >= 6  # the others waited too long for window pages
+    driver.drain()
+
+
+def test_short_window_pages_are_counted_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That costs O(window pages): not for each of the waiting requests."""
+    driver, num_counts = make(num_window_pages=40), 0
+    count = driver.cache.num_obtainable
+
+    def num_obtainable(wanted: int) -> int:
+        nonlocal num_counts
+        num_counts += 1
+        return count(wanted)
+
+    monkeypatch.setattr(driver.cache, "num_obtainable", num_obtainable)
+    for name in range(200):
+        driver.add(f"r{name}", [2 + name % 40, 2 + name // 40, *HEAD[:30]], max_tokens=3)
+    for _ in range(40):
+        driver.step()
+    assert num_counts < 400
+
+
 def test_beams_fork_inside_of_a_page() -> None:
     plain, driver = Driver(1600 // 8, 8), make(num_window_pages=160, page_size=8)
     for one in (plain, driver):

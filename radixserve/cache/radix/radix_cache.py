@@ -177,10 +177,10 @@ class RadixCache(PrefixCache):
         length, node, _, _ = match
         if self._forgets:
             usable, at = self._usable(node, length)
+            match = usable, at, at, b""
             if usable < length:
-                length, match = usable, (usable, at, at, b"")
                 reason = "no_checkpoint" if self._windows is None else "window_evicted"
-                answer = Lookup(length, reason, answer.position)
+                length, answer = usable, Lookup(usable, reason, answer.position)
         if not length % size or self._can_copy_page_prefix(match):
             return answer
         return answer._replace(cached_len=self._without_page_prefix(match))
@@ -221,10 +221,10 @@ class RadixCache(PrefixCache):
         size, count, copy = tree.page_size, len(data), None
         limit = count - 1 if count and not allow_full else count
         match = find_match(found, data, limit, size)
-        length, node, _, _ = match
-        checkpoints, windows = self._checkpoints, self._windows
+        match_len, node, _, _ = match
+        length, checkpoints, windows = match_len, self._checkpoints, self._windows
         if self._forgets:
-            wanted = {length, limit}  # lengths to keep a recurrent state at
+            wanted = {length, limit}  # lengths that others may go on from
             length, node = self._usable(node, length)
             match = length, node, node, b""
         tree.lock(node)
@@ -254,7 +254,7 @@ class RadixCache(PrefixCache):
             if copy is not None:
                 windows.copy(*copy)
             windows.end_use()
-            return WindowedSequence(*parts)
+            return WindowedSequence(*parts, match_len=match_len)
         if checkpoints is None:
             return CachedSequence(*parts)
         sequence = StatefulSequence(*parts)

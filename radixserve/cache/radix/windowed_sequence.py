@@ -7,22 +7,32 @@ A prefix can be used where the window pages of the last positions before its end
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from radixserve.cache.page_pool import PageAllocator
 from radixserve.cache.radix.child_index import siblings_with_head
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.sequence import CachedSequence, node_covering
 from radixserve.cache.sequence import CacheSequence
 from radixserve.cache.window_pool import WindowedAllocator, WindowPool
 from radixserve.checks import check_int
+from radixserve.errors import OutOfPages
 
 
 class WindowedSequence(CachedSequence):
     """Made by a `RadixCache` with windows."""
 
-    __slots__ = ()
+    __slots__ = ("_wanted",)
+
+    _wanted: set[int]  # lengths that others go on from
+
+    def __init__(self, *parts: Any, match_len: int = 0) -> None:
+        """See `CachedSequence`. `match_len`: where it left the cached tokens, perhaps after what it
+        could use: the tree branches there."""
+        super().__init__(*parts)
+        self._wanted = {match_len} if match_len > self.length else set()
 
     @property
     def _windows(self) -> WindowPool:
@@ -39,7 +49,17 @@ class WindowedSequence(CachedSequence):
         return forked
 
     def copy_from(self, source: CacheSequence) -> int:
-        copied = super().copy_from(source)
+        """Early pages, which no new token sees, get no window page."""
+        allocator, num_pages = self._allocator, len(self._pages)
+        num_early = max(0, self._windows.first_seen_page(source.length) - num_pages)
+        early = PageAllocator.allocate(allocator, num_early)
+        self._pages = self._pages + early  # a view of the old array may be exported
+        try:
+            copied = super().copy_from(source)
+        except OutOfPages:
+            self._pages = self._pages[:num_pages]
+            allocator.free(early)
+            raise
         for read, written, num_tokens in self.cow_copies:
             self._windows.copy(read, written, num_tokens)
         return copied
@@ -63,6 +83,23 @@ class WindowedSequence(CachedSequence):
         if extra and self._pages[whole] != last:
             self._windows.copy(last, self._pages[whole], extra)
 
+    def want_checkpoint(self, length: int) -> None:
+        """Others go on from there: once that is computed, the window pages before it count as used,
+        as do those where a sequence ends."""
+        self._wanted.add(length)
+
+    def _publish(self) -> None:
+        super()._publish()
+        if self._wanted:
+            for length in [one for one in self._wanted if one <= self.committed_len]:
+                self._wanted.remove(length)
+                self._touch_window(length)
+
+    def _touch_window(self, length: int) -> None:
+        windows, last = self._windows, self._allocator.pages_for(length)
+        pages = self._pages[windows.first_seen_page(length) : last]
+        windows.touch(np.array(pages, np.int32))
+
     def _replace_pages(self, first: int, pages: array[int]) -> None:
         """The tree's pages get our window pages where they lack one."""
         self._windows.move(self._pages[first : first + len(pages)], pages)
@@ -70,9 +107,7 @@ class WindowedSequence(CachedSequence):
 
     def release(self) -> None:
         if self._is_open:
-            windows, last = self._windows, self._allocator.pages_for(self.committed_len)
-            first = windows.first_seen_page(self.committed_len)
-            windows.touch(np.array(self._pages[first:last], np.int32))
+            self._touch_window(self.committed_len)
         super().release()
 
 
