@@ -76,9 +76,8 @@ class _Figures(Collector):
         stats["waiting_tokens"] = status.waiting_tokens
         for ours, vllms, key, text in _GAUGES:
             yield from self._gauges(ours, vllms, text, float(stats[key]))
-        if "replicas" in stats:
-            text = "engines that serve, those that only end their requests included"
-            yield from self._gauges("replicas", None, text, float(stats["replicas"]))
+        text = "engines that serve, those that only end their requests included"
+        yield from self._gauges("replicas", None, text, float(stats.get("replicas", 1)))
         used = (stats["pages_locked"] + stats["pages_private"]) / stats["pages_total"]
         text = "share of pages that requests use now, 0 to 1"
         yield from self._gauges("kv_cache_usage", "kv_cache_usage_perc", text, used)

@@ -393,8 +393,7 @@ $("tree").addEventListener("keydown", (event) => {
   const items = [...$("tree").children];
   const at = items.indexOf(document.activeElement);
   if (at < 0) return;
-  const row = rowAt(items[at]);
-  const last = items.length - 1;
+  const row = rowAt(items[at]), last = items.length - 1;
   const isOpen = row.hasChildren && row.isOpen;
   let to = at;
   if (event.key === "ArrowDown" || (event.key === "ArrowRight" && isOpen)) to = Math.min(last, at + 1);
