@@ -36,13 +36,14 @@ class CpuModelRunner(SingleDeviceRunner):
         keep_freed_memory()
         parts = load_on_device(model_path, config, torch.device("cpu"), tp_group)
         super().__init__(parts, config)
+        self._window_table: WindowTable | None = None
         self._draws = tp_group is None or tp_group.rank == 0
         self.num_states = choose_num_states(config, self.info)
         size = self._pool_size(parts.backend_name, tp_group)
         self.pool = KVPool(self.info, size, config.page_size, self._device)
         if size.num_window_pages:
             self.windows = WindowLayers(size.num_window_pages, self.info.window_size)
-        self._window_table = WindowTable(size, config.page_size)
+            self._window_table = WindowTable(size, config.page_size)
         self._states = RecurrentStates(self.info, self.num_states, self._device)
         self.backend = make_backend(
             *(parts.backend_name, self.pool.kv, self.info.num_heads),
@@ -68,7 +69,7 @@ class CpuModelRunner(SingleDeviceRunner):
         """
         began = time.perf_counter()
         self.pool.copy_page_prefixes(schedule.cow_copies)
-        if self.windows is not None:
+        if self._window_table is not None:
             assert schedule.windows is not None, "nothing is said of window pages"
             self._window_table.update(schedule.windows.pages)
             self.pool.copy_window_prefixes(schedule.windows.copies)
@@ -79,7 +80,7 @@ class CpuModelRunner(SingleDeviceRunner):
         batch = inputs.to_device(self._device)
         if self.num_states:
             batch = replace(batch, recurrent=self._states.of_rows(schedule.rows))
-        if self.windows is not None:
+        if self._window_table is not None:
             batch = replace(batch, window=self._window_table.of_batch(inputs))
         self.backend.plan(batch)
         self.note_wait()

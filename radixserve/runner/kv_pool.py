@@ -27,19 +27,16 @@ from radixserve.models.base import ModelInfo
 from radixserve.runner.system_memory import free_memory, map_on_demand
 from radixserve_kernels.torch_ops import copy_slots
 
-SPARE_WINDOW_PAGES = (
-    3  # the ends of a chunk and of a window inside a page, and a copied page prefix
-)
+# The ends of a chunk and of a window inside a page, and a copied page prefix.
+SPARE_WINDOW_PAGES = 3
 FREE_MEMORY_DIVISOR = 4  # the default pool takes at most this fraction of the free memory: 1 / 4
 
 
 class PoolSize(NamedTuple):
-    """Pages of a pool."""
+    """Pages of a pool. No window pages: layers with windows are in the pages of all others."""
 
     num_pages: int
-    num_window_pages: int = (
-        0  # 0: layers with windows have their K and V in the pages of all others
-    )
+    num_window_pages: int = 0
 
 
 class KVPool:

@@ -27,14 +27,15 @@ NAMESPACES = st.sampled_from(["", "", "b"])
 class CacheMachine(RuleBasedStateMachine):
     """Shrinks to the shortest program that breaks a law."""
 
+    kinds: tuple[type[World], ...] = (World, LateWorld)
     world: World
 
     @initialize(
         page_size=st.sampled_from([1, 2, 16]),
-        pages=st.integers(3, 40),
+        pages=st.integers(3, 80),
         reuse=st.sampled_from([True, True, True, False]),
         eviction=st.sampled_from(EVICTION_POLICIES),
-        make=st.sampled_from([World, LateWorld]),
+        make=st.runner().flatmap(lambda machine: st.sampled_from(machine.kinds)),
     )
     def start(
         self, page_size: int, pages: int, reuse: bool, eviction: str, make: type[World]
@@ -126,33 +127,13 @@ class CacheMachine(RuleBasedStateMachine):
 class StateMachine(CacheMachine):
     """The same with recurrent states."""
 
-    @initialize(
-        page_size=st.sampled_from([1, 2, 16]),
-        pages=st.integers(3, 40),
-        reuse=st.sampled_from([True, True, True, False]),
-        eviction=st.sampled_from(EVICTION_POLICIES),
-        make=st.sampled_from(STATEFUL),
-    )
-    def start(
-        self, page_size: int, pages: int, reuse: bool, eviction: str, make: type[World]
-    ) -> None:
-        super().start(page_size, pages, reuse, eviction, make)
+    kinds = STATEFUL
 
 
 class WindowMachine(CacheMachine):
     """The same with windows."""
 
-    @initialize(
-        page_size=st.sampled_from([1, 2, 16]),
-        pages=st.integers(3, 80),
-        reuse=st.sampled_from([True, True, True, False]),
-        eviction=st.sampled_from(EVICTION_POLICIES),
-        make=st.sampled_from(WINDOWED),
-    )
-    def start(
-        self, page_size: int, pages: int, reuse: bool, eviction: str, make: type[World]
-    ) -> None:
-        super().start(page_size, pages, reuse, eviction, make)
+    kinds = WINDOWED
 
 
 TestWindowMachine = WindowMachine.TestCase

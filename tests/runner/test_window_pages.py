@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,8 +53,8 @@ def test_layers_with_windows() -> None:
     assert INFO.window_bytes_per_token == 3 * TOKEN_BYTES
 
 
-def size(info: ModelInfo = INFO, **settings: object) -> PoolSize:
-    return choose_pool_size(EngineConfig(**{"chunked_prefill_size": 64, **settings}), info)  # type: ignore[arg-type]
+def size(info: ModelInfo = INFO, **settings: Any) -> PoolSize:
+    return choose_pool_size(EngineConfig(chunked_prefill_size=64, **settings), info)
 
 
 def test_pages_of_a_given_memory() -> None:
@@ -90,9 +91,10 @@ def test_layers_with_windows_alone() -> None:
 
 
 def test_wrong_ratios_are_refused() -> None:
-    for ratio in (0, -1, 1.5, float("nan"), "half"):
+    wrong: list[Any] = [0, -1, 1.5, float("nan"), "half"]
+    for ratio in wrong:
         with pytest.raises(InvalidRequest, match="swa_full_tokens_ratio"):
-            EngineConfig(swa_full_tokens_ratio=ratio)  # type: ignore[arg-type]
+            EngineConfig(swa_full_tokens_ratio=ratio)
     for name, value in (("cache", "hash"), ("tensor_parallel_size", 2), ("device", "cuda:1")):
         EngineConfig(swa_full_tokens_ratio=1.0, **{name: value})
         with pytest.raises(InvalidRequest, match=f"must be None or 1 with {name}"):

@@ -337,6 +337,14 @@ class Driver:
         self.runner.tokens[name] = list(tokens)
         self.runner.namespaces[name] = sampling.namespace
 
+    def serve(self, name: str, tokens: list[int], max_tokens: int = 4) -> tuple[int, int]:
+        """Run a request to its end; the cached and the computed tokens of its prompt."""
+        self.add(name, tokens, max_tokens=max_tokens, ignore_eos=True)
+        self.run()
+        usage = self.finished[name].usage
+        assert usage.prompt_tokens == len(tokens)
+        return usage.cached_tokens, usage.computed_tokens
+
     def step(self) -> SchedulerOutput | None:
         """The step that was launched, if any."""
         num_steps = len(self.schedules)

@@ -9,25 +9,17 @@ from tests.scheduler.fake import Driver
 HEAD = [5 + n % 40 for n in range(40)]
 
 
-def serve(driver: Driver, name: str, tokens: list[int], max_tokens: int = 4) -> tuple[int, int]:
-    driver.add(name, tokens, max_tokens=max_tokens, ignore_eos=True)
-    driver.run()
-    usage = driver.finished[name].usage
-    assert usage.prompt_tokens == len(tokens)
-    return usage.cached_tokens, usage.computed_tokens
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_counts_are_exact(page_size: int) -> None:
     driver = Driver(640 // page_size, page_size, num_states=30)  # a checkpoint every 9 tokens
-    assert serve(driver, "cold", HEAD) == (0, 40)
-    assert serve(driver, "same", HEAD) == (39, 1)
+    assert driver.serve("cold", HEAD) == (0, 40)
+    assert driver.serve("same", HEAD) == (39, 1)
     answer = driver.output("cold")
     turn = [*HEAD, *answer[:-1], 7, 7]
-    assert serve(driver, "turn", turn) == (43, 2)
+    assert driver.serve("turn", turn) == (43, 2)
     other = [*HEAD[:25], 3, 3, 3]
-    assert serve(driver, "other", other) == (18, 10)
-    assert serve(driver, "third", [*HEAD[:25], 4, 4]) == (25, 2)
+    assert driver.serve("other", other) == (18, 10)
+    assert driver.serve("third", [*HEAD[:25], 4, 4]) == (25, 2)
     miss = driver.finished["other"].miss
     assert miss is not None
     assert miss[:3] == (18, "no_checkpoint", 25)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from radixserve.request import BeamParams
@@ -11,38 +13,30 @@ from tests.scheduler.fake import Driver
 HEAD = [5 + n % 40 for n in range(80)]
 
 
-def make(num_window_pages: int, page_size: int = 1, **options: int) -> Driver:
+def make(num_window_pages: int, page_size: int = 1, **options: Any) -> Driver:
     windows = WindowLayers(num_window_pages // page_size, 10)
-    return Driver(1600 // page_size, page_size, windows=windows, **options)  # type: ignore[arg-type]
-
-
-def serve(driver: Driver, name: str, tokens: list[int], max_tokens: int = 4) -> tuple[int, int]:
-    driver.add(name, tokens, max_tokens=max_tokens, ignore_eos=True)
-    driver.run()
-    usage = driver.finished[name].usage
-    assert usage.prompt_tokens == len(tokens)
-    return usage.cached_tokens, usage.computed_tokens
+    return Driver(1600 // page_size, page_size, windows=windows, **options)
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
 def test_counts_are_exact(page_size: int) -> None:
     driver = make(num_window_pages=48, page_size=page_size)
-    assert serve(driver, "cold", HEAD) == (0, 80)
-    assert serve(driver, "same", HEAD) == (79, 1)
+    assert driver.serve("cold", HEAD) == (0, 80)
+    assert driver.serve("same", HEAD) == (79, 1)
     answer = driver.output("cold")
-    assert serve(driver, "turn", [*HEAD, *answer[:-1], 7, 7]) == (83, 2)
-    assert serve(driver, "early", [*HEAD[:20], 3, 3, 3]) == (0, 23)  # its windows were dropped
+    assert driver.serve("turn", [*HEAD, *answer[:-1], 7, 7]) == (83, 2)
+    assert driver.serve("early", [*HEAD[:20], 3, 3, 3]) == (0, 23)  # its windows were dropped
     miss = driver.finished["early"].miss
     assert miss is not None
     assert miss[:3] == (0, "window_evicted", 20)
-    assert serve(driver, "again", [*HEAD[:20], 4, 4]) == (20, 2)
+    assert driver.serve("again", [*HEAD[:20], 4, 4]) == (20, 2)
     driver.drain()
 
 
 def test_a_long_request_needs_a_window_and_a_chunk() -> None:
     driver = make(num_window_pages=30)
     tokens = [5 + n % 43 for n in range(1500)]
-    assert serve(driver, "long", tokens) == (0, 1500)
+    assert driver.serve("long", tokens) == (0, 1500)
     assert driver.scheduler.stats()["preemptions"] == 0
     driver.drain()
 
@@ -74,9 +68,9 @@ def test_what_requests_share_is_computed_once(is_cached: bool) -> None:
     """Also where it is cached, but cannot be used without windows that were dropped."""
     driver = Driver(1600, chunked_prefill_size=256, windows=WindowLayers(270, 10))
     if is_cached:
-        serve(driver, "first", [*HEAD[:50], 7, 7, 7])
+        driver.serve("first", [*HEAD[:50], 7, 7, 7])
         for name in range(3):
-            serve(driver, f"other {name}", [2 + n % (40 + name) for n in range(200)])
+            driver.serve(f"other {name}", [2 + n % (40 + name) for n in range(200)])
         assert driver.cache.lookup([*HEAD[:50], 3])[:3] == (0, "window_evicted", 50)
     for name in range(6):
         driver.add(f"r{name}", [*HEAD[:50], 2 + name, 3, 4], max_tokens=1)
