@@ -24,7 +24,8 @@ from radixserve.models.base import StateShape
 CONV, RECURRENT = "conv", "recurrent"
 _CALLS = {"update_conv_state", "update_recurrent_state"}  # of a mixer to its cache
 _STATELESS_SCAN = "mamba_selective_scan"  # Mamba-1's, which takes no state to begin with
-_CACHE_NAMES = "cache_params", "past_key_values"  # of its argument
+# Of its argument; the first since transformers 5.24.
+_CACHE_NAMES = "cache", "cache_params", "past_key_values"
 
 
 class RowState:

@@ -43,16 +43,6 @@ LONGROPE = {
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 2}, "by their place in the batch"),
     (
-        "Llama4TextConfig",
-        {
-            "head_dim": 8,
-            "num_local_experts": 2,
-            "attn_temperature_tuning": False,
-            "attention_chunk_size": None,
-        },
-        "an `attention_chunk_size`",
-    ),
-    (
         "DeepseekV3Config",  # fewer key heads than its code can have
         {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
         r"failed in the check of its first steps: RuntimeError\('The size of tensor",
