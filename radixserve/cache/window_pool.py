@@ -37,7 +37,7 @@ class WindowPool:
         self.page_size = page_size
         self.num_pages = check_int("windows.num_pages", layers.num_pages, 1, 2**31 - 1)
         self.window_size = check_int("windows.window_size", layers.window_size, 1)
-        self.num_dropped = 0  # window pages, since the start
+        self.num_evicted = 0  # window pages, since the start
         self.seen_pages: Callable[[], Iterable[IntArray]] = tuple  # pages whose window pages stay
         self._held = _NO_PAGES  # pages whose window pages stay, too: see `use`
         self._table = np.full(pool.num_pages, NO_PAGE, np.int32)  # page -> window page
@@ -191,7 +191,7 @@ class WindowPool:
         assert missing <= len(found), "window pages were not obtainable"
         if count < len(found):
             found = found[np.argpartition(self._last_use[found], count)[:count]]
-        self.num_dropped += len(found)
+        self.num_evicted += len(found)
         self.detach(self._owners[found].tolist())
 
     # -- audit --------------------------------------------------------------------------------
@@ -201,7 +201,8 @@ class WindowPool:
         return {
             "window_pages_total": self.num_pages,
             "window_pages_free": self._pool.num_free,
-            "dropped_window_pages": self.num_dropped,
+            "window_pages_used": self.num_pages - self._pool.num_free,
+            "evicted_window_pages": self.num_evicted,
         }
 
     def check(self, free_pages: Iterable[int]) -> None:

@@ -23,6 +23,11 @@ router = APIRouter()
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PARTS = ("schedule", "prepare", "forward", "sample", "commit", "overlapped")
 _OWNERS = ("free", "tree", "locked", "private", "leased", "retained", "pinned")
+# What layers with windows and recurrent ones keep: name, owners, help. 0 without such layers.
+_OTHER_MEMORY = (
+    ("window_pages", ("free", "used"), "pages of layers with windows, by owner"),
+    ("states", ("free", "tree", "private"), "states of recurrent layers, by owner"),
+)
 # ours, vLLM's, key of Runtime.cache_stats, help
 _GAUGES = (
     ("running_requests", "num_requests_running", "running", "requests that take part in steps"),
@@ -38,6 +43,8 @@ _COUNTERS = (
     ("recomputed_tokens", None, "recomputed_tokens", "computed again after a preemption"),
     ("generation_tokens", "generation_tokens", "generated_tokens", "tokens of answers"),
     ("evicted_tokens", None, "evicted_tokens", "tokens dropped from the cache"),
+    ("evicted_window_pages", None, "evicted_window_pages", "dropped, their tokens not"),
+    ("evicted_checkpoints", None, "evicted_checkpoints", "states dropped, their tokens not"),
     ("preemptions", "num_preemptions", "preemptions", "running requests put back into the queue"),
     ("prefetched_tokens", None, "prefetched_tokens", "computed by hints, in no prompt's counts"),
     ("shared_tokens", None, "shared_tokens", "copied from prefixes that another tenant shares"),
@@ -46,6 +53,7 @@ _COUNTERS = (
     ("failed_requests", None, "failed", "requests that ended with an error"),
     ("steps", None, "steps", "forward passes"),
 )
+_NOTHING_EVICTED = {"evicted_window_pages": 0, "evicted_checkpoints": 0}  # without such layers
 _TIMINGS = (
     ("time_to_first_token_seconds", "ttft", "from arrival to the first token"),
     ("inter_token_latency_seconds", "inter_token", "between tokens, a request's mean for each"),
@@ -72,7 +80,8 @@ class _Figures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._server.runtime.status()
-        stats = {**status.stats, "running": status.running, "waiting": status.waiting}
+        stats = {**_NOTHING_EVICTED, **status.stats}
+        stats |= {"running": status.running, "waiting": status.waiting}
         stats["waiting_tokens"] = status.waiting_tokens
         for ours, vllms, key, text in _GAUGES:
             yield from self._gauges(ours, vllms, text, float(stats[key]))
@@ -81,10 +90,11 @@ class _Figures(Collector):
         used = (stats["pages_locked"] + stats["pages_private"]) / stats["pages_total"]
         text = "share of pages that requests use now, 0 to 1"
         yield from self._gauges("kv_cache_usage", "kv_cache_usage_perc", text, used)
-        pages = GaugeMetricFamily("radixserve:pages", "pages by owner", labels=["owner"])
-        for owner in _OWNERS:
-            pages.add_metric([owner], stats.get(f"pages_{owner}", 0))
-        yield pages
+        for name, owners, text in (("pages", _OWNERS, "pages by owner"), *_OTHER_MEMORY):
+            family = GaugeMetricFamily(f"radixserve:{name}", text, labels=["owner"])
+            for owner in owners:
+                family.add_metric([owner], stats.get(f"{name}_{owner}", 0))
+            yield family
         for ours, vllms, key, text in _COUNTERS:
             yield from self._counters(ours, vllms, text, float(stats[key]))
         size = stats["page_size"]

@@ -36,14 +36,14 @@ def test_a_long_sequence_needs_a_window_and_a_chunk(page_size: int) -> None:
     assert serve(cache, list(range(500))) == 0
     stats = cache.stats()
     assert stats["pages_free"] == (600 - 500) // page_size
-    assert stats["dropped_window_pages"] >= (500 - 20) // page_size
+    assert stats["evicted_window_pages"] >= (500 - 20) // page_size
     assert cache.lookup([*range(500), 7])[:2] == (500, "full")
 
 
 def test_nothing_is_dropped_while_window_pages_are_free() -> None:
     cache = make(num_window_pages=60)
     serve(cache, PROMPT)
-    assert cache.stats()["dropped_window_pages"] == 0
+    assert cache.stats()["evicted_window_pages"] == 0
     assert [cache.lookup([*PROMPT[:n], 7]).cached_len for n in range(60)] == list(range(60))
 
 
@@ -64,14 +64,14 @@ def test_where_sequences_end_and_begin_is_kept_longer() -> None:
     for turn in range(4):
         serve(cache, [*PROMPT[:20], turn, *range(18)])
         assert cache.lookup([*PROMPT[:20], 9]).cached_len == 20
-    assert cache.stats()["dropped_window_pages"] > 0
+    assert cache.stats()["evicted_window_pages"] > 0
 
 
 def test_an_end_is_kept_longer_than_what_another_sequence_passes() -> None:
     cache = make(num_window_pages=40)
     serve(cache, PROMPT[:20])
     serve(cache, list(range(200, 320)))
-    assert cache.stats()["dropped_window_pages"] >= 100
+    assert cache.stats()["evicted_window_pages"] >= 100
     assert cache.lookup([*PROMPT[:20], 9]).cached_len == 20
 
 
@@ -171,11 +171,11 @@ def test_a_copy_into_another_namespace_takes_the_window_pages_that_are_seen() ->
     serve(cache, list(range(200, 250)))
     source = cache.acquire(PROMPT, allow_full=True)
     assert source.length == 60
-    before = cache.stats()["dropped_window_pages"]
+    before = cache.stats()["evicted_window_pages"]
     cache.take_window_updates()
     seq = cache.acquire([*PROMPT, 7], "other")
     assert seq.copy_from(source) == 60
-    assert cache.stats()["dropped_window_pages"] <= before + 2
+    assert cache.stats()["evicted_window_pages"] <= before + 2
     updates = cache.take_window_updates()
     table = dict(updates.pages.tolist())
     assert [table[page] for page in seq.pages[13:].tolist()] == [copy[1] for copy in updates.copies]

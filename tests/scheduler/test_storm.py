@@ -65,7 +65,7 @@ def storm(seed: int, steps: int, kind: str = "radix") -> Counter[str]:
     driver.drain()
     return counters(driver.scheduler.stats()) + Counter(
         evicted=driver.cache.stats()["evicted_tokens"],
-        dropped=driver.cache.stats().get("dropped_window_pages", 0),
+        dropped=driver.cache.stats().get("evicted_window_pages", 0),
     )
 
 
