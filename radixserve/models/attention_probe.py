@@ -7,6 +7,7 @@ that lets a query see; what else a layer wants stands in the arguments of its at
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,21 @@ class ProbedLayers:
             logits_soft_cap=arguments.get("softcap") or None,
             sinks=sinks,
         )
+
+    def largest_shape(self) -> tuple[int, int, int]:
+        """Hq, Hkv, D into which the heads of every layer fit: key heads copied, values widened.
+
+        Raises ModelNotSupported where they do not.
+        """
+        shapes = set(self.shapes.values())
+        query_heads, kv_heads, dims = zip(*shapes, strict=True)
+        most = max(kv_heads)
+        fits = all(most % one == 0 for one in kv_heads) and query_heads[0] % most == 0
+        if len(set(query_heads)) > 1 or not fits:
+            raise ModelNotSupported(
+                f"{self.architecture} has layers of different head shapes: {shapes}"
+            )
+        return query_heads[0], most, max(dims)
 
     def _span(
         self, mask: Any, arguments: dict[str, Any], wanted: list[str]
@@ -154,19 +170,26 @@ def register() -> None:
     AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
 
 
+def can_choose_logits(model: Any) -> bool:
+    """Whether a model computes logits after some tokens only, when told which."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
 def probe(
     model: Any, probed: ProbedLayers, num_layers: int, recurrent: list[int], device: torch.device
 ) -> None:
     """Fill `probed` by one run of the model, whose slot holds it. `recurrent`: layers that keep a
     state, beside their attention or without any.
 
-    Raises ModelNotSupported if layers differ in their heads or do neither.
+    Raises ModelNotSupported if the model cannot be run so or its layers do neither.
     """
     architecture = probed.architecture
     tokens = torch.arange(NUM_TOKENS, device=device)[None]
+    # Chosen as in every step: a model may cut its masks where it is free to choose.
+    wanted = {"logits_to_keep": tokens[0]} if can_choose_logits(model) else {}
     try:
         model.set_attn_implementation(PROBE_NAME)
-        model(input_ids=tokens, position_ids=tokens, use_cache=False)
+        model(input_ids=tokens, position_ids=tokens, use_cache=False, **wanted)
     except RadixServeError:
         raise
     except Exception as error:
@@ -182,6 +205,3 @@ def probe(
             f"{architecture} attends in layers {sorted(probed.shapes)} of {num_layers}; "
             "linear attention and state space layers cannot be run"
         )
-    shapes = set(probed.shapes.values())
-    if len(shapes) > 1:
-        raise ModelNotSupported(f"{architecture} has layers of different head shapes: {shapes}")

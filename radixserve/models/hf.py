@@ -11,7 +11,6 @@ probe missed. recurrent.py runs the layers that keep a state instead of keys and
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -34,7 +33,7 @@ from radixserve.attention.base import (
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
-from radixserve.models.attention_probe import ProbedLayers, probe, register
+from radixserve.models.attention_probe import ProbedLayers, can_choose_logits, probe, register
 from radixserve.models.base import LanguageModel, ModelInfo, layer_windows
 from radixserve.models.recurrent import Mixers
 from radixserve.models.weights import (
@@ -59,6 +58,7 @@ class _Slot:
         self.backend: AttentionBackend | None = None
         self.probed: ProbedLayers
         self.kv_index: dict[int, int] = {}  # layer -> its place in the pool
+        self.kv_shape = 0, 0  # Hkv, D of the pool, the largest of any layer
         self.mixers = Mixers(model)
         for module in model.modules():
             module.radixserve_slot = self
@@ -78,10 +78,10 @@ class TransformersModel(LanguageModel):
     def __init__(self, model: Any, slot: _Slot, info: ModelInfo) -> None:
         self.info = info
         self._model, self._slot = model, slot
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._can_choose_logits = can_choose_logits(model)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> Tensor:
-        wanted = {"logits_to_keep": batch.logits_indices} if self._keeps_logits else {}
+        wanted = {"logits_to_keep": batch.logits_indices} if self._can_choose_logits else {}
         with self._slot.holding(backend, batch.recurrent):
             logits: Tensor = self._model(
                 input_ids=batch.input_ids[None],
@@ -89,7 +89,7 @@ class TransformersModel(LanguageModel):
                 use_cache=False,
                 **wanted,
             ).logits[0]
-        if not self._keeps_logits:
+        if not self._can_choose_logits:
             logits = logits.index_select(0, batch.logits_indices)
         return logits.float()
 
@@ -105,22 +105,28 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: returns [1, T, Hq, Dv] and no weights.
 
-    The narrower of keys and values gets zeros, which change neither scores nor results.
+    Heads narrower than the pool's get zeros, which change neither scores nor results; a layer with
+    fewer key heads than the pool stores each several times.
     """
     del attention_mask, kwargs
     slot: _Slot = module.radixserve_slot
     layer: int = module.layer_idx
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    if dim != value_dim:
-        scaling = dim**-0.5 if scaling is None else scaling
-        query, key, value = (
-            F.pad(x, (0, max(dim, value_dim) - x.shape[-1])) for x in (query, key, value)
-        )
+    value_dim = value.shape[-1]
+    num_kv_heads, dim = slot.kv_shape
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (copies := num_kv_heads // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+    query, key, value = (_widened(x, dim) for x in (query, key, value))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     assert slot.backend is not None, "the model is called outside of `forward`"
     at = slot.kv_index[layer]
     out = slot.backend.run(q, k, v, at, scaling, slot.probed.features[layer])
     return out[..., :value_dim].contiguous()[None], None
+
+
+def _widened(x: Tensor, dim: int) -> Tensor:
+    """x [..., D] with zeros after it, [..., dim]."""
+    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
 
 
 def load_transformers(
@@ -163,7 +169,8 @@ def _load_checked(
             model.set_attn_implementation(ATTENTION_NAME)
         states = slot.mixers.set_shapes()
     slot.kv_index = {layer: at for at, layer in enumerate(sorted(slot.probed.shapes))}
-    num_heads, num_kv_heads, head_dim = next(iter(slot.probed.shapes.values()))
+    num_heads, num_kv_heads, head_dim = slot.probed.largest_shape()
+    slot.kv_shape = num_kv_heads, head_dim
     layers = [slot.probed.features[layer] for layer in slot.kv_index]
     info = ModelInfo(
         architecture=architecture,

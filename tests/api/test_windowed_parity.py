@@ -22,6 +22,8 @@ SAMPLE = [  # of native families, and others in transformers' code
     Case("olmo3", 34),
     Case("cohere2", 35),
     Case("starcoder2_window", 41),
+    Case("gemma4", 42),
+    Case("gemma4_moe", 43),
 ]
 OTHERS = [
     Case("qwen2_window", 36),

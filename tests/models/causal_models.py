@@ -75,11 +75,43 @@ LATENT = (
     "minicpm3",
     "youtu",
 )
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_SHARED = ["sliding_attention", "full_attention"] * 2  # the last two use keys of the first two
+_PER_LAYER = {
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 288,
+    "num_hidden_layers": 4,
+}
 OWN: dict[str, dict[str, Any]] = {  # what a family wants beside them
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "gemma3n_text": {"layer_types": _SHARED, "num_kv_shared_layers": 2, **_PER_LAYER},
+    **{
+        name: {
+            **_PER_LAYER,
+            "pad_token_id": 0,
+            "layer_types": _SHARED,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 2,
+        }
+        for name in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+    },
+    "emu3": {"pad_token_id": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 21},
     "gpt_neox": {"num_key_value_heads": None},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **_ROPE},
+    "mamba2": {"num_heads": 8},
+    "modernbert-decoder": {"pad_token_id": 0, "local_attention": 42},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        **dict.fromkeys(("indexer_head_dim", "indexer_budget"), 16),
+        **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 2),
+        "indexer_kv_heads": 1,
+        **_ROPE,
+    },
+    "zamba2": {"layer_types": ["mamba", "hybrid"], "num_mem_blocks": 1},
+    "zaya": {"num_experts_per_tok": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "nemotron_h": {
         **dict.fromkeys(("ssm_state_size", "mamba_head_dim"), 16),
@@ -88,7 +120,7 @@ OWN: dict[str, dict[str, Any]] = {  # what a family wants beside them
         "moe_shared_expert_intermediate_size": 96,
         "time_step_min": 0.9,  # so high that it limits many
     },
-    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "phi3": _ROPE,
     **{name: {"num_key_value_heads": 4} for name in LATENT},
 }
 

@@ -14,7 +14,7 @@ from tests.models.causal_models import (
     try_model,
 )
 
-SAMPLE = ["gemma2", "deepseek_v3", "opt", "bamba", "bloom"]
+SAMPLE = ["gemma2", "gemma4", "deepseek_v3", "opt", "bamba", "bloom"]
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_ut
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import attention_probe, hf
-from radixserve.models.attention_probe import span_of_mask
+from radixserve.models.attention_probe import ProbedLayers, span_of_mask
 from radixserve.models.weights import load_config, transformers_config
 from radixserve.runner.cpu_runner import CpuModelRunner
 from tests.checkpoints import edit_json, make_checkpoint
@@ -72,6 +72,16 @@ def test_refused(tmp_path: Path, name: str, fields: dict[str, Any], reason: str)
     auto.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelNotSupported, match=reason):
         CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8))
+
+
+def test_heads_of_all_layers_fit_into_one_pool() -> None:
+    layers = ProbedLayers("Some", max_positions=64)
+    layers.shapes = {0: (8, 4, 16), 1: (8, 2, 32), 2: (8, 1, 16)}
+    assert layers.largest_shape() == (8, 4, 32)
+    for other in ((4, 4, 16), (8, 3, 16)):  # other query heads; key heads that cannot be copied
+        layers.shapes[3] = other
+        with pytest.raises(ModelNotSupported, match="Some has layers of different head shapes"):
+            layers.largest_shape()
 
 
 def test_other_heads_are_refused(tmp_path: Path) -> None:
