@@ -36,6 +36,10 @@ class ProbedLayers:
     max_positions: int
     shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # Hq, Hkv, D
     features: dict[int, AttentionFeatures] = field(default_factory=dict)
+    key_sources: dict[int, int] = field(default_factory=dict)  # the layer whose keys and values a
+    # layer uses: an earlier one, or itself
+    _keys: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # and values, by layer:
+    # while they live their addresses tell them apart
 
     def note(
         self,
@@ -71,6 +75,18 @@ class ProbedLayers:
             logits_soft_cap=arguments.get("softcap") or None,
             sinks=sinks,
         )
+        self._keys[layer] = key, value
+        for source, (k, v) in self._keys.items():
+            is_same = key.data_ptr() == k.data_ptr() and value.data_ptr() == v.data_ptr()
+            if is_same and self.features[source].span == self.features[layer].span:
+                self.key_sources.setdefault(layer, source)
+
+    def forget_keys(self) -> None:
+        self._keys.clear()
+
+    def own_layers(self) -> list[int]:
+        """Layers with keys and values of their own, ascending."""
+        return sorted(layer for layer, source in self.key_sources.items() if layer == source)
 
     def largest_shape(self) -> tuple[int, int, int]:
         """Hq, Hkv, D into which the heads of every layer fit: key heads copied, values widened.
@@ -196,6 +212,8 @@ def probe(
         raise ModelNotSupported(
             f"{architecture} cannot run with another attention function: {error}"
         ) from error
+    finally:
+        probed.forget_keys()
     if not probed.shapes and recurrent:
         raise ModelNotSupported(f"{architecture} has recurrent layers only, none with attention")
     if not probed.shapes:

@@ -106,7 +106,8 @@ def attention_forward(
     """transformers' attention interface: returns [1, T, Hq, Dv] and no weights.
 
     Heads narrower than the pool's get zeros, which change neither scores nor results; a layer with
-    fewer key heads than the pool stores each several times.
+    fewer key heads than the pool stores each several times. What a layer takes from an earlier one
+    is stored already.
     """
     del attention_mask, kwargs
     slot: _Slot = module.radixserve_slot
@@ -114,19 +115,22 @@ def attention_forward(
     value_dim = value.shape[-1]
     num_kv_heads, dim = slot.kv_shape
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if (copies := num_kv_heads // key.shape[1]) > 1:
-        key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-    query, key, value = (_widened(x, dim) for x in (query, key, value))
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    assert slot.backend is not None, "the model is called outside of `forward`"
-    at = slot.kv_index[layer]
-    out = slot.backend.run(q, k, v, at, scaling, slot.probed.features[layer])
+    q = _by_token(query, dim)
+    backend, at, features = slot.backend, slot.kv_index[layer], slot.probed.features[layer]
+    assert backend is not None, "the model is called outside of `forward`"
+    if slot.probed.key_sources[layer] != layer:
+        out = backend.attend(q, at, scaling, features)
+    else:
+        if (copies := num_kv_heads // key.shape[1]) > 1:
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+        out = backend.run(q, _by_token(key, dim), _by_token(value, dim), at, scaling, features)
     return out[..., :value_dim].contiguous()[None], None
 
 
-def _widened(x: Tensor, dim: int) -> Tensor:
-    """x [..., D] with zeros after it, [..., dim]."""
-    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+def _by_token(x: Tensor, dim: int) -> Tensor:
+    """x [1, H, T, D] as [T, H, dim], with zeros after each head's values."""
+    x = x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+    return x[0].transpose(0, 1)
 
 
 def load_transformers(
@@ -168,10 +172,11 @@ def _load_checked(
         finally:
             model.set_attn_implementation(ATTENTION_NAME)
         states = slot.mixers.set_shapes()
-    slot.kv_index = {layer: at for at, layer in enumerate(sorted(slot.probed.shapes))}
+    own = slot.probed.own_layers()
+    slot.kv_index = {at: own.index(source) for at, source in slot.probed.key_sources.items()}
     num_heads, num_kv_heads, head_dim = slot.probed.largest_shape()
     slot.kv_shape = num_kv_heads, head_dim
-    layers = [slot.probed.features[layer] for layer in slot.kv_index]
+    features = slot.probed.features
     info = ModelInfo(
         architecture=architecture,
         is_native=False,
@@ -185,10 +190,10 @@ def _load_checked(
         eos_ids=read_eos_ids(folder, config),
         dtype=dtype,
         num_parameters=sum(p.numel() for p in model.parameters()),
-        num_kv_layers=len(slot.kv_index),
+        num_kv_layers=len(own),
         states=states,
-        attention_features=tuple(sorted(frozenset().union(*(one.names for one in layers)))),
-        **layer_windows(layers),
+        attention_features=tuple(sorted(set().union(*(one.names for one in features.values())))),
+        **layer_windows(features[layer] for layer in own),
     )
     wrapped = TransformersModel(model, slot, info)
     is_current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -84,6 +84,13 @@ def test_heads_of_all_layers_fit_into_one_pool() -> None:
             layers.largest_shape()
 
 
+def test_layers_that_use_the_keys_of_others_store_none(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gemma4")
+    info = CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8)).info
+    assert (info.num_layers, info.kv_layers, info.window_layers) == (4, 2, (0,))
+    assert (info.num_kv_heads, info.head_dim) == (2, 32)
+
+
 def test_other_heads_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "stablelm")
     edit_json(tmp_path / "config.json", architectures=["StableLmForSequenceClassification"])
