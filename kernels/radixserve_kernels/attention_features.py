@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class AttentionVariant(NamedTuple):
+    """What of a layer's features a kernel may be planned or compiled for; 0 for none."""
+
+    sliding_window: int = 0
+    logits_soft_cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +36,10 @@ class AttentionFeatures:
     def span(self) -> tuple[int, int]:
         """(sliding_window, attention_chunk_size), 0 for none: which positions a query sees."""
         return self.sliding_window or 0, self.attention_chunk_size or 0
+
+    @property
+    def variant(self) -> AttentionVariant:
+        return AttentionVariant(self.sliding_window or 0, self.logits_soft_cap or 0.0)
 
 
 PLAIN = AttentionFeatures()

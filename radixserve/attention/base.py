@@ -19,6 +19,7 @@ from torch import Tensor
 from radixserve.errors import ModelNotSupported
 from radixserve_kernels.attention_features import PLAIN as PLAIN
 from radixserve_kernels.attention_features import AttentionFeatures as AttentionFeatures
+from radixserve_kernels.attention_features import AttentionVariant as AttentionVariant
 from radixserve_kernels.attention_metadata import AttentionMetadata as AttentionMetadata
 from radixserve_kernels.attention_metadata import IndexArray as IndexArray
 from radixserve_kernels.torch_ops import store_kv

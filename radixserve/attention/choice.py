@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, WindowKV, missing_features
+from radixserve.attention.base import (
+    AttentionBackend,
+    AttentionVariant,
+    WindowKV,
+    missing_features,
+)
 from radixserve.attention.cpu import CpuBackend
 from radixserve.attention.cuda import flashinfer_calls
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
@@ -110,19 +116,23 @@ def make_backend(
     num_heads: int,
     *,
     windows: WindowKV | None = None,
+    variants: Sequence[AttentionVariant] = (),
     shares: bool = True,
     is_exact: bool = False,
 ) -> AttentionBackend:
     """The backend of that name over a pool's kv [L, 2, num_pages, P, Hkv, D], and `windows` where
     it `has_window_pages`.
 
-    `shares`: whether rows attend together to pages that they have in common, where that pays;
-    `is_exact`, of the cpu backend: only so that no bit of a result depends on it.
+    `variants`: the distinct ones of the model's layers, for each of which flashinfer plans; ()
+    where all are plain. `shares`: whether rows attend together to pages that they have in common,
+    where that pays; `is_exact`, of the cpu backend: only so that no bit of a result depends on it.
     """
     if is_exact:
         assert name == "cpu", f"the {name} backend has no exact sharing"
         return CpuBackend(kv, num_heads, windows, shares=shares, is_exact=True)
     make: Callable[..., AttentionBackend] = _BACKENDS[name]
+    if name == "flashinfer":
+        make = partial(FlashInferBackend, variants=variants)
     if windows is None:
         return make(kv, num_heads, shares=shares)
     return make(kv, num_heads, windows, shares=shares)

@@ -11,7 +11,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend, AttentionFeatures, ForwardBatch
+from radixserve.attention.base import (
+    AttentionBackend,
+    AttentionFeatures,
+    AttentionVariant,
+    ForwardBatch,
+)
 from radixserve_kernels.quantized import BITS, FORMS
 
 
@@ -44,6 +49,7 @@ class ModelInfo:
     # (form, parameters in it) of quantized weights; the others are in dtype
     weight_forms: tuple[tuple[str, int], ...] = ()
     attention_features: tuple[str, ...] = ()  # fields of AttentionFeatures that any layer uses
+    attention_variants: tuple[AttentionVariant, ...] = ()  # the distinct ones of its layers
 
     num_kv_layers: int | None = None  # layers that attend; None: all
     window_layers: tuple[int, ...] = ()  # of those the ones that see a window or chunk of positions
@@ -88,6 +94,11 @@ def layer_windows(features: Iterable[AttentionFeatures]) -> dict[str, Any]:
     spans = [min(filter(None, one.span), default=0) for one in features]
     layers = tuple(number for number, span in enumerate(spans) if span)
     return {"window_layers": layers, "window_size": max(spans, default=0)}
+
+
+def distinct_variants(features: Iterable[AttentionFeatures]) -> tuple[AttentionVariant, ...]:
+    """`attention_variants` of a ModelInfo whose layers have these features."""
+    return tuple(dict.fromkeys(one.variant for one in features))
 
 
 class LanguageModel(ABC):

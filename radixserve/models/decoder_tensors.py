@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from radixserve.errors import InvalidRequest
-from radixserve.models.base import ModelInfo, layer_windows
+from radixserve.models.base import ModelInfo, distinct_variants, layer_windows
 from radixserve.models.decoder_shape import DecoderShape, check_decoder, decoder_shape
 from radixserve.models.mlp_tensors import ExpertTensors, MlpTensors, WeightAndBias, read_experts
 from radixserve.models.rope import RotaryTable, rope_frequencies
@@ -126,6 +126,7 @@ def read_decoder(
         num_parameters=tensors.num_parameters - reader.num_twice,
         weight_forms=tuple(sorted(reader.forms.items())),
         attention_features=tuple(sorted(shape.feature_names)),
+        attention_variants=distinct_variants(shape.features),
         **layer_windows(shape.features),
     )
     return DecoderTensors(info, shape, embedding, layers, norm, lm_head, rotaries)

@@ -34,7 +34,7 @@ from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
 from radixserve.errors import ModelNotSupported, RadixServeError
 from radixserve.models.attention_probe import ProbedLayers, can_choose_logits, probe, register
-from radixserve.models.base import LanguageModel, ModelInfo, layer_windows
+from radixserve.models.base import LanguageModel, ModelInfo, distinct_variants, layer_windows
 from radixserve.models.recurrent import Mixers
 from radixserve.models.weights import (
     architecture_of,
@@ -193,6 +193,7 @@ def _load_checked(
         num_kv_layers=len(own),
         states=states,
         attention_features=tuple(sorted(set().union(*(one.names for one in features.values())))),
+        attention_variants=distinct_variants(features.values()),
         **layer_windows(features[layer] for layer in own),
     )
     wrapped = TransformersModel(model, slot, info)

@@ -349,7 +349,13 @@ class CudaModelRunner(SingleDeviceRunner):
         self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:
-        return make_backend(name, self.pool.kv, self.info.num_heads, shares=self._shares)
+        return make_backend(
+            name,
+            self.pool.kv,
+            self.info.num_heads,
+            variants=self.info.attention_variants,
+            shares=self._shares,
+        )
 
     @property
     def _shares(self) -> bool:

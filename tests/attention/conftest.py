@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -13,9 +15,11 @@ from radixserve.attention import reference
 from radixserve.attention.base import AttentionBackend
 from radixserve.attention.cuda import cascade
 from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda import triton as triton_backend
 from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
 from radixserve.attention.cuda.triton import TritonBackend
+from radixserve_kernels import gpu_ops
 from radixserve_kernels.cpu_ops import unsupported_reason
 from tests.attention.fake_flashinfer import Fake, mark_sides
 from tests.cpu_kernels import cpu_level, num_threads
@@ -24,6 +28,7 @@ __all__ = ["cpu_level", "num_threads"]
 
 Make = Callable[..., AttentionBackend]
 MakePaged = Callable[..., PagedBackend]
+Recording = list[Callable[[], None]]
 
 
 @pytest.fixture
@@ -50,6 +55,26 @@ def make_flashinfer(fake: Fake) -> MakePaged:
         return FlashInferBackend(kv, num_heads, library=fake.library, **options)
 
     return make
+
+
+@pytest.fixture
+def recording(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Recording:
+    """Everything that is launched from now on, by whichever kernels."""
+    kernels: Recording = []
+    fake.recording = kernels
+
+    def recorded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            kernels.append(lambda: call(*args, **kwargs))
+            return call(*args, **kwargs)
+
+        return launch
+
+    names = ("decode", "extend", "merge_states")
+    ops = {name: recorded(getattr(gpu_ops, name)) for name in names}
+    ops |= {name: getattr(gpu_ops, name) for name in ("choose_splits", "choose_num_splits")}
+    monkeypatch.setattr(triton_backend, "gpu_ops", SimpleNamespace(**ops))
+    return kernels
 
 
 @pytest.fixture(params=["torch", "cpu"])

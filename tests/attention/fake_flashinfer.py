@@ -9,6 +9,7 @@ what the kernels would do with the memory as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ NO_KEYS = -5e4  # FlashInfer's logarithm of nothing
 GROUPS = (1, 2, 3, 4, 6, 8)  # of the decode kernel on CUDA cores
 SIGNATURES = recorded()
 Lists = tuple[list[int], list[int]]
+Module = tuple[str, bool, bool]  # "decode", "fa2" or "fa3"; of a window; of a soft cap
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Fake:
     calls: list[str] = field(default_factory=list)
     arguments: list[dict[str, Any]] = field(default_factory=list)
     plans: dict[int, tuple[Any, Lists]] = field(default_factory=dict)  # by int workspace
+    modules: set[Module] = field(default_factory=set)  # that plans would load
     recording: list[Callable[[], None]] | None = None
 
     @property
@@ -81,6 +84,8 @@ class Fake:
 
 
 class FakeWrapper:
+    kernel: str
+
     def __init__(self, fake: Fake, bound: dict[str, Any], num_requests: int | None) -> None:
         self._fake = fake
         self._is_graph = bound["use_cuda_graph"]
@@ -100,12 +105,18 @@ class FakeWrapper:
     def _keep(self, bound: dict[str, Any], qo_indptr: Tensor, kv_indptr: Tensor) -> None:
         """What a plan leaves: on the host for Python, in the int workspace for the kernel."""
         assert bound["pos_encoding_mode"] == "NONE"
-        assert bound["window_left"] == -1
+        assert bound["window_left"] >= -1
+        assert bound["logits_soft_cap"] >= 0
         assert bound["fixed_split_size"] is None
         assert not bound["disable_split_kv"]
         assert bound["q_data_type"] == bound["kv_data_type"] is not None
         if self._is_graph:
             assert len(kv_indptr) - 1 == self._num_requests, "the batch size is fixed"
+            before = self._planned or bound
+            for name in ("window_left", "logits_soft_cap", "sm_scale"):
+                assert bound[name] == before[name], "a launch in a graph keeps its arguments"
+        has_window, has_cap = bound["window_left"] != -1, bound["logits_soft_cap"] > 0
+        self._fake.modules.add((self.kernel, has_window, has_cap))
         self._planned = bound
         lists = qo_indptr.tolist(), kv_indptr.tolist()
         self._fake.plans[id(self._int_workspace)] = self, lists
@@ -138,7 +149,19 @@ class FakeWrapper:
             owner, lists = self._fake.plans[id(workspace)]
             assert owner is self, "another plan lies in the int workspace"
             assert lists == (memory[0].tolist(), memory[1].tolist()), "not what was planned"
-            attend(q, k, v, memory, page_size, scale, out, lse, is_causal=is_causal)
+            attend(
+                q,
+                k,
+                v,
+                memory,
+                page_size,
+                scale,
+                out,
+                lse,
+                is_causal=is_causal,
+                window_left=plan["window_left"],
+                logits_soft_cap=plan["logits_soft_cap"],
+            )
 
         self._fake.launch(kernel)
         return out if lse is None else (out, lse)
@@ -151,6 +174,7 @@ class FakeDecode(FakeWrapper):
             bound[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")
         ]
         self._uses_tensor_cores = bound["use_tensor_cores"]
+        self.kernel = "fa2" if self._uses_tensor_cores else "decode"
         super().__init__(fake, bound, len(buffers[2]) if bound["use_cuda_graph"] else None)
         if self._is_graph:
             assert len(buffers[0]) == len(buffers[2]) + 1
@@ -205,6 +229,7 @@ class FakePrefill(FakeWrapper):
         names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
         buffers = [bound[f"{name}_buf"] for name in names]
         super().__init__(fake, bound, len(buffers[3]) if bound["use_cuda_graph"] else None)
+        self.kernel = bound["backend"]
         self._most_tokens: int | None = None
         if self._is_graph:
             assert len(buffers[0]) == len(buffers[1]) == len(buffers[3]) + 1
@@ -257,8 +282,14 @@ def attend(
     lse: Tensor | None,
     *,
     is_causal: bool,
+    window_left: int,
+    logits_soft_cap: float,
 ) -> None:
-    """Request by request in float64. Where nothing is to be written, nothing is."""
+    """Request by request in float64. Where nothing is to be written, nothing is.
+
+    As in FlashInfer's DefaultAttention: the cap is of scaled scores, and a query sees the
+    `window_left` positions before its own, in every kernel.
+    """
     qo_indptr, kv_indptr, kv_indices, last_page_len = memory
     group = q.shape[1] // k.shape[2]
     for number, length in enumerate(last_page_len.tolist()):
@@ -279,15 +310,19 @@ def attend(
         query = q[first:end].double().transpose(0, 1)  # [Hq, N, D]
         folded = query.reshape(len(keys), -1, query.shape[-1])  # [Hkv, G * N, D]
         scores = (folded @ keys.transpose(1, 2) * scale).view(-1, end - first, num_keys)
+        if logits_soft_cap:
+            scores = (scores / logits_soft_cap).tanh() * logits_soft_cap
+        place = torch.arange(num_keys)
+        last = torch.arange(num_keys - (end - first), num_keys)
         if is_causal:
-            place = torch.arange(num_keys)
-            last = torch.arange(num_keys - (end - first), num_keys)
             scores = scores.masked_fill(place > last[:, None], -torch.inf)
+        if window_left >= 0:
+            scores = scores.masked_fill(place < last[:, None] - window_left, -torch.inf)
         weights = scores.softmax(-1).view(len(keys), -1, num_keys)
         mixed = (weights @ values).view(group * len(keys), end - first, -1)
         out[first:end] = mixed.transpose(0, 1).to(out.dtype)
         if lse is not None:
-            lse[first:end] = (scores.logsumexp(-1) * 1.4426950408889634).t().float()
+            lse[first:end] = (scores.logsumexp(-1) * math.log2(math.e)).t().float()
 
 
 # -- which side of the bus a tensor is on ---------------------------------------------------------

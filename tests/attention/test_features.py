@@ -169,8 +169,8 @@ def test_a_graph_with_features() -> None:
 def test_others_refuse_by_name(make_flashinfer: MakePaged) -> None:
     case = Case(LENGTHS["decodes"], 2, 4, 2, 16)
     backend = make_flashinfer(case.kv, 4)
-    with pytest.raises(ModelNotSupported, match="has no sliding_window"):
-        run(backend, case, features=AttentionFeatures(sliding_window=3))
+    with pytest.raises(ModelNotSupported, match="has no attention_chunk_size"):
+        run(backend, case, features=AttentionFeatures(attention_chunk_size=3))
 
 
 def test_the_choice_knows_features() -> None:
@@ -179,7 +179,8 @@ def test_the_choice_knows_features() -> None:
     assert needed <= features_of("torch")
     assert needed <= features_of("triton")
     assert choose_backend("torch", torch.float32, CPU, 16, needed) == "torch"
-    with pytest.raises(ModelNotSupported, match='"flashinfer" cannot be used: it has no sinks, sl'):
+    assert features_of("flashinfer") == {"sliding_window", "logits_soft_cap"}
+    with pytest.raises(ModelNotSupported, match='"flashinfer" cannot be used: it has no sinks;'):
         choose_backend("flashinfer", torch.float32, CPU, 16, needed)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from radixserve.attention.base import AttentionVariant
 from radixserve.attention.cuda import flashinfer as flashinfer_backend
 from radixserve.attention.cuda.flashinfer import (
     FlashInferBackend,
@@ -36,7 +37,7 @@ from radixserve.errors import ModelNotSupported
 from radixserve_kernels.gpu.kernel_choice import KernelChoice, choice_of, read_table
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase, run
 from tests.attention.conftest import MakePaged
-from tests.attention.fake_flashinfer import SIGNATURES, Fake, FakeDecode
+from tests.attention.fake_flashinfer import SIGNATURES, Fake, FakeDecode, Module
 from tests.attention.signatures import RECORD, installed, recorded_version
 
 BF16 = torch.bfloat16
@@ -309,8 +310,9 @@ def test_workspaces_hold_what_the_planner_takes() -> None:
 # -- compiling ahead ------------------------------------------------------------------------------
 
 
-def test_all_modules_are_compiled_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[Any] = []
+def watch_compiler(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What is handed to FlashInfer's compiler from now on, each with its arguments."""
+    built: list[tuple[str, dict[str, Any]]] = []
 
     def bound(name: str) -> Any:
         def call(*args: Any) -> Any:
@@ -332,21 +334,42 @@ def test_all_modules_are_compiled_in_one_go(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(
             sys.modules, module, SimpleNamespace(**{name: bound(name) for name in names})
         )
+    return built
+
+
+def compiled_modules(
+    monkeypatch: pytest.MonkeyPatch, variants: list[AttentionVariant], *, fa3: bool
+) -> list[Module]:
+    """The modules of attention that are compiled for a model with these variants."""
+    built = watch_compiler(monkeypatch)
+    compile_modules(heads(32, 8), variants, fa3=fa3)
+    return [
+        (found.get("backend", "decode"), found["use_sliding_window"], found["use_logits_soft_cap"])
+        for name, found in built
+        if name != "gen_cascade_module"
+    ]
+
+
+def test_all_modules_are_compiled_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = watch_compiler(monkeypatch)
     compile_modules(heads(32, 8))
-    attention = modules["flashinfer.jit.attention"]
-    assert [name for name, _ in built] == [*attention, "gen_cascade_module"]
+    names = ["gen_batch_decode_module", "gen_batch_prefill_module", "gen_cascade_module"]
+    assert [name for name, _ in built] == names
     for _, found in built[:2]:
         assert found["head_dim_qk"] == found["head_dim_vo"] == 128
         assert found["dtype_q"] == found["dtype_kv"] == found["dtype_o"] == BF16
         assert found["dtype_idx"] == torch.int32
         assert found["pos_encoding_mode"] == 0
+        assert not found["use_sliding_window"]
+        assert not found["use_logits_soft_cap"]
     assert built[1][1]["backend"] == "fa2"
     compile_modules(heads(32, 8), fa3=True)
     assert [found["backend"] for _, found in built[3:] if "backend" in found] == ["fa2", "fa3"]
 
 
 def test_a_compiler_that_fails(make_flashinfer: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: HeadShape, *, fa3: bool) -> None:
+    def fails(_: HeadShape, variants: tuple[AttentionVariant, ...], *, fa3: bool) -> None:
+        assert variants == (AttentionVariant(),)
         assert not fa3
         raise RuntimeError("Ninja build\n failed" + more)
 

@@ -5,14 +5,14 @@ Where there is no such device, the CPU's half still shows that the test is a tes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionBackend
+from radixserve.attention.base import PLAIN, AttentionBackend, AttentionFeatures
 from radixserve.attention.choice import unsupported_reason
 from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.flashinfer import FlashInferBackend
@@ -20,11 +20,19 @@ from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.runner.input_batch import build_forward_batch
 from tests.attention.cases import LENGTHS, SHARED, Case, SharedCase
 from tests.attention.fake_flashinfer import Fake
+from tests.attention.test_features import LONG
 from tests.attention.test_paged_graph import store
 
 DTYPE = torch.bfloat16
 SHAPE = {"heads": 8, "kv_heads": 2, "dim": 64, "dtype": DTYPE}
-Build = Callable[[Case], PagedBackend]
+Build = Callable[..., PagedBackend]
+LAYERS = [  # of one model, as layers of Gemma 2 and Gemma 3 may be
+    PLAIN,
+    AttentionFeatures(sliding_window=21),
+    AttentionFeatures(sliding_window=192),
+    AttentionFeatures(logits_soft_cap=2.0),
+    AttentionFeatures(sliding_window=1, logits_soft_cap=50.0),
+]
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -36,19 +44,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["flashinfer", "triton"])
 def build(request: pytest.FixtureRequest, device: torch.device) -> Build:
-    """A backend on the device, over a case's pool with the new tokens stored in layer 1."""
+    """A backend on the device, over a case's pool with the new tokens stored in layer 1; of
+    `features`, those of its layers, one that does not share."""
     name = request.param
     if device.type == "cuda" and (reason := unsupported_reason(name, DTYPE, device, 64)):
         pytest.skip(reason)
     fake = request.getfixturevalue("fake") if device.type == "cpu" else Fake()
 
-    def make(case: Case) -> PagedBackend:
+    def make(case: Case, features: Sequence[AttentionFeatures] = ()) -> PagedBackend:
         kv = case.kv.clone()
         store(case, kv, 1)
         if name == "triton":
-            return TritonBackend(kv.to(device), 8)
+            return TritonBackend(kv.to(device), 8, shares=not features)
         library = fake.library if device.type == "cpu" else None
-        return FlashInferBackend(kv.to(device), 8, library=library)
+        variants = [one.variant for one in features]
+        return FlashInferBackend(kv.to(device), 8, variants=variants, library=library)
 
     return make
 
@@ -65,8 +75,8 @@ def case_of(name: str, page_size: int) -> Case:
     return SharedCase(lengths, page_size, shared, **SHAPE)
 
 
-def check(out: Tensor, case: Case) -> None:
-    expected, _ = case.expected(1)
+def check(out: Tensor, case: Case, features: AttentionFeatures = PLAIN) -> None:
+    expected, _ = case.expected(1, features=features)
     torch.testing.assert_close(out.cpu().double(), expected, atol=2e-2, rtol=5e-2)
 
 
@@ -79,12 +89,23 @@ def test_steps(name: str, page_size: int, build: Build, device: torch.device) ->
     check(backend.attend(case.q.to(device), 1), case)
 
 
-def captured(backend: AttentionBackend, q: Tensor) -> tuple[Callable[[], None], Tensor]:
+@pytest.mark.parametrize(("name", "page_size"), [*cases()[1::3], ("long", 1), ("long", 16)])
+def test_steps_with_features(name: str, page_size: int, build: Build, device: torch.device) -> None:
+    case = Case(LONG, page_size, **SHAPE) if name == "long" else case_of(name, page_size)
+    backend = build(case, LAYERS)
+    backend.plan(build_forward_batch(case.rows, page_size, device))
+    for features in LAYERS:
+        check(backend.attend(case.q.to(device), 1, features=features), case, features)
+
+
+def captured(
+    backend: AttentionBackend, q: Tensor, features: AttentionFeatures = PLAIN
+) -> tuple[Callable[[], None], Tensor]:
     """What attends anew in layer 1, over the same memory, and where the result lies."""
     out = torch.empty_like(q)
 
     def attend() -> None:
-        out.copy_(backend.attend(q, 1))
+        out.copy_(backend.attend(q, 1, features=features))
 
     attend()  # compiles and allocates what must not happen while a graph is captured
     if not q.is_cuda:
@@ -118,3 +139,22 @@ def test_graphs(num_levels: int, page_size: int, build: Build, device: torch.dev
         torch.testing.assert_close(
             out[: len(some)].cpu().double(), expected[np.array(some)], atol=2e-2, rtol=5e-2
         )
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_graphs_with_features(page_size: int, build: Build, device: torch.device) -> None:
+    """One plan before the replays of all layers."""
+    everything = Case([(130 * at, 1) for at in range(8)], page_size, **SHAPE)
+    graph = build(everything, LAYERS).make_graph_backend(8, 8 * 1_000)
+    q = torch.zeros(8, 8, 64, dtype=DTYPE, device=device)
+    layers = [(*captured(graph, q, one), everything.expected(1, features=one)[0]) for one in LAYERS]
+    for some in ([0, 1, 2, 3, 4, 5, 6, 7], [7], [3, 0, 6]):
+        rows = [everything.rows[at] for at in some]
+        graph.plan(build_forward_batch(rows, page_size, device))
+        q.fill_(torch.nan)
+        q[: len(some)] = everything.q[some].to(device)
+        for replay, out, expected in layers:
+            replay()
+            torch.testing.assert_close(
+                out[: len(some)].cpu().double(), expected[np.array(some)], atol=2e-2, rtol=5e-2
+            )

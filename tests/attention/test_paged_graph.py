@@ -7,56 +7,37 @@ CUDA graph keeps. Replaying it runs no Python of the backend.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from radixserve.attention.base import PLAIN, AttentionFeatures
 from radixserve.attention.cuda import cascade
-from radixserve.attention.cuda import triton as triton_backend
 from radixserve.attention.cuda.backend import GraphBackend, PagedBackend
 from radixserve.runner.input_batch import build_forward_batch
 from radixserve.schedule import ScheduledRequest
-from radixserve_kernels import gpu_ops
 from tests.attention.cases import CPU, Case, SharedCase, run
-from tests.attention.conftest import MakePaged
+from tests.attention.conftest import MakePaged, Recording
 from tests.attention.fake_flashinfer import Fake
-
-Recording = list[Callable[[], None]]
-
-
-@pytest.fixture
-def recording(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Recording:
-    """Everything that is launched from now on, by whichever kernels."""
-    kernels: Recording = []
-    fake.recording = kernels
-
-    def recorded(call: Callable[..., Any]) -> Callable[..., Any]:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            kernels.append(lambda: call(*args, **kwargs))
-            return call(*args, **kwargs)
-
-        return launch
-
-    names = ("decode", "extend", "merge_states")
-    ops = {name: recorded(getattr(gpu_ops, name)) for name in names}
-    ops |= {name: getattr(gpu_ops, name) for name in ("choose_splits", "choose_num_splits")}
-    monkeypatch.setattr(triton_backend, "gpu_ops", SimpleNamespace(**ops))
-    return kernels
 
 
 class Recorded:
     """A graph's `attend` of one layer; `replay` runs what it launched."""
 
-    def __init__(self, graph: GraphBackend, recording: Recording, layer: int, case: Case) -> None:
+    def __init__(
+        self,
+        graph: GraphBackend,
+        recording: Recording,
+        layer: int,
+        case: Case,
+        features: AttentionFeatures = PLAIN,
+    ) -> None:
         self.graph = graph
         self._q = torch.zeros(graph.shape.num_rows, *case.q.shape[1:], dtype=case.q.dtype)
         recording.clear()
-        self._out = graph.attend(self._q, layer)
+        self._out = graph.attend(self._q, layer, features=features)
         self._kernels = list(recording)
         self.num_kernels = len(self._kernels)
 

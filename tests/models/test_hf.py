@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, masking_utils
 
+from radixserve.attention.choice import features_of
 from radixserve.config import EngineConfig
 from radixserve.errors import ModelNotSupported
 from radixserve.models import attention_probe, hf
@@ -148,22 +149,29 @@ def test_the_probe_reads_masks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "features"),
+    ("family", "features", "variants"),
     [
-        ("gemma2", ("logits_soft_cap", "sliding_window")),
-        ("gpt_oss", ("sinks", "sliding_window")),
-        ("llama4", ("attention_chunk_size",)),
-        ("starcoder2_window", ("sliding_window",)),
+        ("gemma2", ("logits_soft_cap", "sliding_window"), ((21, 2.0), (0, 2.0))),
+        ("gpt_oss", ("sinks", "sliding_window"), ((21, 0.0), (0, 0.0))),
+        ("llama4", ("attention_chunk_size",), ((0, 0.0),)),
+        ("starcoder2_window", ("sliding_window",), ((21, 0.0),)),
     ],
 )
-def test_features_are_found(family: str, features: tuple[str, ...], tmp_path: Path) -> None:
+def test_features_are_found(
+    family: str,
+    features: tuple[str, ...],
+    variants: tuple[tuple[int, float], ...],
+    tmp_path: Path,
+) -> None:
     make_checkpoint(tmp_path, family)
     model = hf.load_transformers(tmp_path, transformers_config(tmp_path), torch.float32, CPU)
     assert model.info.attention_features == features
+    assert model.info.attention_variants == variants
     assert not model.info.is_native
-    with pytest.raises(
-        ModelNotSupported, match=f'"flashinfer" cannot be used: .* no {features[0]}'
-    ):
+    others = features_of("flashinfer")
+    missing = ", ".join(one for one in features if one not in others)
+    reason = f"it has no {missing};" if missing else "the device is cpu;"
+    with pytest.raises(ModelNotSupported, match=f'"flashinfer" cannot be used: {reason}'):
         CpuModelRunner(str(tmp_path), EngineConfig(num_pages=8, attention_backend="flashinfer"))
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from radixserve import EngineDead, ModelNotSupported, RequestFailed, Runtime, SamplingParams
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
+from radixserve.attention.cuda.flashinfer import FlashInferBackend
 from radixserve.config import EngineConfig
 from radixserve.output import Completion
 from radixserve.runner import cuda_graph, cuda_runner
@@ -20,6 +22,7 @@ from radixserve.runner.cuda_graph import DecodeGraph
 from radixserve.runner.device_batch import PageTable
 from radixserve.runner.device_sampler import DeviceSampler
 from radixserve.schedule import SchedulerOutput
+from tests.attention.fake_flashinfer import Fake, mark_sides
 from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.runner.driver import GREEDY, Driver
 from tests.runner.late_queue import LateQueue
@@ -98,6 +101,18 @@ def test_a_backend_that_cannot_be_made_ready(
         device_runner(checkpoints["llama"], attention_backend="flashinfer", **fields)
 
 
+def take_fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flashinfer backend in the place of any other, over a FlashInfer that computes here."""
+    monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
+    mark_sides(monkeypatch)
+    library = Fake().library
+
+    def make_backend(_: str, *args: Any, **kwargs: Any) -> FlashInferBackend:
+        return FlashInferBackend(*args, **kwargs, library=library)
+
+    monkeypatch.setattr(cuda_runner, "make_backend", make_backend)
+
+
 def fails_to_plan(*_: Any) -> None:
     raise OSError("undefined symbol")
 
@@ -113,13 +128,18 @@ def test_transformers_families(tmp_path: Path) -> None:
     check_parity(driver.sequences, load_reference(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_windows_and_soft_caps(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral_window"])
+def test_windows_and_soft_caps(
+    tmp_path: Path, family: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In graphs, too; rows that share pages read them on their own."""
+    if backend == "flashinfer":
+        take_fake_flashinfer(monkeypatch)
     folder = make_checkpoint(tmp_path, family)
     runner = device_runner(folder, page_size=2, num_pages=TOKENS)
     assert runner.info.is_native
-    assert runner.backend_name == "triton"
+    assert runner.backend.name == backend
     driver = Driver(runner, 2)
     for prompt in prompts_of([1, 37, 60]):
         driver.add(prompt)

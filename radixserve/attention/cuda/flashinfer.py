@@ -4,25 +4,33 @@ Rows of one token run in the decode kernel, others in the fa2 prefill kernel, sh
 prefill kernel without a mask; planning and merging are backend.py's. fa3, which neither packs the
 query heads of a K/V head into one tile nor splits keys, takes long queries alone, on cards where it
 was measured to be faster (radixserve_kernels.gpu.kernel_choice).
+
+Window and soft cap are fixed by a plan: each launch is planned once for every variant of the
+model's layers, and a layer runs its own. Layers with a window run in the fa2 prefill kernel, which
+skips the keys before it, where the decode kernel would read and mask all. fa3 is for plain layers,
+the only ones it was measured for.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.cuda.backend import PagedBackend
+from radixserve.attention.base import AttentionVariant
+from radixserve.attention.cuda.backend import Launch, PagedBackend
 from radixserve.attention.cuda.flashinfer_calls import (
+    PLAIN_VARIANT,
     DecodeCalls,
     HeadShape,
     Library,
     PagedCalls,
     PrefillCalls,
+    VariantCalls,
     compile_modules,
     import_error,
     load_library,
@@ -44,25 +52,32 @@ DECODE_BLOCKS_PER_SM = 8  # of the decode kernel on CUDA cores, heads of 128
 CUDA_CORE_GROUPS = (1, 2, 3, 4, 6, 8)  # query heads of a K/V head that kernel is compiled for
 MERGE_THREADS = 1024  # of a block, which merges all heads of a token
 
+Planned = tuple[str, AttentionVariant]  # a wrapper key, and what its plans are for
+
 
 class FlashInferBackend(PagedBackend):
-    """See `AttentionBackend`; float16 or bfloat16.
+    """See `AttentionBackend`; float16 or bfloat16. A layer's window and soft cap must be among
+    `variants`.
 
     One float workspace for all wrappers: what a run leaves there is read by that run alone. Where
     plans are left on the device is each wrapper's own, as several live in a step; graphs share it
-    by wrapper key, as one of them is at work at a time.
+    by wrapper key and variant, as one of them is at work at a time.
 
-    `shares`, `kernel_page_size`: see `PagedBackend`. `library` takes FlashInfer's place, for tests.
+    `variants`: the distinct ones of the model's layers; () where all are plain. With a window among
+    them nothing is shared. `shares`, `kernel_page_size`: see `PagedBackend`. `library` takes
+    FlashInfer's place, for tests.
     Raises ModelNotSupported, with the reason, for heads that FlashInfer does not serve.
     """
 
     name = "flashinfer"
+    features = frozenset(("sliding_window", "logits_soft_cap"))
 
     def __init__(
         self,
         kv: Tensor,
         num_heads: int,
         *,
+        variants: Sequence[AttentionVariant] = (),
         shares: bool = True,
         kernel_page_size: int | None = None,
         library: Library | None = None,
@@ -71,7 +86,9 @@ class FlashInferBackend(PagedBackend):
         reason = unsupported_reason(kv.dtype, head_dim)
         if reason or (library is None and (reason := import_error())):
             raise ModelNotSupported(f"the flashinfer backend cannot be used: {reason}")
-        shares = shares and can_merge(num_heads, head_dim, kv.dtype)
+        self._variants = tuple(dict.fromkeys(variants)) or (PLAIN_VARIANT,)
+        has_windows = any(one.sliding_window for one in self._variants)
+        shares = shares and not has_windows and can_merge(num_heads, head_dim, kv.dtype)
         super().__init__(kv, num_heads, shares=shares, kernel_page_size=kernel_page_size)
         size = self.kernel_page_size
         self._heads = heads = HeadShape(num_heads, num_kv_heads, head_dim, size, kv.dtype)
@@ -84,15 +101,15 @@ class FlashInferBackend(PagedBackend):
         )
         shape = (-1, size, num_kv_heads, head_dim)
         self._pages = [(layer[0].view(shape), layer[1].view(shape)) for layer in kv.unbind(0)]
-        self._wrappers: dict[str, PagedCalls] = {}  # of steps without a graph
-        self._int_workspaces: dict[str, Tensor] = {}  # of graphs, by wrapper key
+        self._wrappers: dict[Planned, PagedCalls] = {}  # of steps without a graph
+        self._int_workspaces: dict[Planned, Tensor] = {}  # of graphs
 
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
-        del features  # it has none
+        del features  # the variants say more
         if not self.kv.is_cuda:
             return
         try:
-            compile_modules(self._heads, fa3=self.choice.fa3)
+            compile_modules(self._heads, self._variants, fa3=self.choice.fa3)
         except Exception as error:
             reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...")
             raise ModelNotSupported(
@@ -100,43 +117,54 @@ class FlashInferBackend(PagedBackend):
                 'CUDA_HOME and ninja in PATH; attention_backend="triton" does without them'
             ) from error
 
-    def make_launch(
-        self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None
+    def make_launch(self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None) -> Launch:
+        if len(self._variants) == 1:
+            return self._planned_calls(metadata, buffers, self._variants[0])
+        return VariantCalls(
+            {one: self._planned_calls(metadata, buffers, one) for one in self._variants}
+        )
+
+    def _planned_calls(
+        self, metadata: LaunchMetadata, buffers: GraphBuffers | None, variant: AttentionVariant
     ) -> PagedCalls:
         plan, key = metadata.plan, metadata.wrapper_key
         common = self._library, self._heads, self._pages
-        tensor_cores = wants_tensor_cores(
+        tensor_cores = variant.sliding_window > 0 or wants_tensor_cores(
             plan.num_requests, self._heads, self._num_sms, self.choice
         )
         calls: PagedCalls
         if buffers is not None:
-            graph = buffers, self._int_workspace(key)
+            graph = buffers, self._int_workspace(key, variant)
             workspace = self._graph_workspace(plan.num_requests, plan.num_tokens)
             if plan.is_decode:
-                calls = DecodeCalls(*common, workspace, graph, use_tensor_cores=tensor_cores)
+                calls = DecodeCalls(
+                    *common, workspace, graph, variant=variant, use_tensor_cores=tensor_cores
+                )
             else:
-                calls = PrefillCalls(*common, workspace, graph)
+                calls = PrefillCalls(*common, workspace, graph, variant=variant)
         else:
+            is_plain = variant == PLAIN_VARIANT
             make: Callable[..., PagedCalls] = PrefillCalls
             if plan.is_decode and not tensor_cores:
                 make, key = DecodeCalls, f"{key} on CUDA cores"
-            elif self.choice.fa3 and not metadata.is_merged and wants_fa3(plan):
+            elif self.choice.fa3 and is_plain and not metadata.is_merged and wants_fa3(plan):
                 make, key = partial(PrefillCalls, backend="fa3"), f"{key} fa3"
-            if key not in self._wrappers:
-                self._wrappers[key] = make(*common, self._workspace)
-            calls = self._wrappers[key]
+            if (key, variant) not in self._wrappers:
+                self._wrappers[key, variant] = make(*common, self._workspace, variant=variant)
+            calls = self._wrappers[key, variant]
         calls.plan(metadata)
         return calls
 
     def merge(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         self._library.merge_state_in_place(out, lse, other, other_lse)
 
-    def _int_workspace(self, wrapper_key: str) -> Tensor:
-        if wrapper_key not in self._int_workspaces:
-            self._int_workspaces[wrapper_key] = torch.empty(
+    def _int_workspace(self, wrapper_key: str, variant: AttentionVariant) -> Tensor:
+        at = wrapper_key, variant
+        if at not in self._int_workspaces:
+            self._int_workspaces[at] = torch.empty(
                 GRAPH_INT_BYTES, dtype=torch.uint8, device=self.kv.device
             )
-        return self._int_workspaces[wrapper_key]
+        return self._int_workspaces[at]
 
     def _graph_workspace(self, num_requests: int, num_tokens: int) -> Tensor:
         """The common one, or a larger one that is common from now on: graphs keep theirs."""

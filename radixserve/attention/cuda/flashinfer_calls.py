@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionFeatures
+from radixserve.attention.base import PLAIN, AttentionFeatures, AttentionVariant
 from radixserve.attention.cuda.metadata import GraphBuffers, LaunchMetadata
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
+PLAIN_VARIANT = AttentionVariant()
 
 
 class Library(NamedTuple):
@@ -79,8 +80,10 @@ class HeadShape:
     page_size: int  # as the kernels read the pool
     dtype: torch.dtype
 
-    def as_arguments(self) -> dict[str, Any]:
-        """For both wrappers' plans. The scale of the scores is given to `run`."""
+    def as_arguments(self, variant: AttentionVariant) -> dict[str, Any]:
+        """For both wrappers' plans. The scale of the scores is given to `run`, which multiplies
+        sm_scale by it: soft caps are of scaled scores. A query at position p sees the keys from
+        p - window_left on; -1: all."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -89,11 +92,14 @@ class HeadShape:
             "q_data_type": self.dtype,
             "kv_data_type": self.dtype,
             "sm_scale": 1.0,
+            "window_left": variant.sliding_window - 1,
+            "logits_soft_cap": variant.logits_soft_cap,
         }
 
 
 class PagedCalls(ABC):
-    """See `Launch`: a wrapper of FlashInfer's, planned for one launch after another."""
+    """See `Launch`: a wrapper of FlashInfer's, planned for one launch after another, and for layers
+    of one variant."""
 
     def __init__(
         self,
@@ -101,11 +107,14 @@ class PagedCalls(ABC):
         heads: HeadShape,
         pages: list[tuple[Tensor, Tensor]],  # each layer's K and V [num_pages, page_size, Hkv, D]
         graph: tuple[GraphBuffers, Tensor] | None,
+        variant: AttentionVariant,
     ) -> None:
         """`graph`: for a CUDA graph the buffers, of the sizes that all plans have, and an int
         workspace, uint8, where a plan is left on the device until the next one."""
         self._library, self._heads, self._pages = library, heads, pages
         self._is_graph = graph is not None
+        self._variant, self._is_plain = variant, variant == PLAIN_VARIANT
+        self._arguments = heads.as_arguments(variant)
         self._wrapper: Any = None
 
     @abstractmethod
@@ -121,7 +130,8 @@ class PagedCalls(ABC):
         lse: Tensor | None,
         features: AttentionFeatures,
     ) -> None:
-        del features  # the backend has none but plain attention
+        is_planned = self._is_plain if features is PLAIN else features.variant == self._variant
+        assert is_planned, f"planned for {self._variant}, not for {features.variant}"
         pages = self._pages[layer]
         self._wrapper.run(q, pages, q_scale=scale, out=out, lse=lse, return_lse=lse is not None)
 
@@ -141,10 +151,12 @@ class DecodeCalls(PagedCalls):
         workspace: Tensor,
         graph: tuple[GraphBuffers, Tensor] | None = None,
         *,
+        variant: AttentionVariant = PLAIN_VARIANT,
         use_tensor_cores: bool = False,
     ) -> None:
-        super().__init__(library, heads, pages, graph)
+        super().__init__(library, heads, pages, graph, variant)
         assert graph is not None or not use_tensor_cores
+        self._arguments["head_dim"] = heads.head_dim
         more: dict[str, Any] = {}
         if graph is not None:
             more = {
@@ -161,8 +173,7 @@ class DecodeCalls(PagedCalls):
         self._is_planned = False
 
     def plan(self, metadata: LaunchMetadata) -> None:
-        arguments = self._heads.as_arguments() | {"head_dim": self._heads.head_dim}
-        host = metadata.host
+        arguments, host = self._arguments, metadata.host
         if not self._is_planned:
             self._wrapper.plan(
                 host.kv_indptr,
@@ -201,9 +212,10 @@ class PrefillCalls(PagedCalls):
         workspace: Tensor,
         graph: tuple[GraphBuffers, Tensor] | None = None,
         *,
+        variant: AttentionVariant = PLAIN_VARIANT,
         backend: str = "fa2",
     ) -> None:
-        super().__init__(library, heads, pages, graph)
+        super().__init__(library, heads, pages, graph, variant)
         more: dict[str, Any] = {}
         if graph is not None:
             more = {
@@ -230,25 +242,61 @@ class PrefillCalls(PagedCalls):
             non_blocking=True,
             seq_lens=host.kv_lens,
             max_token_per_sequence=plan.max_q,
-            **self._heads.as_arguments(),
+            **self._arguments,
         )
 
 
-def compile_modules(heads: HeadShape, *, fa3: bool = False) -> None:
+class VariantCalls:
+    """See `Launch`: one planned wrapper for each variant of the model's layers."""
+
+    def __init__(self, calls: Mapping[AttentionVariant, PagedCalls]) -> None:
+        self._calls = calls
+
+    def plan(self, metadata: LaunchMetadata) -> None:
+        for calls in self._calls.values():
+            calls.plan(metadata)
+
+    def run(
+        self,
+        q: Tensor,
+        layer: int,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None,
+        features: AttentionFeatures,
+    ) -> None:
+        variant = features.variant
+        assert variant in self._calls, f"planned for {list(self._calls)}, not for {variant}"
+        self._calls[variant].run(q, layer, scale, out, lse, features)
+
+
+def compile_modules(
+    heads: HeadShape,
+    variants: Sequence[AttentionVariant] = (PLAIN_VARIANT,),
+    *,
+    fa3: bool = False,
+) -> None:
     """Compile all kernels that these heads need, side by side: about a minute on 16 cores where
-    they are not in FlashInfer's cache. Without this the first plans and runs do it one by one."""
+    they are not in FlashInfer's cache. Without this the first plans and runs do it one by one.
+
+    A module is of heads and of whether there is a window and a cap, not of which: those of the
+    prefill kernel for every variant, of the decode kernel for those without a window, of fa3 for
+    plain layers.
+    """
     from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
     from flashinfer.jit.cascade import gen_cascade_module
     from flashinfer.jit.core import build_jit_specs
 
     dtype, dim = heads.dtype, heads.head_dim
     no_position_encoding = 0
-    common = (dtype, dtype, dtype, torch.int32, dim, dim, no_position_encoding, False, False)
+    common = (dtype, dtype, dtype, torch.int32, dim, dim, no_position_encoding)
+    flags = dict.fromkeys((one.sliding_window > 0, one.logits_soft_cap > 0) for one in variants)
+    fa3 = fa3 and PLAIN_VARIANT in variants
     build_jit_specs(
         [
-            gen_batch_decode_module(*common),
-            gen_batch_prefill_module("fa2", *common, False),
+            *(gen_batch_decode_module(*common, *one) for one in flags if not one[0]),
+            *(gen_batch_prefill_module("fa2", *common, *one, False) for one in flags),
             gen_cascade_module(),
-            *([gen_batch_prefill_module("fa3", *common, False)] if fa3 else []),
+            *([gen_batch_prefill_module("fa3", *common, False, False, False)] if fa3 else []),
         ]
     )
