@@ -80,7 +80,8 @@ def test_every_setting(
 
 @pytest.mark.parametrize("settings", DROPPING, ids=str)
 @pytest.mark.parametrize(
-    ("kind", "backend"), [(Runtime, "cpu"), (Runtime, "torch"), (DeviceRuntime, "triton")]
+    ("kind", "backend"),
+    [(Runtime, "cpu"), (Runtime, "torch"), (DeviceRuntime, "triton"), (DeviceRuntime, "torch")],
 )
 def test_dropped_windows(
     settings: dict[str, Any],

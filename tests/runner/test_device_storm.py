@@ -143,3 +143,28 @@ def test_with_the_kernels_themselves(folder: Path) -> None:
         driver.add(prompt)
     driver.run(chunk=11)
     check_parity(driver.sequences, load_reference(folder))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_window_pages_with_the_kernels_themselves(tmp_path: Path, page_size: int) -> None:
+    folder, rng = make_checkpoint(tmp_path, "gemma3"), random.Random(1)
+    prompts = [np.array(prompt, np.int32) for prompt in prompts_of([70, 9, 45])]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    requests = [
+        Request(f"{at}", ids, params, rng.getrandbits(60), frozenset(), 100)
+        for at, ids in enumerate([*prompts, np.concatenate((prompts[0][:50], prompts[1]))])
+    ]
+    config = EngineConfig(
+        num_pages=200 // page_size,
+        page_size=page_size,
+        max_running_requests=2,
+        chunked_prefill_size=12,
+        swa_full_tokens_ratio=0.001,
+    )
+    fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    engine = Engine(device_runner(folder, **fields), config)
+    plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
+    assert run(engine, requests, {}) == run(Engine(plain, EngineConfig()), requests, {})
+    assert engine.stats()["dropped_window_pages"] > 0

@@ -10,6 +10,7 @@ import pytest
 
 from radixserve import RequestFailed, Runtime, SamplingParams
 from radixserve.output import Completion
+from radixserve.runner import cuda_runner
 from radixserve.runner.device_sampler import DeviceSampler
 from radixserve.schedule import SchedulerOutput, WindowUpdates
 from tests.checkpoints import load_reference, make_checkpoint
@@ -130,7 +131,9 @@ def test_steps_without_rows_and_those_that_are_refused(checkpoints: dict[str, Pa
     check_parity(driver.sequences, load_reference(folder))
 
 
-def test_where_there_are_none(checkpoints: dict[str, Path]) -> None:
+def test_where_there_are_none(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fields: dict[str, Any] = {"num_pages": 300, "swa_full_tokens_ratio": 0.5}
     folder = checkpoints["mistral_window"]
     runner = device_runner(folder, **fields)
@@ -143,3 +146,5 @@ def test_where_there_are_none(checkpoints: dict[str, Path]) -> None:
     assert whole.memory_plan().window_tokens == 0
     plain = make_checkpoint(folder / "plain", "llama")
     assert device_runner(plain, **fields).windows is None
+    monkeypatch.setattr(cuda_runner, "has_window_pages", lambda _: False)  # as flashinfer's backend
+    assert device_runner(folder, **fields).windows is None
