@@ -141,7 +141,10 @@ def test_where_there_are_none(
     assert runner.memory_plan().window_tokens == 150
     assert runner.memory_plan().pool_bytes == 151 * runner.info.kv_bytes_per_token
     assert device_runner(folder, num_pages=300).windows is None
-    whole = device_runner(folder, num_pages=300, cache="hash")
+    memory = 300 * runner.info.kv_bytes_per_token
+    divided = device_runner(folder, kv_cache_memory=memory)
+    assert (divided.num_pages, divided.windows) == (600, (300, 21))  # no layer without a window
+    whole = device_runner(folder, kv_cache_memory=memory, cache="hash", page_size=1)
     assert whole.windows is None
     assert whole.memory_plan().window_tokens == 0
     plain = make_checkpoint(folder / "plain", "llama")

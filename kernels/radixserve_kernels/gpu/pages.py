@@ -60,8 +60,6 @@ def copy_page_prefixes(kv: Tensor, copies: Tensor) -> list[Launch]:
     assert all(one.is_contiguous() for one in (kv, copies)), "pool and copies must lie dense"
     assert copies.shape[1] == 3, f"copies have 3 columns, not {copies.shape[1]}"
     num_layers, halves, _, page_size, num_kv_heads, head_dim = kv.shape
-    if not num_layers:
-        return []
     token_cells = num_kv_heads * head_dim
     block = min(power_of_2(page_size * token_cells), MAX_BLOCK)
     arguments = {
