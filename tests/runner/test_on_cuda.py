@@ -82,7 +82,7 @@ def test_window_pages(device: str, tmp_path: Path) -> None:
         for _ in range(2):
             assert_same(run_jobs(rt), expected)
             rt.check()
-        assert rt.cache_stats()["dropped_window_pages"] > 0
+        assert rt.cache_stats()["evicted_window_pages"] > 0
 
 
 def _room(device: str) -> dict[str, int]:
