@@ -78,7 +78,7 @@ class DeviceWindows:
             if len(self._changed) > 1:  # of a launch that failed, too
                 pages = np.unique(np.concatenate(self._changed))
             spare = max(_LEAST_CHANGES, 1 << (len(pages) - 1).bit_length()) - len(pages)
-            pages = np.pad(pages, (0, spare), "edge").astype(np.int64)
+            pages = np.concatenate((pages, np.full(spare, pages[-1])), dtype=np.int64)
             arrays["windowed_pages"], arrays["window_pages"] = pages, self._host.pages[pages]
         if self._copies:
             arrays["window_copies"] = np.array(self._copies, np.int32)
