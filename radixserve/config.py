@@ -95,7 +95,7 @@ class EngineConfig(StrictFields):
                         holds. Below 1 it holds more tokens in the same memory; K/V before the
                         windows in use is dropped when it is short. 1: none is. Default: 0.5
                         for windows of up to 1,024 positions, else 1; 1 where num_pages is given,
-                        on CUDA, with cache "hash" and with several ranks
+                        with cache "hash", several ranks and attention_backend "flashinfer"
     cache               "radix" (to the token), "hash" (whole blocks of page_size tokens), or
                         "off" to reuse nothing
     hash_algorithm      of a block's key with cache "hash": "sha256", or "xxh3", which is faster
@@ -241,7 +241,6 @@ class EngineConfig(StrictFields):
         for other, is_one in (
             ('cache="hash"', self.cache == "hash"),
             (f"tensor_parallel_size={self.tensor_parallel_size}", self.tensor_parallel_size != 1),
-            (f'device="{self.device}"', str(self.device).startswith("cuda")),
         ):
             if is_one and self.swa_full_tokens_ratio != 1:
                 raise InvalidRequest(f"{name} must be None or 1 with {other}, got {ratio}")

@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -56,12 +57,20 @@ class WindowKV(NamedTuple):
     layers: tuple[int, ...]  # [Lw] their numbers, ascending
 
 
-class WindowBatch(NamedTuple):
-    """Where a step's K and V are in window pages."""
+@dataclass(frozen=True)
+class WindowBatch:
+    """Where a step's K and V are in window pages. Read it while the step is launched."""
 
     slot_mapping: Tensor  # [T] int64, as that of the batch
-    kv_indices: NDArray[np.int32]  # [total pages] in the places of the host's; the last window page
-    # for what no query sees
+    page_table: NDArray[np.int32]  # [num_pages] the window page of each page; the last window page
+    # for one that has none: no query sees what is there
+    host: AttentionMetadata  # of the batch
+    device_page_table: Tensor | None = None  # page_table where the device has it, int32
+
+    @cached_property
+    def kv_indices(self) -> NDArray[np.int32]:
+        """[total pages] window pages in the places of the host's kv_indices."""
+        return self.page_table[self.host.kv_indices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,8 @@ class AttentionBackend(ABC):
             )
         self.kv, self.num_heads = kv, num_heads
         self.slots = _slots_of_layers(kv, windows)  # of each layer K and V, [num_slots, Hkv, D]
-        self._window_layers = frozenset(() if windows is None else windows.layers)
+        self.windows = windows
+        self.window_layers = frozenset(() if windows is None else windows.layers)
         self._batch: ForwardBatch | None = None  # the planned one
 
     def prepare(self, features: frozenset[str] = frozenset()) -> None:
@@ -174,7 +184,7 @@ class AttentionBackend(ABC):
 
     def slot_mapping(self, batch: ForwardBatch, layer: int) -> Tensor:
         """[T] int64 slots of the layer for the batch's new tokens."""
-        if layer not in self._window_layers:
+        if layer not in self.window_layers:
             return batch.slot_mapping
         assert batch.window is not None, "window pages are not known"
         return batch.window.slot_mapping

@@ -52,7 +52,7 @@ class CpuBackend(AttentionBackend):
             raise ModelNotSupported(f"the cpu backend cannot be used: {reason}")
         super().__init__(kv, num_heads, windows)
         self.decoder_kv = DecoderKV(
-            [(k, v, layer in self._window_layers) for layer, (k, v) in enumerate(self.slots)]
+            [(k, v, layer in self.window_layers) for layer, (k, v) in enumerate(self.slots)]
         )
         self._attention = PagedAttention(kv.dtype)
         self._sharing = {"shares": shares, "is_exact": is_exact}
@@ -75,7 +75,7 @@ class CpuBackend(AttentionBackend):
     def _attend(self, q: Tensor, layer: int, scale: float, features: AttentionFeatures) -> Tensor:
         k, v = self.slots[layer]
         page_ids = None
-        if layer in self._window_layers:
+        if layer in self.window_layers:
             assert self._batch is not None
             assert self._batch.window is not None
             page_ids = self._batch.window.kv_indices

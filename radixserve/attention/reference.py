@@ -97,7 +97,7 @@ class ReferenceBackend(AttentionBackend):
         for call in self._calls:
             queries = q.index_select(0, call.tokens).view(call.size, -1, *heads, self.head_dim)
             queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, G * N, D]
-            index = call.window_slots if layer in self._window_layers else call.slots
+            index = call.window_slots if layer in self.window_layers else call.slots
             assert index is not None
             keys, values = (
                 slots.index_select(0, index).unflatten(0, (call.size, -1)).transpose(1, 2)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from radixserve.attention.base import AttentionBackend, ForwardBatch
-from radixserve.attention.choice import make_backend
+from radixserve.attention.choice import has_window_pages, make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import EngineDead, ModelNotSupported
 from radixserve.models.parallel import TPGroup
@@ -28,7 +28,7 @@ from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import prepare_inputs
-from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages
+from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages, divide_pool
 from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capture_tokens
 from radixserve.runner.profile_run import (
     MemoryUse,
@@ -43,7 +43,13 @@ from radixserve.runner.profile_run import (
 from radixserve.runner.sample_plan import SamplePlan, begin_device_masks, plan_samples
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue
-from radixserve.schedule import ModelRunnerOutput, SampleOutput, SchedulerOutput
+from radixserve.runner.window_table import DeviceWindows
+from radixserve.schedule import (
+    ModelRunnerOutput,
+    SampleOutput,
+    SchedulerOutput,
+    WindowLayers,
+)
 from radixserve_kernels import gpu_ops
 
 logger = logging.getLogger("radixserve")
@@ -129,6 +135,8 @@ class CudaModelRunner(SingleDeviceRunner):
         began = time.perf_counter()
         with self._queue.active(), self._checked():
             self._sample_deferred(None)
+            if self._uploader.windows is not None and schedule.windows is not None:
+                self._uploader.windows.update(schedule.windows)  # the next rows tell the device
             if schedule.rows:
                 return self._launch(schedule, began)
             if len(schedule.cow_copies):
@@ -266,7 +274,10 @@ class CudaModelRunner(SingleDeviceRunner):
         size, max_rows = config.page_size, config.max_running_requests
         num_pages = self._given_pages()
         longest = min(config.max_seq_len or info.max_positions, info.max_positions)
-        row_pages = min(-(-longest // size), num_pages or max_pages(device, info, size))
+        most = max_pages(device, info, size) if num_pages is None else num_pages
+        if num_pages is not None:
+            most = max(most, divide_pool(config, info, num_pages).num_pages)
+        row_pages = min(-(-longest // size), most)
         sizes = capture_sizes(max_rows) if config.cuda_graphs and self.model.can_capture else ()
         table = PageTable(max_rows, row_pages, device)
         self._uploader = BatchUploader(self._queue, table, size, max(sizes, default=0))
@@ -276,9 +287,12 @@ class CudaModelRunner(SingleDeviceRunner):
         if num_pages is None:
             share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * size
             num_pages = fitting_pages(use, share, page_bytes, size)
-        if self._tp_group is not None:
-            num_pages = self._tp_group.agree(num_pages)
-        self.pool = KVPool(info, PoolSize(num_pages), size, device)
+        pool_size = self._pool_size(backend_name, num_pages)
+        num_pages = pool_size.num_pages
+        self.pool = KVPool(info, pool_size, size, device)
+        if pool_size.num_window_pages:
+            self.windows = WindowLayers(pool_size.num_window_pages, info.window_size)
+            self._uploader.windows = DeviceWindows(self.pool, device)
         self.backend = self._make_backend(backend_name)
         if sizes and self.backend.can_capture:
             logger.info("capturing decode steps of %s rows", ", ".join(map(str, sizes)))
@@ -306,6 +320,17 @@ class CudaModelRunner(SingleDeviceRunner):
         if not is_given and self._device.type == "cuda":
             return None
         return choose_num_pages(config, self.info)
+
+    def _pool_size(self, backend_name: str, num_pages: int) -> PoolSize:
+        if self._tp_group is not None:
+            return PoolSize(self._tp_group.agree(num_pages))
+        size = divide_pool(self._config, self.info, num_pages)
+        if self._config.cache == "hash" or not size.num_window_pages:
+            return PoolSize(num_pages)
+        if not has_window_pages(backend_name):
+            logger.info('no window pages: attention_backend="triton" has them')
+            return PoolSize(num_pages)
+        return size
 
     def _profile_run(
         self, backend_name: str, longest: int, sizes: tuple[int, ...]
@@ -353,6 +378,7 @@ class CudaModelRunner(SingleDeviceRunner):
             name,
             self.pool.kv,
             self.info.num_heads,
+            windows=self.pool.windows,
             variants=self.info.attention_variants,
             shares=self._shares,
         )

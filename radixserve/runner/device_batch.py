@@ -17,6 +17,7 @@ from torch import Tensor
 from radixserve.attention.base import ForwardBatch, IndexArray
 from radixserve.runner.input_batch import InputBatch, indptr, padding_batch
 from radixserve.runner.transfers import DeviceQueue, H2DBuffer
+from radixserve.runner.window_table import DeviceWindows
 from radixserve_kernels import gpu_ops
 
 _EXTRA_BYTES = 1 << 16  # of the fixed buffer, for what a decode step sends besides its index
@@ -87,6 +88,7 @@ class BatchUploader:
         self, queue: DeviceQueue, table: PageTable, page_size: int, num_fixed: int
     ) -> None:
         self._table, self._page_size = table, page_size
+        self.windows: DeviceWindows | None = None  # of a pool with window pages
         self._growing = H2DBuffer(queue, _FIRST_BYTES)
         fixed_bytes = num_fixed * _ROW_BYTES + _NUM_ARRAYS * 64 + _EXTRA_BYTES
         self._fixed = H2DBuffer(queue, fixed_bytes, can_grow=False)
@@ -124,7 +126,12 @@ class BatchUploader:
             "last_slots": update.last_slots,
             "last_pages": _int32(update.last_pages),
         }
+        if self.windows is not None:
+            index["window_slots"] = self.windows.slots(batch.slot_mapping)
+            more |= self.windows.changes()
         tensors = self._send(index, more, is_fixed)
+        if self.windows is not None:
+            self.windows.apply(tensors)
         if len(update.slots):
             self._table.write(tensors["table_slots"], tensors["pages"])
         self._table.write(tensors["last_slots"], tensors["last_pages"])
@@ -156,6 +163,9 @@ class BatchUploader:
         table = self._table.pages
         kv_indices = torch.empty(batch.num_pages, dtype=torch.int32, device=table.device)
         gpu_ops.flat_indices(table, tensors["table_rows"], tensors["kv_indptr"], kv_indices)
+        window = None
+        if self.windows is not None:
+            window = self.windows.of_batch(batch, tensors["window_slots"])
         return ForwardBatch(
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
@@ -164,6 +174,7 @@ class BatchUploader:
             host=batch.host,
             page_size=self._page_size,
             device_kv_indices=kv_indices,
+            window=window,
         )
 
 

@@ -119,12 +119,19 @@ def choose_num_pages(config: EngineConfig, info: ModelInfo, states_bytes: int = 
 
 
 def choose_pool_size(config: EngineConfig, info: ModelInfo, states_bytes: int = 0) -> PoolSize:
-    """`choose_num_pages`, and window pages where a model has layers with windows, unless there is
-    memory for all K and V of as many sequences of full length as may run.
+    """`choose_num_pages`, divided by `divide_pool`."""
+    return divide_pool(config, info, choose_num_pages(config, info, states_bytes))
 
-    There are at least as many as one sequence needs for a window and a chunk of its prompt.
+
+def divide_pool(config: EngineConfig, info: ModelInfo, num_pages: int) -> PoolSize:
+    """The memory of `num_pages` pages of all layers, divided between pages and window pages where a
+    model has layers with windows; `num_pages` and window pages beside them where the settings say
+    how many.
+
+    All are whole pages where that is memory for as many sequences of full length as may run. There
+    are at least as many window pages as one sequence needs for a window and a chunk of its prompt.
     """
-    num_pages, size = choose_num_pages(config, info, states_bytes), config.page_size
+    size = config.page_size
     ratio = config.swa_full_tokens_ratio
     if ratio is None:
         is_short = config.num_pages is None and info.window_size <= MAX_SHORT_WINDOW
@@ -138,7 +145,7 @@ def choose_pool_size(config: EngineConfig, info: ModelInfo, states_bytes: int = 
         num_window_pages = max(least, math.ceil(ratio * num_pages))
     else:
         wanted = config.max_running_requests * -(-longest // size)
-        if config.kv_cache_memory is None and num_pages == wanted:
+        if config.kv_cache_memory is None and num_pages >= wanted:
             return whole
         of_windows = info.window_bytes_per_token * size
         others = info.kv_bytes_per_token * size - of_windows

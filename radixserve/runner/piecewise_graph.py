@@ -58,6 +58,8 @@ class PiecewiseGraphs:
         self._model, self._slots = model, backend.slots
         self._input_ids, self._positions = torch.zeros((2, most), dtype=torch.int64, device=device)
         self._slot_mapping = torch.full_like(self._positions, -1)
+        self._window_layers = backend.window_layers
+        self._window_slots = torch.full_like(self._positions, -1)  # of those layers
         heads = backend.num_heads, backend.head_dim
         self._queries = torch.zeros((most, *heads), dtype=backend.kv.dtype, device=device)
         self._attended = torch.zeros_like(self._queries).flatten(1)
@@ -74,6 +76,9 @@ class PiecewiseGraphs:
         self._positions[:num_tokens].copy_(batch.positions)
         self._slot_mapping[:num_tokens].copy_(batch.slot_mapping)
         self._slot_mapping[num_tokens:size].fill_(-1)
+        if batch.window is not None:
+            self._window_slots[:num_tokens].copy_(batch.window.slot_mapping)
+            self._window_slots[num_tokens:size].fill_(-1)
         graphs, queries = self._graphs[size], self._queries[:num_tokens]
         attended = self._attended[:num_tokens]
         for number, replay in enumerate(graphs.replays):
@@ -111,5 +116,8 @@ class PiecewiseGraphs:
             assert before.residual is not None
             attended, after.residual = self._attended[:size], before.residual
             after.x = model.finish_layer(number - 1, attended, before.x, before.residual)
-        index = self._positions[:size], self._slot_mapping[:size]
+        slot_mapping = self._slot_mapping
+        if number in self._window_layers:
+            slot_mapping = self._window_slots
+        index = self._positions[:size], slot_mapping[:size]
         model.project(number, after.x, *index, self._slots[number], self._queries[:size])

@@ -55,9 +55,10 @@ def fitting_pages(use: MemoryUse, share: float, page_bytes: int, page_size: int)
 
 
 def max_pages(device: torch.device, info: ModelInfo, page_size: int) -> int:
-    """More than ever fit on a CUDA device."""
+    """More than ever fit on a CUDA device, with or without window pages."""
     total = int(torch.cuda.get_device_properties(device).total_memory)
-    return max(1, total // (info.kv_bytes_per_token * page_size))
+    least = info.kv_bytes_per_token - info.window_bytes_per_token
+    return max(1, total // (least * page_size)) if least else 2**31 - 1
 
 
 def graph_bytes(num_rows: int, vocab_size: int) -> int:

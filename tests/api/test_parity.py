@@ -153,11 +153,17 @@ def check_answers(rt: Runtime, expected: Reference, order: list[int]) -> None:
     rt.check()
 
 
-def run(expected: Reference, *, is_tight: bool = False, **settings: Any) -> dict[str, Any]:
+def run(
+    expected: Reference,
+    *,
+    is_tight: bool = False,
+    kind: type[Runtime] = Runtime,
+    **settings: Any,
+) -> dict[str, Any]:
     """Cold, then warm in another order; a tight pool must evict and preempt. Returns the stats."""
     size = settings.get("page_size", 1)
     tokens = max(3 * size, 160) if is_tight else 8192
-    with Runtime(
+    with kind(
         str(expected.folder), num_pages=tokens // size, max_running_requests=8, **settings
     ) as rt:
         order = list(range(len(expected.prompts)))

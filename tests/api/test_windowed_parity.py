@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from radixserve import Runtime
 from tests.api.test_parity import SETTINGS, Case, Reference, reference, run
+from tests.runner.on_device import DeviceRuntime
 
 FEW = 6  # requests of each family in the sample
 EVICTED = Case("mistral_window", 32)
@@ -47,6 +49,12 @@ def references() -> dict[Case, Reference]:
     return {}
 
 
+@pytest.fixture(scope="module")
+def short_references() -> dict[Case, Reference]:
+    """Of FEW requests."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
@@ -71,19 +79,30 @@ def test_every_setting(
 
 
 @pytest.mark.parametrize("settings", DROPPING, ids=str)
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(Runtime, "cpu"), (Runtime, "torch"), (DeviceRuntime, "triton"), (DeviceRuntime, "torch")],
+)
 def test_dropped_windows(
-    settings: dict[str, Any], backend: str, tmp_path_factory: pytest.TempPathFactory
+    settings: dict[str, Any],
+    kind: type[Runtime],
+    backend: str,
+    short_references: dict[Case, Reference],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Layers with windows alone, some of them, and in transformers' code."""
-    for case in (EVICTED, Case("gpt_oss", 33), Case("starcoder2_window", 41)):
-        expected = reference(case, {}, tmp_path_factory, FEW)
-        stats = run(expected, **settings, attention_backend=backend)
+    for case in (EVICTED, Case("gpt_oss", 33), Case("starcoder2_window", 41), Case("gemma3", 31)):
+        expected = reference(case, short_references, tmp_path_factory, FEW)
+        stats = run(expected, kind=kind, **settings, attention_backend=backend)
         assert stats["evicted_window_pages"] > 0
 
 
 @pytest.mark.parametrize("case", SAMPLE[1:], ids=str)
-def test_a_few_requests(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
-    expected = reference(case, {}, tmp_path_factory, FEW)
+def test_a_few_requests(
+    case: Case,
+    short_references: dict[Case, Reference],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    expected = reference(case, short_references, tmp_path_factory, FEW)
     run(expected, **ROOMY)
     run(expected, **BARE, attention_backend="torch")

@@ -35,6 +35,9 @@ class CheckedUploader(BatchUploader):
     def upload(self, *args: Any, **fields: Any) -> tuple[ForwardBatch, dict[str, Tensor]]:
         batch, tensors = super().upload(*args, **fields)
         assert batch.kv_indices.tolist() == batch.host.kv_indices.tolist()
+        if batch.window is not None:
+            assert batch.window.device_page_table is not None
+            assert batch.window.device_page_table.tolist() == batch.window.page_table.tolist()
         self.num_checked += 1
         self.num_lean += "table_slots" not in tensors
         return batch, tensors

@@ -77,33 +77,40 @@ def run(engine: Engine, requests: list[Request], aborts: dict[str, int]) -> dict
     return said
 
 
-def check_storm(folder: Path, seed: int) -> None:
+def check_storm(folder: Path, seed: int, *, has_windows: bool = False) -> int:
+    """Returns how many window pages were dropped."""
     rng = random.Random(seed)
     size = rng.choice([1, 2, 16])
     tokens = rng.choice([110, 160, 600])
+    caches = ["radix", "off"] if has_windows else ["radix", "radix", "off", "hash"]
     config = EngineConfig(
         page_size=size,
         num_pages=-(-tokens // size),
         chunked_prefill_size=rng.choice([3, 16, 64]),
         max_running_requests=rng.choice([2, 5, 8]),
-        cache=rng.choice(["radix", "radix", "off", "hash"]),
+        cache=rng.choice(caches),
         overlap=rng.random() < 0.8,
         cuda_graphs=rng.random() < 0.7,
+        swa_full_tokens_ratio=0.001 if has_windows else None,  # as few window pages as can be
     )
     fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     runner = device_runner(folder, **fields)
     plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
+    num_dropped = 0
     for _ in range(3):  # the same names again: nothing is known of the ones before
         requests = requests_of(rng)
         wanted = run(Engine(plain, EngineConfig(num_pages=800, cache="off")), requests, {})
         names = rng.sample(list(wanted), 3)
         aborts = {name: rng.randrange(1, 30) for name in names}
-        found = run(Engine(runner, config), requests, aborts)
+        engine = Engine(runner, config)
+        found = run(engine, requests, aborts)
+        num_dropped += engine.stats().get("evicted_window_pages", 0)
         for name, said in found.items():
             if name in aborts:
                 assert said == wanted[name][: len(said)]
             else:
                 assert said == wanted[name]
+    return num_dropped
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -111,10 +118,17 @@ def test_storm(folder: Path, seed: int) -> None:
     check_storm(folder, seed)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral_window"])
+def test_storm_with_window_pages(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path, family)
+    assert sum(check_storm(folder, seed, has_windows=True) for seed in range(4)) > 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 220))
-def test_long_storm(folder: Path, seed: int) -> None:
-    check_storm(folder, seed)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss"])
+def test_long_storm(tmp_path: Path, family: str, seed: int) -> None:
+    check_storm(make_checkpoint(tmp_path, family), seed, has_windows=family != "qwen3")
 
 
 @pytest.mark.long
@@ -129,3 +143,28 @@ def test_with_the_kernels_themselves(folder: Path) -> None:
         driver.add(prompt)
     driver.run(chunk=11)
     check_parity(driver.sequences, load_reference(folder))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_window_pages_with_the_kernels_themselves(tmp_path: Path, page_size: int) -> None:
+    folder, rng = make_checkpoint(tmp_path, "gemma3"), random.Random(1)
+    prompts = [np.array(prompt, np.int32) for prompt in prompts_of([70, 9, 45])]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    requests = [
+        Request(f"{at}", ids, params, rng.getrandbits(60), frozenset(), 100)
+        for at, ids in enumerate([*prompts, np.concatenate((prompts[0][:50], prompts[1]))])
+    ]
+    config = EngineConfig(
+        num_pages=200 // page_size,
+        page_size=page_size,
+        max_running_requests=2,
+        chunked_prefill_size=12,
+        swa_full_tokens_ratio=0.001,
+    )
+    fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    engine = Engine(device_runner(folder, **fields), config)
+    plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
+    assert run(engine, requests, {}) == run(Engine(plain, EngineConfig()), requests, {})
+    assert engine.stats()["evicted_window_pages"] > 0

@@ -69,5 +69,21 @@ def test_mixed_steps(folder: Path, device: str, backend: str) -> None:
     check_parity(driver.sequences, load_reference(folder))
 
 
+def test_window_pages(device: str, tmp_path: Path) -> None:
+    """In graphs and pieces of steps; window pages for one or two of the requests."""
+    folder = make_checkpoint(tmp_path, "gemma3", head_dim=64)
+    with Runtime(str(folder), device="cpu", num_pages=TOKENS, cache="off") as rt:
+        expected = run_jobs(rt)
+    fields: dict[str, Any] = {**SMALL, "attention_backend": "triton", "dtype": "float32"}
+    kind: type[Runtime] = DeviceRuntime if device == "cpu" else Runtime
+    with kind(
+        str(folder), device=device, **fields, num_pages=TOKENS, swa_full_tokens_ratio=0.001
+    ) as rt:
+        for _ in range(2):
+            assert_same(run_jobs(rt), expected)
+            rt.check()
+        assert rt.cache_stats()["evicted_window_pages"] > 0
+
+
 def _room(device: str) -> dict[str, int]:
     return {"num_pages": TOKENS // 16} if device == "cpu" else {"tokens": TOKENS}

@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from radixserve.attention.base import AttentionFeatures, WindowKV, kv_view
+from radixserve.attention.base import AttentionFeatures, WindowBatch, WindowKV, kv_view
 from radixserve.attention.choice import make_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo, layer_windows
-from radixserve.runner.input_batch import prepare_inputs
-from radixserve.runner.kv_pool import KVPool, PoolSize, choose_pool_size
-from radixserve.runner.window_table import WindowTable
-from radixserve.schedule import ScheduledRequest
+from radixserve.runner.input_batch import padding_batch, prepare_inputs
+from radixserve.runner.kv_pool import KVPool, PoolSize, choose_pool_size, divide_pool
+from radixserve.runner.window_table import DeviceWindows, WindowTable, independent_runs
+from radixserve.schedule import ScheduledRequest, WindowUpdates
 from radixserve_kernels import cpu_ops
 
+CPU = torch.device("cpu")
 WINDOW = 20
 FEATURES = [AttentionFeatures(), AttentionFeatures(sliding_window=WINDOW)] * 3
 TOKEN_BYTES = 2 * 2 * 8 * 4  # K and V of a layer
@@ -67,6 +69,14 @@ def test_pages_of_a_given_memory() -> None:
     assert size(kv_cache_memory=memory, swa_full_tokens_ratio=0.01) == (2000 - least, least)
 
 
+def test_pages_of_a_memory_that_was_measured() -> None:
+    config = EngineConfig(max_running_requests=4, chunked_prefill_size=64)
+    assert divide_pool(config, INFO, 1000) == (1334, 666)
+    assert divide_pool(config, INFO, 4 * 4096 - 1).num_window_pages > 0
+    for enough in (4 * 4096, 5 * 4096):
+        assert divide_pool(config, INFO, enough) == (enough, 0)
+
+
 def test_no_window_pages_where_they_would_save_nothing() -> None:
     assert size(num_pages=100) == (100, 0)  # so many pages were asked for
     assert size(num_pages=100, swa_full_tokens_ratio=0.5) == (100, 87)
@@ -86,7 +96,7 @@ def test_layers_with_windows_alone() -> None:
     info = replace(INFO, num_layers=3, window_layers=(0, 1, 2))
     found = size(info, kv_cache_memory=1000 * 3 * TOKEN_BYTES)
     assert found == (2000, 1000)
-    pool = KVPool(info, found, 1, torch.device("cpu"))
+    pool = KVPool(info, found, 1, CPU)
     assert pool.num_bytes == 1001 * 3 * TOKEN_BYTES
 
 
@@ -95,14 +105,14 @@ def test_wrong_ratios_are_refused() -> None:
     for ratio in wrong:
         with pytest.raises(InvalidRequest, match="swa_full_tokens_ratio"):
             EngineConfig(swa_full_tokens_ratio=ratio)
-    for name, value in (("cache", "hash"), ("tensor_parallel_size", 2), ("device", "cuda:1")):
+    for name, value in (("cache", "hash"), ("tensor_parallel_size", 2)):
         EngineConfig(swa_full_tokens_ratio=1.0, **{name: value})
         with pytest.raises(InvalidRequest, match=f"must be None or 1 with {name}"):
             EngineConfig(swa_full_tokens_ratio=0.5, **{name: value})
 
 
 def test_copies_are_made_one_after_the_other() -> None:
-    pool = KVPool(INFO, PoolSize(9, 4), 2, torch.device("cpu"))
+    pool = KVPool(INFO, PoolSize(9, 4), 2, CPU)
     assert pool.kv.shape == (3, 2, 9, 2, 2, 8)
     assert pool.windows is not None
     kv = pool.windows.kv
@@ -116,14 +126,11 @@ def test_copies_are_made_one_after_the_other() -> None:
     assert torch.equal(kv[:, :, 3:], before[:, :, 3:])
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("name", ["cpu", "torch"])
-def test_attention_reads_window_pages(name: str, page_size: int) -> None:
-    """Rows whose early window pages were dropped, beside the same with all K and V in one pool."""
-    if name == "cpu" and (reason := cpu_ops.unsupported_reason(torch.float32)):
-        pytest.skip(reason)
-    torch.manual_seed(0)
-    lengths = [(0, 30), (37, 1), (411, 1), (230, 50)]  # computed already, new
+def attended_pages(
+    lengths: list[tuple[int, int]], page_size: int
+) -> tuple[list[ScheduledRequest], NDArray[np.int32], NDArray[np.int32]]:
+    """Rows of (computed already, new) tokens, all their pages, and those whose window pages their
+    new tokens see."""
     num_pages = [-(-(start + new) // page_size) for start, new in lengths]
     order = np.random.default_rng(0).permutation(sum(num_pages)).astype(np.int32)
     tables = np.split(order, np.cumsum(num_pages)[:-1])
@@ -133,6 +140,24 @@ def test_attention_reads_window_pages(name: str, page_size: int) -> None:
     ]
     first_seen = [max(0, start + 1 - WINDOW) // page_size for start, _ in lengths]
     kept = np.concatenate([pages[at:] for pages, at in zip(tables, first_seen, strict=True)])
+    return rows, order, kept
+
+
+def on_device(window: WindowBatch) -> WindowBatch:
+    return replace(window, device_page_table=torch.from_numpy(window.page_table))
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [(name, size) for name in ("cpu", "torch", "triton") for size in (1, 4, 16)]
+    + [("triton", 96)],  # read as two pages of 48
+)
+def test_attention_reads_window_pages(name: str, page_size: int) -> None:
+    """Rows whose early window pages were dropped, beside the same with all K and V in one pool."""
+    if name == "cpu" and (reason := cpu_ops.unsupported_reason(torch.float32)):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    rows, order, kept = attended_pages([(0, 30), (37, 1), (411, 1), (230, 50)], page_size)
     window_pages = np.random.default_rng(1).permutation(len(kept)).astype(np.int32)
 
     inputs = prepare_inputs(rows, page_size)
@@ -141,16 +166,18 @@ def test_attention_reads_window_pages(name: str, page_size: int) -> None:
     table.update(np.stack((order, order), 1))  # as before, and dropped since
     table.update(np.stack((dropped, np.full_like(dropped, -1)), 1))
     table.update(np.stack((kept, window_pages), 1))
-    batch = inputs.to_device(torch.device("cpu"))
+    batch = inputs.to_device(CPU)
 
     heads = (page_size, 2, 16)
     whole = torch.randn(3, 2, len(order), *heads)
     others, windowed = whole[[0, 2]].clone(), torch.zeros(1, 2, len(kept) + 1, *heads)
     windowed[:, :, window_pages] = whole[1:2, :, kept]
-    plain = make_backend(name, whole, 4)
-    backend = make_backend(name, others, 4, windows=WindowKV(windowed, (1,)))
+    plain = make_backend(name, whole, 4, shares=name != "triton")
+    backend = make_backend(
+        name, others, 4, windows=WindowKV(windowed, (1,)), shares=name != "triton"
+    )
     plain.plan(batch)
-    backend.plan(replace(batch, window=table.of_batch(inputs)))
+    backend.plan(replace(batch, window=on_device(table.of_batch(inputs))))
     for layer, features in enumerate(FEATURES[:3]):
         q, k, v = (torch.randn(inputs.num_tokens, n, 16) for n in (4, 2, 2))
         expected = plain.run(q, k, v, layer, features=features)
@@ -158,6 +185,71 @@ def test_attention_reads_window_pages(name: str, page_size: int) -> None:
     assert torch.equal(others[1], kv_all(whole, 2))
     assert torch.equal(windowed[:, :, window_pages], whole[1:2, :, kept])
     assert not windowed[:, :, -1].any()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 96])
+def test_graphs_read_the_window_pages_of_their_last_plan(page_size: int) -> None:
+    """Planned for padding first, then for rows whose window pages move, and for fewer of them."""
+    torch.manual_seed(0)
+    rows, order, kept = attended_pages([(37, 1), (411, 1), (5, 1)], page_size)
+    whole = torch.randn(2, 2, len(order), page_size, 2, 16)
+    windowed = torch.zeros(1, 2, len(kept) + 1, page_size, 2, 16)
+    plain = make_backend("triton", whole, 4, shares=False)
+    windows = WindowKV(windowed, (1,))
+    backend = make_backend("triton", whole[:1].clone(), 4, windows=windows, shares=False)
+    large = backend.make_graph_backend(4, len(order) + 4)
+    small = backend.make_graph_backend(2, len(order) + 2)
+    expected = plain.make_graph_backend(4, len(order) + 4)
+    table = WindowTable(PoolSize(len(order), len(kept)), page_size)
+    q = torch.randn(4, 4, 16)
+    for turn, (graph, count) in enumerate([(large, 3), (small, 1), (large, 2), (small, 2)]):
+        window_pages = np.random.default_rng(turn).permutation(len(kept)).astype(np.int32)
+        table.update(np.stack((kept, window_pages), 1))
+        windowed[:, :, window_pages] = whole[1:, :, kept]
+        inputs = prepare_inputs(rows[:count], page_size).padded(4 if graph is large else 2)
+        batch = inputs.to_device(CPU)
+        window = on_device(table.of_batch(inputs))
+        assert (window.slot_mapping[count:] == -1).all()  # nothing is stored
+        expected.plan(batch)
+        graph.plan(replace(batch, window=window))
+        for layer, features in enumerate(FEATURES[:2]):
+            found = graph.attend(q[: inputs.num_tokens], layer, features=features)
+            wanted = expected.attend(q, layer, features=features)
+            assert torch.equal(found[:count], wanted[:count])
+
+
+def test_a_device_is_told_what_changed() -> None:
+    """Of launches that failed, too; copies are made in order, by as few calls as can be."""
+    assert list(independent_runs([])) == []
+    copies = [(0, 1, 2), (0, 2, 1), (1, 3, 2), (4, 5, 1), (5, 4, 1), (6, 4, 2), (7, 6, 1)]
+    runs = [slice(0, 2), slice(2, 4), slice(4, 5), slice(5, 6), slice(6, 7)]
+    assert list(independent_runs(copies)) == runs
+
+    torch.manual_seed(0)
+    pools = [KVPool(INFO, PoolSize(30, 8), 2, CPU) for _ in range(2)]
+    assert pools[0].windows is not None
+    assert pools[1].windows is not None
+    pools[1].windows.kv.copy_(pools[0].windows.kv.normal_())
+    device, host = DeviceWindows(pools[0], CPU), WindowTable(PoolSize(30, 8), 2)
+    rng, inputs = np.random.default_rng(0), padding_batch(1, 2)
+    assert device.changes() == {}
+    for turn in range(40):
+        for _ in range(rng.integers(1, 4)):  # launches, of which the last one came through
+            pages = np.sort(rng.choice(30, rng.integers(0, 25), replace=False)).astype(np.int32)
+            changed = np.stack((pages, rng.integers(-1, 8, len(pages), dtype=np.int32)), 1)
+            made = [(int(a), int(b), 1 + turn % 2) for a, b in rng.integers(0, 8, (turn % 5, 2))]
+            made = [(a, b, count) for a, b, count in made if a != b]
+            device.update(WindowUpdates(changed, made))
+            host.update(changed)
+            pools[1].copy_window_prefixes(made)
+        sent = {name: torch.from_numpy(array) for name, array in device.changes().items()}
+        assert len(sent.get("windowed_pages", ())) in (0, 16, 32)  # few sizes
+        device.apply(sent)
+        assert device.changes() == {}
+        found = device.of_batch(inputs, torch.zeros(1, dtype=torch.int64)).device_page_table
+        assert found is not None
+        assert found.tolist() == host.pages.tolist()
+        assert torch.equal(pools[0].windows.kv, pools[1].windows.kv)
 
 
 def kv_all(kv: torch.Tensor, layer: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from radixserve.attention.base import (
     AttentionFeatures,
     AttentionMetadata,
     ForwardBatch,
+    WindowKV,
 )
 from radixserve.attention.cuda.cascade import CascadeCost, NodeFinder
 from radixserve.attention.cuda.graph_plan import (
@@ -110,14 +111,22 @@ class PagedBackend(PlannedBackend):
     can_capture = True
 
     def __init__(
-        self, kv: Tensor, num_heads: int, *, shares: bool, kernel_page_size: int | None
+        self,
+        kv: Tensor,
+        num_heads: int,
+        windows: WindowKV | None = None,
+        *,
+        shares: bool,
+        kernel_page_size: int | None,
     ) -> None:
-        super().__init__(kv, num_heads)
+        super().__init__(kv, num_heads, windows)
         self.kernel_page_size = choose_kernel_page_size(self.page_size, kernel_page_size)
+        kernel_pages = self.page_size // self.kernel_page_size
         token_bytes = 2 * self.num_kv_heads * self.head_dim * kv.element_size()
         cost = CascadeCost.of_token(token_bytes) if shares else None
-        self.nodes, self.uploader = NodeFinder(self.page_size, cost), PlanUploader(kv.device)
-        self._page_buffers: dict[int, Tensor] = {}
+        self.nodes = NodeFinder(self.page_size, cost)
+        self.uploader = PlanUploader(kv.device, kernel_pages)
+        self._page_buffers: dict[tuple[int, bool], Tensor] = {}
         self.planned_level: GraphLevel | None = None  # what all graphs' common memory holds
 
     @abstractmethod
@@ -156,11 +165,18 @@ class PagedBackend(PlannedBackend):
         max_pages *= self.page_size // self.kernel_page_size
         return GraphBackend(self, GraphShape.of_rows(max_rows, max_pages, num_levels))
 
-    def page_buffer(self, at: int, size: int) -> Tensor:
-        """[size] int32 for the kv_indices of launch `at`; graphs share it."""
-        if at not in self._page_buffers or len(self._page_buffers[at]) < size:
-            self._page_buffers[at] = torch.zeros(size, dtype=torch.int32, device=self.kv.device)
-        return self._page_buffers[at][:size]
+    def graph_buffers(self, at: int, num_requests: int, max_pages: int) -> GraphBuffers:
+        """Of a graph's launch `at`; all graphs share the memory of its page ids."""
+        in_windows = None if self.windows is None else self._page_buffer(at, True, max_pages)
+        pages = self._page_buffer(at, False, max_pages)
+        return GraphBuffers.empty(num_requests, pages, in_windows)
+
+    def _page_buffer(self, at: int, is_windows: bool, size: int) -> Tensor:
+        found = self._page_buffers.get((at, is_windows))
+        if found is None or len(found) < size:
+            found = torch.zeros(size, dtype=torch.int32, device=self.kv.device)
+            self._page_buffers[at, is_windows] = found
+        return found[:size]
 
 
 class GraphBackend(PlannedBackend):
@@ -174,13 +190,12 @@ class GraphBackend(PlannedBackend):
     """
 
     def __init__(self, eager: PagedBackend, shape: GraphShape) -> None:
-        super().__init__(eager.kv, eager.num_heads)
+        super().__init__(eager.kv, eager.num_heads, eager.windows)
         self.features = eager.features
         self.name, self.shape, self._eager = eager.name, shape, eager
         sizes = [shape.num_rows, shape.num_groups] if shape.num_groups else [shape.num_rows]
         self.buffers = [
-            GraphBuffers.empty(n, eager.page_buffer(at, shape.max_pages))
-            for at, n in enumerate(sizes)
+            eager.graph_buffers(at, n, shape.max_pages) for at, n in enumerate(sizes)
         ]  # of each launch
         self._level: GraphLevel | None = None  # of the last plan
         self._launches: list[Launch] = []

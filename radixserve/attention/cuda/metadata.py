@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from radixserve.arrays import IntArray
-from radixserve.attention.base import ForwardBatch
+from radixserve.attention.base import ForwardBatch, WindowBatch
 from radixserve.attention.cuda.plan import LaunchPlan, PageRanges
 from radixserve_kernels import gpu_ops
 
@@ -39,13 +39,16 @@ class GraphBuffers(NamedTuple):
     last_page_len: Tensor  # [n]
     kv_indices: Tensor  # [max_pages]
     arrays: Tensor  # all but the page ids: LaunchArrays, then [n] for what ranges of pages need
+    window_kv_indices: Tensor | None = None  # [max_pages] of layers that have window pages
 
     @classmethod
-    def empty(cls, n: int, kv_indices: Tensor) -> GraphBuffers:
+    def empty(
+        cls, n: int, kv_indices: Tensor, window_kv_indices: Tensor | None = None
+    ) -> GraphBuffers:
         places, total = layout([n + 1, n + 1, n, n, n])
         arrays = kv_indices.new_zeros(total)
         qo_indptr, kv_indptr, last_page_len = (arrays[place] for place in places[:3])
-        return cls(qo_indptr, kv_indptr, last_page_len, kv_indices, arrays)
+        return cls(qo_indptr, kv_indptr, last_page_len, kv_indices, arrays, window_kv_indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class LaunchMetadata:
     kv_indices: Tensor  # [num_pages] int32 on the device
     wrapper_key: str  # no two launches of a plan have the same
     is_merged: bool  # with another launch of the plan, by its lse
+    window_kv_indices: Tensor | None = None  # [num_pages] of layers that have window pages
 
 
 class PlanUploader:
@@ -68,8 +72,9 @@ class PlanUploader:
     copy belongs to the step before last, so that the wait is over at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, kernel_pages: int = 1) -> None:
+        """kernel_pages: pages, as kernels read them, of a page of the batch."""
+        self._device, self._kernel_pages = device, kernel_pages
         self._is_cuda = device.type == "cuda"
         self._pinned = torch.empty(0, dtype=torch.int32)
         self._used = 0
@@ -113,7 +118,25 @@ class PlanUploader:
         else:
             pages = self.upload([places], pages)[1][0]
         sides = LaunchArrays(*host[:4]), LaunchArrays(*device[:4])
-        return LaunchMetadata(plan, *sides, pages, wrapper_key, is_merged)
+        in_windows = None
+        if batch.window is not None:
+            in_windows = self._window_pages(pages, batch.window, buffers)
+        return LaunchMetadata(plan, *sides, pages, wrapper_key, is_merged, in_windows)
+
+    def _window_pages(
+        self, pages: Tensor, window: WindowBatch, buffers: GraphBuffers | None
+    ) -> Tensor:
+        """The window page of each of the launch's pages."""
+        table, count = window.device_page_table, self._kernel_pages
+        assert table is not None, "window pages are not on the device"
+        out = None
+        if buffers is not None:
+            assert buffers.window_kv_indices is not None
+            out = buffers.window_kv_indices[: len(pages)]
+        if count == 1:
+            return torch.index_select(table, 0, pages, out=out)
+        found = table.index_select(0, pages // count).mul_(count).add_(pages % count)
+        return found if out is None else out.copy_(found)
 
     def upload(
         self, arrays: Sequence[IntArray], into: Tensor | None = None

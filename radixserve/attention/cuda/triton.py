@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionFeatures, check_dtype
+from radixserve.attention.base import AttentionFeatures, WindowKV, check_dtype
 from radixserve.attention.cuda.backend import PagedBackend
 from radixserve.attention.cuda.metadata import GraphBuffers, LaunchArrays, LaunchMetadata
 from radixserve.attention.cuda.plan import LaunchPlan
@@ -32,11 +32,13 @@ class TritonBackend(PagedBackend):
 
     name = "triton"
     features = frozenset(("sliding_window", "attention_chunk_size", "logits_soft_cap", "sinks"))
+    has_window_pages = True
 
     def __init__(
         self,
         kv: Tensor,
         num_heads: int,
+        windows: WindowKV | None = None,
         *,
         shares: bool = True,
         kernel_page_size: int | None = None,
@@ -45,7 +47,7 @@ class TritonBackend(PagedBackend):
             raise ModelNotSupported(
                 f"the triton backend takes float32, bfloat16 or float16, not {kv.dtype}"
             )
-        super().__init__(kv, num_heads, shares=shares, kernel_page_size=kernel_page_size)
+        super().__init__(kv, num_heads, windows, shares=shares, kernel_page_size=kernel_page_size)
         self._num_sms = H200_SMS
         if kv.is_cuda:
             properties = torch.cuda.get_device_properties(kv.device)
@@ -60,11 +62,12 @@ class TritonBackend(PagedBackend):
         self, metadata: LaunchMetadata, buffers: GraphBuffers | None = None
     ) -> TritonLaunch:
         plan, arrays = metadata.plan, metadata.device
+        pages: LaunchMetadata | GraphBuffers
         if buffers is None:
-            max_keys, kv_indices = int(plan.kv_lens.max()), metadata.kv_indices
+            max_keys, pages = int(plan.kv_lens.max()), metadata
         else:  # of the longest request in any later plan
-            kv_indices = buffers.kv_indices
-            max_keys = min(len(kv_indices) * self.kernel_page_size, len(self.slots[0][0]))
+            pages, num_slots = buffers, self.kv.shape[2] * self.page_size
+            max_keys = min(len(pages.kv_indices) * self.kernel_page_size, num_slots)
         if plan.is_decode:
             num_splits, fixed_splits = gpu_ops.choose_splits(
                 plan.num_requests, self.num_kv_heads, max_keys, self._num_sms
@@ -77,7 +80,9 @@ class TritonBackend(PagedBackend):
         return TritonLaunch(
             slots=self.slots,
             arrays=arrays,
-            kv_indices=kv_indices,
+            kv_indices=pages.kv_indices,
+            window_kv_indices=pages.window_kv_indices,
+            window_layers=self.window_layers,
             page_size=self.kernel_page_size,
             num_splits=num_splits,
             fixed_splits=fixed_splits,
@@ -97,6 +102,8 @@ class TritonLaunch:
     slots: list[tuple[Tensor, Tensor]]  # each layer's K and V [num_slots, Hkv, D]
     arrays: LaunchArrays  # on the device
     kv_indices: Tensor
+    window_kv_indices: Tensor | None  # the same of window_layers
+    window_layers: frozenset[int]
     page_size: int
     num_splits: int
     fixed_splits: int
@@ -117,7 +124,11 @@ class TritonLaunch:
         features: AttentionFeatures,
     ) -> None:
         arrays, slots = self.arrays, self.slots[layer]
-        pages = arrays.kv_indptr, self.kv_indices, arrays.last_page_len
+        kv_indices = self.kv_indices
+        if layer in self.window_layers:
+            assert self.window_kv_indices is not None, "window pages are not known"
+            kv_indices = self.window_kv_indices
+        pages = arrays.kv_indptr, kv_indices, arrays.last_page_len
         if self.is_decode:
             gpu_ops.decode(
                 q,
