@@ -328,7 +328,7 @@ class CudaModelRunner(SingleDeviceRunner):
         if self._config.cache == "hash" or not size.num_window_pages:
             return PoolSize(num_pages)
         if not has_window_pages(backend_name):
-            logger.info('no window pages: attention_backend="triton" has them')
+            logger.info("no window pages: the %s backend has none", backend_name)
             return PoolSize(num_pages)
         return size
 

@@ -16,7 +16,7 @@ from radixserve.schedule import SchedulerOutput, WindowUpdates
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.runner.driver import Driver
 from tests.runner.on_device import DeviceRuntime, device_runner
-from tests.runner.test_device_runner import assert_same, run_jobs
+from tests.runner.test_device_runner import assert_same, run_jobs, take_fake_flashinfer
 from tests.runner.test_model_runner import check_parity, prompts_of
 
 FAMILIES = ["mistral_window", "gemma3", "gpt_oss"]  # all layers have windows; some
@@ -30,12 +30,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("page_size", "graphs"), [(1, True), (16, True), (16, False)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [(family, "triton") for family in FAMILIES]
+    + [("mistral_window", "flashinfer"), ("gemma3", "flashinfer")],
+)
 def test_exact_bits(
-    checkpoints: dict[str, Path], family: str, page_size: int, graphs: bool
+    checkpoints: dict[str, Path],
+    family: str,
+    backend: str,
+    page_size: int,
+    graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three rows at a time, in graphs padded to four, whose window pages do not hold all that they
     computed, but what they see: they run in the same steps."""
+    if backend == "flashinfer":
+        take_fake_flashinfer(monkeypatch)
     prompts = prompts_of([90, 60, 75, 3, 41])
     said: list[list[Completion]] = []
     num_steps = []
@@ -53,6 +64,7 @@ def test_exact_bits(
             swa_full_tokens_ratio=ratio,
         ) as rt:
             assert (rt.runner.windows is None) == (ratio == 1)
+            assert rt.runner.backend.name == backend
             said.append([])
             for at in range(2):
                 said[-1] += rt.generate(prompts[at : at + 3], PARAMS, progress=False)
@@ -149,5 +161,5 @@ def test_where_there_are_none(
     assert whole.memory_plan().window_tokens == 0
     plain = make_checkpoint(folder / "plain", "llama")
     assert device_runner(plain, **fields).windows is None
-    monkeypatch.setattr(cuda_runner, "has_window_pages", lambda _: False)  # as flashinfer's backend
+    monkeypatch.setattr(cuda_runner, "has_window_pages", lambda _: False)
     assert device_runner(folder, **fields).windows is None

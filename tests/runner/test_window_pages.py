@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +11,24 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from radixserve.attention.base import AttentionFeatures, WindowBatch, WindowKV, kv_view
+from radixserve.attention.base import (
+    AttentionBackend,
+    AttentionFeatures,
+    WindowBatch,
+    WindowKV,
+    kv_view,
+)
 from radixserve.attention.choice import make_backend
+from radixserve.attention.cuda import flashinfer as flashinfer_backend
 from radixserve.config import EngineConfig
 from radixserve.errors import InvalidRequest
-from radixserve.models.base import ModelInfo, layer_windows
+from radixserve.models.base import ModelInfo, distinct_variants, layer_windows
 from radixserve.runner.input_batch import padding_batch, prepare_inputs
 from radixserve.runner.kv_pool import KVPool, PoolSize, choose_pool_size, divide_pool
 from radixserve.runner.window_table import DeviceWindows, WindowTable, independent_runs
 from radixserve.schedule import ScheduledRequest, WindowUpdates
 from radixserve_kernels import cpu_ops
+from tests.attention.fake_flashinfer import Fake, mark_sides
 
 CPU = torch.device("cpu")
 WINDOW = 20
@@ -147,12 +156,30 @@ def on_device(window: WindowBatch) -> WindowBatch:
     return replace(window, device_page_table=torch.from_numpy(window.page_table))
 
 
+def maker(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AttentionBackend]:
+    """Makes that backend, over a FlashInfer that computes here."""
+    if name == "flashinfer":
+        mark_sides(monkeypatch)
+        monkeypatch.setattr(flashinfer_backend, "unsupported_reason", lambda *_: "")
+        monkeypatch.setattr(flashinfer_backend, "import_error", lambda: "")
+        monkeypatch.setattr(flashinfer_backend, "load_library", lambda: Fake().library)
+    variants = distinct_variants(FEATURES)
+    shares = name in ("cpu", "torch")
+
+    def make(kv: torch.Tensor, windows: WindowKV | None = None) -> AttentionBackend:
+        return make_backend(name, kv, 4, windows=windows, variants=variants, shares=shares)
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("name", "page_size"),
-    [(name, size) for name in ("cpu", "torch", "triton") for size in (1, 4, 16)]
-    + [("triton", 96)],  # read as two pages of 48
+    [(name, size) for name in ("cpu", "torch", "flashinfer", "triton") for size in (1, 4, 16)]
+    + [("flashinfer", 96), ("triton", 96)],  # read as two pages of 48
 )
-def test_attention_reads_window_pages(name: str, page_size: int) -> None:
+def test_attention_reads_window_pages(
+    name: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows whose early window pages were dropped, beside the same with all K and V in one pool."""
     if name == "cpu" and (reason := cpu_ops.unsupported_reason(torch.float32)):
         pytest.skip(reason)
@@ -172,10 +199,8 @@ def test_attention_reads_window_pages(name: str, page_size: int) -> None:
     whole = torch.randn(3, 2, len(order), *heads)
     others, windowed = whole[[0, 2]].clone(), torch.zeros(1, 2, len(kept) + 1, *heads)
     windowed[:, :, window_pages] = whole[1:2, :, kept]
-    plain = make_backend(name, whole, 4, shares=name != "triton")
-    backend = make_backend(
-        name, others, 4, windows=WindowKV(windowed, (1,)), shares=name != "triton"
-    )
+    make = maker(name, monkeypatch)
+    plain, backend = make(whole), make(others, WindowKV(windowed, (1,)))
     plain.plan(batch)
     backend.plan(replace(batch, window=on_device(table.of_batch(inputs))))
     for layer, features in enumerate(FEATURES[:3]):
@@ -188,15 +213,17 @@ def test_attention_reads_window_pages(name: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 96])
-def test_graphs_read_the_window_pages_of_their_last_plan(page_size: int) -> None:
+@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+def test_graphs_read_the_window_pages_of_their_last_plan(
+    name: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planned for padding first, then for rows whose window pages move, and for fewer of them."""
     torch.manual_seed(0)
     rows, order, kept = attended_pages([(37, 1), (411, 1), (5, 1)], page_size)
     whole = torch.randn(2, 2, len(order), page_size, 2, 16)
     windowed = torch.zeros(1, 2, len(kept) + 1, page_size, 2, 16)
-    plain = make_backend("triton", whole, 4, shares=False)
-    windows = WindowKV(windowed, (1,))
-    backend = make_backend("triton", whole[:1].clone(), 4, windows=windows, shares=False)
+    make = maker(name, monkeypatch)
+    plain, backend = make(whole), make(whole[:1].clone(), WindowKV(windowed, (1,)))
     large = backend.make_graph_backend(4, len(order) + 4)
     small = backend.make_graph_backend(2, len(order) + 2)
     expected = plain.make_graph_backend(4, len(order) + 4)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixserve.attention.base import AttentionVariant
+from radixserve.attention.base import AttentionVariant, WindowKV
 from radixserve.attention.cuda.backend import Launch, PagedBackend
 from radixserve.attention.cuda.flashinfer_calls import (
     PLAIN_VARIANT,
@@ -71,11 +71,13 @@ class FlashInferBackend(PagedBackend):
 
     name = "flashinfer"
     features = frozenset(("sliding_window", "logits_soft_cap"))
+    has_window_pages = True
 
     def __init__(
         self,
         kv: Tensor,
         num_heads: int,
+        windows: WindowKV | None = None,
         *,
         variants: Sequence[AttentionVariant] = (),
         shares: bool = True,
@@ -89,7 +91,7 @@ class FlashInferBackend(PagedBackend):
         self._variants = tuple(dict.fromkeys(variants)) or (PLAIN_VARIANT,)
         has_windows = any(one.sliding_window for one in self._variants)
         shares = shares and not has_windows and can_merge(num_heads, head_dim, kv.dtype)
-        super().__init__(kv, num_heads, shares=shares, kernel_page_size=kernel_page_size)
+        super().__init__(kv, num_heads, windows, shares=shares, kernel_page_size=kernel_page_size)
         size = self.kernel_page_size
         self._heads = heads = HeadShape(num_heads, num_kv_heads, head_dim, size, kv.dtype)
         self._library = library or load_library()
@@ -100,7 +102,7 @@ class FlashInferBackend(PagedBackend):
             num_bytes if kv.is_cuda else 0, dtype=torch.uint8, device=kv.device
         )
         shape = (-1, size, num_kv_heads, head_dim)
-        self._pages = [(layer[0].view(shape), layer[1].view(shape)) for layer in kv.unbind(0)]
+        self._pages = [(k.view(shape), v.view(shape)) for k, v in self.slots]
         self._wrappers: dict[Planned, PagedCalls] = {}  # of steps without a graph
         self._int_workspaces: dict[Planned, Tensor] = {}  # of graphs
 
@@ -129,7 +131,9 @@ class FlashInferBackend(PagedBackend):
     ) -> PagedCalls:
         plan, key = metadata.plan, metadata.wrapper_key
         common = self._library, self._heads, self._pages
-        tensor_cores = variant.sliding_window > 0 or wants_tensor_cores(
+        has_window = variant.sliding_window > 0
+        in_windows = has_window and self.windows is not None
+        tensor_cores = has_window or wants_tensor_cores(
             plan.num_requests, self._heads, self._num_sms, self.choice
         )
         calls: PagedCalls
@@ -138,10 +142,17 @@ class FlashInferBackend(PagedBackend):
             workspace = self._graph_workspace(plan.num_requests, plan.num_tokens)
             if plan.is_decode:
                 calls = DecodeCalls(
-                    *common, workspace, graph, variant=variant, use_tensor_cores=tensor_cores
+                    *common,
+                    workspace,
+                    graph,
+                    variant=variant,
+                    in_windows=in_windows,
+                    use_tensor_cores=tensor_cores,
                 )
             else:
-                calls = PrefillCalls(*common, workspace, graph, variant=variant)
+                calls = PrefillCalls(
+                    *common, workspace, graph, variant=variant, in_windows=in_windows
+                )
         else:
             is_plain = variant == PLAIN_VARIANT
             make: Callable[..., PagedCalls] = PrefillCalls
@@ -150,7 +161,9 @@ class FlashInferBackend(PagedBackend):
             elif self.choice.fa3 and is_plain and not metadata.is_merged and wants_fa3(plan):
                 make, key = partial(PrefillCalls, backend="fa3"), f"{key} fa3"
             if (key, variant) not in self._wrappers:
-                self._wrappers[key, variant] = make(*common, self._workspace, variant=variant)
+                self._wrappers[key, variant] = make(
+                    *common, self._workspace, variant=variant, in_windows=in_windows
+                )
             calls = self._wrappers[key, variant]
         calls.plan(metadata)
         return calls

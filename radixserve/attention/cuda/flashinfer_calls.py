@@ -108,18 +108,35 @@ class PagedCalls(ABC):
         pages: list[tuple[Tensor, Tensor]],  # each layer's K and V [num_pages, page_size, Hkv, D]
         graph: tuple[GraphBuffers, Tensor] | None,
         variant: AttentionVariant,
+        *,
+        in_windows: bool,
     ) -> None:
         """`graph`: for a CUDA graph the buffers, of the sizes that all plans have, and an int
-        workspace, uint8, where a plan is left on the device until the next one."""
+        workspace, uint8, where a plan is left on the device until the next one. `in_windows`:
+        whether the variant's layers have window pages."""
         self._library, self._heads, self._pages = library, heads, pages
         self._is_graph = graph is not None
         self._variant, self._is_plain = variant, variant == PLAIN_VARIANT
         self._arguments = heads.as_arguments(variant)
+        self._in_windows = in_windows
+        self._graph_pages: Tensor | None = None  # [max_pages] that the variant's layers read
+        if graph is not None:
+            buffers = graph[0]
+            self._graph_pages = buffers.window_kv_indices if in_windows else buffers.kv_indices
         self._wrapper: Any = None
 
     @abstractmethod
     def plan(self, metadata: LaunchMetadata) -> None:
         """The first one compiles or loads the kernels."""
+
+    def _kv_indices(self, metadata: LaunchMetadata) -> Tensor:
+        """[num_pages] on the device, of the variant's layers; in a graph they lie in its buffer."""
+        if not self._in_windows:
+            return metadata.kv_indices
+        if metadata.window_kv_indices is not None:
+            return metadata.window_kv_indices
+        assert self._graph_pages is not None, "window pages are not known"
+        return self._graph_pages[: len(metadata.kv_indices)]  # a graph is made before they are
 
     def run(
         self,
@@ -152,9 +169,10 @@ class DecodeCalls(PagedCalls):
         graph: tuple[GraphBuffers, Tensor] | None = None,
         *,
         variant: AttentionVariant = PLAIN_VARIANT,
+        in_windows: bool = False,
         use_tensor_cores: bool = False,
     ) -> None:
-        super().__init__(library, heads, pages, graph, variant)
+        super().__init__(library, heads, pages, graph, variant, in_windows=in_windows)
         assert graph is not None or not use_tensor_cores
         self._arguments["head_dim"] = heads.head_dim
         more: dict[str, Any] = {}
@@ -162,7 +180,7 @@ class DecodeCalls(PagedCalls):
             more = {
                 "use_cuda_graph": True,
                 "paged_kv_indptr_buffer": graph[0].kv_indptr,
-                "paged_kv_indices_buffer": graph[0].kv_indices,
+                "paged_kv_indices_buffer": self._graph_pages,
                 "paged_kv_last_page_len_buffer": graph[0].last_page_len,
             }
         self._wrapper = library.decode_wrapper(
@@ -173,11 +191,11 @@ class DecodeCalls(PagedCalls):
         self._is_planned = False
 
     def plan(self, metadata: LaunchMetadata) -> None:
-        arguments, host = self._arguments, metadata.host
+        arguments, host, pages = self._arguments, metadata.host, self._kv_indices(metadata)
         if not self._is_planned:
             self._wrapper.plan(
                 host.kv_indptr,
-                metadata.kv_indices,
+                pages,
                 host.last_page_len,
                 non_blocking=True,
                 **arguments,
@@ -190,7 +208,7 @@ class DecodeCalls(PagedCalls):
         self._library.fast_decode_plan(
             self._wrapper,
             side.kv_indptr,
-            metadata.kv_indices,
+            pages,
             side.last_page_len,
             non_blocking=True,
             global_override_indptr_cpu=host.kv_indptr,
@@ -213,16 +231,17 @@ class PrefillCalls(PagedCalls):
         graph: tuple[GraphBuffers, Tensor] | None = None,
         *,
         variant: AttentionVariant = PLAIN_VARIANT,
+        in_windows: bool = False,
         backend: str = "fa2",
     ) -> None:
-        super().__init__(library, heads, pages, graph, variant)
+        super().__init__(library, heads, pages, graph, variant, in_windows=in_windows)
         more: dict[str, Any] = {}
         if graph is not None:
             more = {
                 "use_cuda_graph": True,
                 "qo_indptr_buf": graph[0].qo_indptr,
                 "paged_kv_indptr_buf": graph[0].kv_indptr,
-                "paged_kv_indices_buf": graph[0].kv_indices,
+                "paged_kv_indices_buf": self._graph_pages,
                 "paged_kv_last_page_len_buf": graph[0].last_page_len,
             }
         self._wrapper = library.prefill_wrapper(workspace, "NHD", backend=backend, **more)
@@ -234,7 +253,7 @@ class PrefillCalls(PagedCalls):
         self._wrapper.plan(
             host.qo_indptr,
             host.kv_indptr,
-            metadata.kv_indices,
+            self._kv_indices(metadata),
             host.last_page_len,
             head_dim_qk=self._heads.head_dim,
             head_dim_vo=self._heads.head_dim,
