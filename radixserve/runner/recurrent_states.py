@@ -6,7 +6,6 @@ Owns the memory; the cache owns the assignment of ids.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.runner.kv_pool import choose_num_pages
+from radixserve.runner.profile_run import MAX_TOKENS
 from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest
 
@@ -78,24 +78,25 @@ class RecurrentStates:
         where the model has no states."""
         if not self.tensors:
             return None
-        places, ids, new_rows, kept_rows, kept_in, first = [], [], [], [], [], 0
+        lists: dict[str, list[int]] = {name: [] for name in RecurrentTokens._fields}
         longer: list[RecurrentRow] = []
+        first = 0
         for row in rows:
             num_tokens = len(row.token_ids)
             if num_tokens == 1:
+                number = len(lists["state_ids"])
                 if not row.start:
-                    new_rows.append(len(ids))
+                    lists["new_rows"].append(number)
                 for _, state_id in row.checkpoints:
-                    kept_rows.append(len(ids))
-                    kept_in.append(state_id)
-                places.append(first)
-                ids.append(row.state_id)
+                    lists["kept_rows"].append(number)
+                    lists["kept_in"].append(state_id)
+                lists["places"].append(first)
+                lists["state_ids"].append(row.state_id)
             else:
                 longer.append(RecurrentRow(row.state_id, row.start == 0, _pieces(row, first)))
             first += num_tokens
-        lists = {"state_ids": ids, "new_rows": new_rows, "kept_rows": kept_rows, "kept_in": kept_in}
-        if longer:
-            lists["places"] = places
+        if not longer:
+            lists["places"] = []
         arrays = {name: np.array(values, np.int64) for name, values in lists.items() if values}
         if copies:
             arrays["copied_from"], arrays["copied_to"] = _at_once(copies)
@@ -166,7 +167,8 @@ def choose_num_states(
             f"than {share} of {where}; set a smaller max_running_requests, or num_states"
         )
     if device_bytes is not None and config.num_pages is None:
-        config = replace(config, kv_cache_memory=device_bytes)
-    num_tokens = choose_num_pages(config, info) * config.page_size
+        num_tokens = min(device_bytes // info.kv_bytes_per_token, MAX_TOKENS)
+    else:
+        num_tokens = choose_num_pages(config, info) * config.page_size
     wanted = 4 * config.max_running_requests + num_tokens // config.checkpoint_interval
     return min(wanted, fitting)
