@@ -177,6 +177,7 @@ class CudaModelRunner(SingleDeviceRunner):
             raise
 
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
+        states = self._states.plan(schedule.rows, schedule.state_copies)
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         graph = self._graphs.pick(inputs)
         if graph is not None:
@@ -192,7 +193,6 @@ class CudaModelRunner(SingleDeviceRunner):
             masks = begin_device_masks(plan, self.info.vocab_size)
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
-        states = self._states.plan(schedule.rows, schedule.state_copies)
         if states is not None:
             extra |= states.arrays
         batch, device_tensors = self._uploader.upload(

@@ -51,6 +51,7 @@ class RecurrentStates:
     def __init__(self, info: ModelInfo, num_states: int, device: torch.device) -> None:
         """Raises InvalidRequest if there is no memory for them."""
         self.num_states = num_states
+        self._owed: list[tuple[int, int]] = []  # copies of planned steps that have not begun
         try:
             self.tensors = [
                 torch.zeros((num_states, *one.shape), dtype=one.dtype, device=device)
@@ -68,14 +69,15 @@ class RecurrentStates:
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """(source, destination), one after the other. A device gets them in an upload of its own;
-        `plan` has those of a step."""
-        if copies and self.tensors:
-            device = self.tensors[0].device
-            self._copy(*(torch.from_numpy(ids).to(device) for ids in _at_once(copies)))
+        `plan` takes those of a step."""
+        if (self._owed or copies) and self.tensors:
+            device, arrays = self.tensors[0].device, _at_once([*self._owed, *copies])
+            self._copy(*(torch.from_numpy(ids).to(device) for ids in arrays))
+            self._owed.clear()
 
     def plan(self, rows: Sequence[ScheduledRequest], copies: StateCopies = ()) -> StepStates | None:
-        """Of a step's rows, whose tokens lie end to end, and the copies to be made before. None
-        where the model has no states."""
+        """Of a step's rows, whose tokens lie end to end, and the copies to be made before; where it
+        never begins, `begin` of the next one makes them. None where the model has no states."""
         if not self.tensors:
             return None
         lists: dict[str, list[int]] = {name: [] for name in RecurrentTokens._fields}
@@ -98,14 +100,16 @@ class RecurrentStates:
         if not longer:
             lists["places"] = []
         arrays = {name: np.array(values, np.int64) for name, values in lists.items() if values}
-        if copies:
-            arrays["copied_from"], arrays["copied_to"] = _at_once(copies)
+        self._owed += copies
+        if self._owed:
+            arrays["copied_from"], arrays["copied_to"] = _at_once(self._owed)
         return StepStates(arrays, tuple(longer))
 
     def begin(self, step: StepStates, tensors: Mapping[str, Tensor]) -> RecurrentRows:
         """Make the step's copies; what its layers read. tensors: its arrays, on the device."""
-        if "copied_from" in tensors:
+        if "copied_from" in step.arrays:
             self._copy(tensors["copied_from"], tensors["copied_to"])
+            self._owed.clear()
         fields = {name: tensors[name] for name in RecurrentTokens._fields if name in step.arrays}
         return RecurrentRows(self.tensors, RecurrentTokens(**fields) if fields else None, step.rows)
 

@@ -184,6 +184,18 @@ def test_no_layer_sends_an_index(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         assert num_found == num_tensors * (5 if step == 1 else 2)
 
 
+def test_copies_of_a_step_that_never_begins() -> None:
+    states = states_of(4)
+    assert states.plan([row_of(2, 0, 3)], [(1, 0)]) is not None
+    step = states.plan([row_of(2, 2, 3)], [(0, 2)])
+    assert step is not None
+    tensors = {name: torch.from_numpy(array) for name, array in step.arrays.items()}
+    assert ids(states.begin(step, tensors).states[1][:, 0]) == [1, 1, 1, 3]
+    step = states.plan([row_of(2, 4, 3)])
+    assert step is not None
+    assert not step.arrays
+
+
 def test_copies_without_rows(folder: Path) -> None:
     """State 2 goes on where state 1 stands, as if it had computed the same tokens."""
     runner = device_runner(folder, num_pages=400, num_states=NUM_STATES)
