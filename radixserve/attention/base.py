@@ -46,7 +46,8 @@ class RecurrentTokens(NamedTuple):
     """The states of the N rows of one token, which a layer computes together; int64 tensors where
     the states are, so that no layer has an index to send."""
 
-    state_ids: Tensor  # [N] read before the token, written after it
+    state_ids: Tensor  # [N] read before the token
+    written_ids: Tensor | None = None  # [N] written after it; None: the same
     places: Tensor | None = None  # [N] of the tokens in the step; None: it has no others
     new_rows: Tensor | None = None  # of the N those whose sequence begins, as RecurrentRow.is_new
     kept_rows: Tensor | None = None  # [K] of the N those whose state goes into another one, too

@@ -213,9 +213,10 @@ class Mixer:
             found[key] = state
         after = RowState(found)
         out = run(hidden_states, after)
+        written = tokens.state_ids if tokens.written_ids is None else tokens.written_ids
         for key, place in self._mixers.places[self._layer]:
             value = after.states[key].to(states[place].dtype)
-            states[place].index_copy_(0, tokens.state_ids, value)
+            states[place].index_copy_(0, written, value)
             if tokens.kept_rows is not None and tokens.kept_in is not None:
                 kept = value.index_select(0, tokens.kept_rows)
                 states[place].index_copy_(0, tokens.kept_in, kept)

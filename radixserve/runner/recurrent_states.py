@@ -94,11 +94,15 @@ class RecurrentStates:
                     lists["kept_in"].append(state_id)
                 lists["places"].append(first)
                 lists["state_ids"].append(row.state_id)
+                written = row.state_id if row.written_state_id < 0 else row.written_state_id
+                lists["written_ids"].append(written)
             else:
                 longer.append(RecurrentRow(row.state_id, row.start == 0, _pieces(row, first)))
             first += num_tokens
         if not longer:
             lists["places"] = []
+        if lists["written_ids"] == lists["state_ids"]:
+            lists["written_ids"] = []
         arrays = {name: np.array(values, np.int64) for name, values in lists.items() if values}
         self._owed += copies
         if self._owed:

@@ -96,6 +96,22 @@ def test_answers_and_counts(model: Any, rt: Runtime) -> None:
     assert branched.usage.cached_tokens == 2 * INTERVAL
 
 
+def test_an_answer_that_ends_at_a_token(model: Any, rt: Runtime) -> None:
+    """It is continued from its end, though the step after it may have been launched by then."""
+    answer = ask(rt, PROMPT).token_ids
+    assert answer is not None
+    rt.flush_cache()
+    at = next(at for at in range(4, 12) if answer[at] not in answer[:at])
+    stop = [answer[at]]
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=stop, ignore_eos=True)
+    out = ask(rt, PROMPT, params)
+    assert out.finish_reason == "stop"
+    longer = [*PROMPT, *answer[: at + 1], 5, 6, 7]
+    more = ask(rt, longer)
+    check(model, longer, more.token_ids)
+    assert more.usage.cached_tokens == len(PROMPT) + at
+
+
 def test_requests_together_and_cache_off(model: Any, rt: Runtime, make: Make) -> None:
     prompts = [[*PROMPT[: 60 + 7 * at], at + 3, at + 4] for at in range(6)]
     for prompt, one in zip(prompts, rt.generate(prompts, GREEDY), strict=True):

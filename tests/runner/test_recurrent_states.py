@@ -100,6 +100,7 @@ def test_rows_of_one_token_and_of_several() -> None:
     assert ids(found.tokens.state_ids) == [3, 4, 6]
     assert ids(found.tokens.places) == [0, 1, 9]
     assert ids(found.tokens.new_rows) == [1]
+    assert found.tokens.written_ids is None
     assert (ids(found.tokens.kept_rows), ids(found.tokens.kept_in)) == ([0, 2], [11, 14])
     first, second = found.rows
     assert (first.state_id, first.is_new, first.pieces) == (
@@ -112,6 +113,9 @@ def test_rows_of_one_token_and_of_several() -> None:
     step = states.plan(rows[:2])
     assert step is not None
     assert sorted(step.arrays) == ["kept_in", "kept_rows", "new_rows", "state_ids"]
+    step = states.plan([rows[0]._replace(written_state_id=9), rows[1]])
+    assert step is not None
+    assert step.arrays["written_ids"].tolist() == [9, 4]
     step = states.plan(rows[2:3])
     assert step is not None
     assert states.begin(step, {}).tokens is None
@@ -159,8 +163,8 @@ def test_no_layer_sends_an_index(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(runner.model, "forward", note)
     begin = row_of(6, 0, 1, (4, 11), (6, 12)), row_of(1, 0, 2)
-    go_on = row_of(1, 6, 1, (7, 13)), row_of(1, 1, 2)
-    mixed = row_of(1, 7, 1), row_of(1, 0, 3), row_of(5, 2, 2, (4, 14))
+    go_on = row_of(1, 6, 1, (7, 13))._replace(written_state_id=15), row_of(1, 1, 2)
+    mixed = row_of(1, 7, 1)._replace(state_id=15), row_of(1, 0, 3), row_of(5, 2, 2, (4, 14))
     for step, (rows, copies) in enumerate(((begin, ()), (go_on, ((11, 20),)), (mixed, ()))):
         num_uploads = queue.num_uploads
         with IndexedOperations() as operations:
