@@ -20,7 +20,7 @@ from tests.checkpoints import make_model
 from tests.models.causal_models import tiny_config
 from tests.runner.driver import GREEDY
 from tests.runner.late_queue import LateQueue
-from tests.runner.on_device import device_runner
+from tests.runner.on_device import SMALL, device_runner
 
 CPU = torch.device("cpu")
 FAMILIES = ("lfm2", "falcon_h1", "qwen3_next")
@@ -198,6 +198,20 @@ def test_copies_of_a_step_that_never_begins() -> None:
     step = states.plan([row_of(2, 4, 3)])
     assert step is not None
     assert not step.arrays
+
+
+def test_memory_and_graphs(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="radixserve"):
+        runner = device_runner(folder, kv_cache_memory="2MB", cuda_graphs=True)
+    plan, info = runner.memory_plan(), runner.info
+    assert runner.num_states >= SMALL["max_running_requests"]
+    assert plan.states_bytes == runner.num_states * info.state_bytes
+    left = (2 << 20) - plan.states_bytes - plan.pool_bytes
+    assert 0 <= left < info.kv_bytes_per_token
+    assert runner.resolved_config.graph_sizes == ()
+    assert runner.resolved_config.piecewise_tokens == 0
+    assert "runs in transformers' code, without graphs" in caplog.text
+    assert f"{runner.num_states} recurrent states" in caplog.text
 
 
 def test_copies_without_rows(folder: Path) -> None:
