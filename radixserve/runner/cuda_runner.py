@@ -28,12 +28,10 @@ from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import prepare_inputs
-from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages, divide_pool
+from radixserve.runner.kv_pool import KVPool, PoolSize, divide_pool
 from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capture_tokens
 from radixserve.runner.profile_run import (
     MemoryUse,
-    available_bytes,
-    fitting_pages,
     graph_bytes,
     max_pages,
     measure,
@@ -41,7 +39,7 @@ from radixserve.runner.profile_run import (
     profile_schedules,
     reset_peak,
 )
-from radixserve.runner.recurrent_states import RecurrentStates, choose_num_states
+from radixserve.runner.recurrent_states import RecurrentStates, choose_device_sizes, given_sizes
 from radixserve.runner.sample_plan import SamplePlan, begin_device_masks, plan_samples
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue
@@ -275,7 +273,7 @@ class CudaModelRunner(SingleDeviceRunner):
     def _start(self, backend_name: str) -> None:
         config, info, device = self._config, self.info, self._device
         size, max_rows = config.page_size, config.max_running_requests
-        num_pages = self._given_pages()
+        num_pages, num_states = given_sizes(config, info, device)
         longest = min(config.max_seq_len or info.max_positions, info.max_positions)
         most = max_pages(device, info, size) if num_pages is None else num_pages
         if num_pages is not None:
@@ -289,13 +287,8 @@ class CudaModelRunner(SingleDeviceRunner):
         self._sampler = DeviceSampler(self._queue, max_rows, info.vocab_size)
         longest = min(longest, row_pages * size)
         use, backend_name = self._profile_run(backend_name, longest, sizes)
-        share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * size
-        if not self.num_states:
-            left = available_bytes(use, share) - (num_pages or 0) * page_bytes
-            self.num_states = choose_num_states(config, info, left)
-        if num_pages is None:
-            states_bytes = self.num_states * info.state_bytes
-            num_pages = fitting_pages(use, share, page_bytes, size, states_bytes)
+        num_pages, num_states = choose_device_sizes(config, info, use, num_pages, num_states)
+        self.num_states = num_states
         pool_size = self._pool_size(backend_name, num_pages)
         num_pages = pool_size.num_pages
         self.pool = KVPool(info, pool_size, size, device)
@@ -322,15 +315,6 @@ class CudaModelRunner(SingleDeviceRunner):
             began = time.perf_counter()
             self._piecewise = PiecewiseGraphs(layered, self.backend, capture_tokens(most))
             logger.info("pieces of steps captured in %.1f s", time.perf_counter() - began)
-
-    def _given_pages(self) -> int | None:
-        """The pool's pages, and its states, where the settings or the CPU's memory decide them;
-        None: measure."""
-        config, info = self._config, self.info
-        if self._device.type == "cuda" and config.kv_cache_memory is None:
-            return config.num_pages
-        self.num_states = choose_num_states(config, info)
-        return choose_num_pages(config, info, self.num_states * info.state_bytes)
 
     def _pool_size(self, backend_name: str, num_pages: int) -> PoolSize:
         if self._tp_group is not None:

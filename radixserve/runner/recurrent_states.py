@@ -23,7 +23,7 @@ from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.runner.kv_pool import choose_num_pages
-from radixserve.runner.profile_run import MAX_TOKENS
+from radixserve.runner.profile_run import MAX_TOKENS, MemoryUse, available_bytes, fitting_pages
 from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest
 
@@ -180,3 +180,30 @@ def choose_num_states(
         num_tokens = choose_num_pages(config, info) * config.page_size
     wanted = 4 * config.max_running_requests + num_tokens // config.checkpoint_interval
     return min(wanted, fitting)
+
+
+def given_sizes(
+    config: EngineConfig, info: ModelInfo, device: torch.device
+) -> tuple[int | None, int]:
+    """Pages and states where the settings or the CPU's memory decide them; None and 0: measure."""
+    if device.type == "cuda" and config.kv_cache_memory is None:
+        return config.num_pages, 0
+    num_states = choose_num_states(config, info)
+    return choose_num_pages(config, info, num_states * info.state_bytes), num_states
+
+
+def choose_device_sizes(
+    config: EngineConfig, info: ModelInfo, use: MemoryUse, num_pages: int | None, num_states: int
+) -> tuple[int, int]:
+    """Pages and states: as `given_sizes` has them, else what fits beside what the profile run used.
+
+    Raises what `choose_num_states` and `fitting_pages` raise.
+    """
+    share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * config.page_size
+    if not num_states:
+        left = available_bytes(use, share) - (num_pages or 0) * page_bytes
+        num_states = choose_num_states(config, info, left)
+    if num_pages is None:
+        states_bytes = num_states * info.state_bytes
+        num_pages = fitting_pages(use, share, page_bytes, config.page_size, states_bytes)
+    return num_pages, num_states

@@ -27,7 +27,7 @@ from radixserve.runner.profile_run import (
     num_profile_pages,
     profile_schedules,
 )
-from radixserve.runner.recurrent_states import choose_num_states
+from radixserve.runner.recurrent_states import choose_device_sizes, choose_num_states
 from radixserve.runner.transfers import DeviceQueue
 from tests.runner.on_device import device_runner
 
@@ -184,8 +184,11 @@ def test_states_beside_the_pool() -> None:
     assert left == 107 * GIB
     count = choose_num_states(EngineConfig(max_running_requests=64), info, left)
     assert count == 4 * 64 + left // 131_072 // 512
-    pages = fitting_pages(use_of(), 0.9, 131_072, 1, count << 20)
-    assert pages == (left - (count << 20)) // 131_072
+    pages = (left - (count << 20)) // 131_072
+    assert fitting_pages(use_of(), 0.9, 131_072, 1, count << 20) == pages
+    config = EngineConfig(max_running_requests=64)
+    assert choose_device_sizes(config, info, use_of(), None, 0) == (pages, count)
+    assert choose_device_sizes(config, info, use_of(), 7, 5) == (7, 5)
     # A third at most; the pool's own size does not come from the host's memory.
     assert choose_num_states(EngineConfig(max_running_requests=9), info, 30 << 20) == 10
     few = EngineConfig(max_running_requests=2, num_pages=1024)
