@@ -87,8 +87,8 @@ class EngineConfig(StrictFields):
     max_running_requests  requests that run at the same time
     max_seq_len         longest prompt + output; default: what the model and the pool allow
     num_states          recurrent states of models that have such layers, for running requests and
-                        for checkpoints in the tree; default: a share of free memory or of
-                        kv_cache_memory
+                        for checkpoints in the tree; default: a share of free memory, of
+                        kv_cache_memory, or on CUDA of what is left for states and pool
     checkpoint_interval  tokens from one kept state of a sequence to the next
     swa_full_tokens_ratio  of models whose layers partly see a window of positions only: the tokens
                         whose K/V of such layers the pool holds, over the tokens whose other K/V it

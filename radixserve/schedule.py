@@ -78,9 +78,11 @@ class ScheduledRequest(NamedTuple):
     # distinct within a step
 
     state_id: int = -1  # of a model with recurrent layers: the state before the first token, zeros
-    # at start 0, and after the last one
+    # at start 0
     checkpoints: tuple[tuple[int, int], ...] = ()  # (length, state id): keep the state after so
     # many tokens of the sequence, start < length <= end, in that one, too
+    written_state_id: int = -1  # the state after the last token; state_id, or in a row of one token
+    # another one, so that the state before it stays as it is
 
     @property
     def end(self) -> int:

@@ -35,19 +35,31 @@ class RecurrentPiece(NamedTuple):
 
 
 class RecurrentRow(NamedTuple):
-    """A row's state: read before its tokens, written after them."""
+    """The state of a row of several tokens: read before them, written after them."""
 
     state_id: int
     is_new: bool  # its sequence begins: the state is zeros, whatever it holds
-    num_tokens: int
     pieces: tuple[RecurrentPiece, ...]  # its tokens, end to end
+
+
+class RecurrentTokens(NamedTuple):
+    """The states of the N rows of one token, which a layer computes together; int64 tensors where
+    the states are, so that no layer has an index to send."""
+
+    state_ids: Tensor  # [N] read before the token
+    written_ids: Tensor | None = None  # [N] written after it; None: the same
+    places: Tensor | None = None  # [N] of the tokens in the step; None: it has no others
+    new_rows: Tensor | None = None  # of the N those whose sequence begins, as RecurrentRow.is_new
+    kept_rows: Tensor | None = None  # [K] of the N those whose state goes into another one, too
+    kept_in: Tensor | None = None  # [K] which
 
 
 class RecurrentRows(NamedTuple):
     """The recurrent states of a step's rows."""
 
     states: Sequence[Tensor]  # each [num_states, ...], in the order of ModelInfo.states
-    rows: Sequence[RecurrentRow]
+    tokens: RecurrentTokens | None  # None: no row has one token
+    rows: Sequence[RecurrentRow]  # the others
 
 
 class WindowKV(NamedTuple):

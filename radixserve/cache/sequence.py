@@ -253,6 +253,13 @@ class CacheSequence(ABC):
         """Its recurrent state, which stands at `length`; NO_STATE where there is none (yet)."""
         return NO_STATE
 
+    def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
+        """The states that the step of its last tokens reads and writes, one or two; once a step,
+        after `take_checkpoints` of all sequences in it. is_ahead: the last one is a placeholder,
+        before which the sequence may turn out to end."""
+        del is_ahead
+        return NO_STATE, NO_STATE
+
     def want_checkpoint(self, length: int) -> None:
         """Others go on from the first `length` tokens: keep the state there."""
         del length

@@ -29,6 +29,7 @@ from radixserve.attention.base import (
     RecurrentPiece,
     RecurrentRow,
     RecurrentRows,
+    RecurrentTokens,
 )
 from radixserve.attention.cuda.triton import TritonBackend
 from radixserve.attention.reference import ReferenceBackend
@@ -330,7 +331,15 @@ def _one_row(
         logits_indices=torch.arange(num_new, device=device),
         host=host,
         page_size=1,
-        recurrent=RecurrentRows(
-            states, [RecurrentRow(0, start == 0, num_new, (RecurrentPiece(0, num_new, -1),))]
-        ),
+        recurrent=_states_of_one_row(start, num_new, device, states),
     )
+
+
+def _states_of_one_row(
+    start: int, num_new: int, device: torch.device, states: list[Tensor]
+) -> RecurrentRows:
+    if start and num_new == 1:
+        state_ids = torch.zeros(1, dtype=torch.int64, device=device)
+        return RecurrentRows(states, RecurrentTokens(state_ids), ())
+    row = RecurrentRow(0, start == 0, (RecurrentPiece(0, num_new, -1),))
+    return RecurrentRows(states, None, (row,))

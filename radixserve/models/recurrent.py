@@ -10,14 +10,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from radixserve.attention.base import RecurrentRows
+from radixserve.attention.base import RecurrentRow, RecurrentRows, RecurrentTokens
 from radixserve.errors import ModelNotSupported
 from radixserve.models.base import StateShape
 
@@ -170,23 +170,22 @@ class Mixer:
     def _run_rows(
         self, hidden_states: Tensor, rows: RecurrentRows, run: Callable[[Tensor, RowState], Tensor]
     ) -> Tensor:
-        """Rows of one token together; of the others one piece after the other."""
+        """Rows of one token together; of the others one piece after the other.
+
+        Nothing here waits for a device, or sends it an index.
+        """
+        tokens = rows.tokens
+        if tokens is not None and tokens.places is None:
+            together = hidden_states.transpose(0, 1)
+            return self._run_tokens(together, rows.states, tokens, run).transpose(0, 1)
         out = torch.empty_like(hidden_states)
-        single = [row for row in rows.rows if row.num_tokens == 1]
-        if single:
-            at = [row.pieces[0].start for row in single]
-            state = self._load(
-                rows, [row.state_id for row in single], [row.is_new for row in single]
-            )
-            out[0, at] = run(hidden_states[0, at][:, None], state)[:, 0]
-            self._store(rows, state, [row.state_id for row in single])
-            for index, row in enumerate(single):
-                if row.pieces[0].kept_in >= 0:
-                    self._store(rows, state, [row.pieces[0].kept_in], slice(index, index + 1))
+        if tokens is not None:
+            assert tokens.places is not None
+            together = hidden_states[0].index_select(0, tokens.places)[:, None]
+            computed = self._run_tokens(together, rows.states, tokens, run)[:, 0]
+            out[0].index_copy_(0, tokens.places, computed.to(out.dtype))
         for row in rows.rows:
-            if row.num_tokens == 1:
-                continue
-            state, is_new = self._load(rows, [row.state_id], [row.is_new]), row.is_new
+            state, is_new = self._load(rows.states, row), row.is_new
             for start, end, kept_in in row.pieces:
                 size = 1 if self._mixers.is_stepwise and not is_new else end - start
                 for first in range(start, end, size):
@@ -194,29 +193,45 @@ class Mixer:
                     out[:, some] = run(hidden_states[:, some], state)
                 is_new = False
                 if kept_in >= 0:
-                    self._store(rows, state, [kept_in])
-            self._store(rows, state, [row.state_id])
+                    self._store(rows.states, state, kept_in)
+            self._store(rows.states, state, row.state_id)
         return out
 
-    def _load(self, rows: RecurrentRows, state_ids: list[int], is_new: list[bool]) -> RowState:
-        fresh = [at for at, one in enumerate(is_new) if one]
-        states = {}
-        for key, place in self._mixers.places[self._layer]:
-            state = rows.states[place][state_ids]  # a copy
-            if fresh:
-                state[fresh] = 0
-            states[key] = state
-        return RowState(states)
-
-    def _store(
+    def _run_tokens(
         self,
-        rows: RecurrentRows,
-        state: RowState,
-        state_ids: list[int],
-        part: slice = slice(None),
-    ) -> None:
+        hidden_states: Tensor,
+        states: Sequence[Tensor],
+        tokens: RecurrentTokens,
+        run: Callable[[Tensor, RowState], Tensor],
+    ) -> Tensor:
+        """hidden_states [N, 1, H], a token of each row; returns the same shape."""
+        found = {}
         for key, place in self._mixers.places[self._layer]:
-            rows.states[place][state_ids] = state.states[key][part].to(rows.states[place].dtype)
+            state = states[place].index_select(0, tokens.state_ids)
+            if tokens.new_rows is not None:
+                state.index_fill_(0, tokens.new_rows, 0)
+            found[key] = state
+        after = RowState(found)
+        out = run(hidden_states, after)
+        written = tokens.state_ids if tokens.written_ids is None else tokens.written_ids
+        for key, place in self._mixers.places[self._layer]:
+            value = after.states[key].to(states[place].dtype)
+            states[place].index_copy_(0, written, value)
+            if tokens.kept_rows is not None and tokens.kept_in is not None:
+                kept = value.index_select(0, tokens.kept_rows)
+                states[place].index_copy_(0, tokens.kept_in, kept)
+        return out
+
+    def _load(self, states: Sequence[Tensor], row: RecurrentRow) -> RowState:
+        """A copy of one row's state."""
+        make: Callable[[Tensor], Tensor] = torch.zeros_like if row.is_new else torch.clone
+        some = slice(row.state_id, row.state_id + 1)
+        places = self._mixers.places[self._layer]
+        return RowState({key: make(states[place][some]) for key, place in places})
+
+    def _store(self, states: Sequence[Tensor], state: RowState, state_id: int) -> None:
+        for key, place in self._mixers.places[self._layer]:
+            states[place][state_id].copy_(state.states[key][0])
 
 
 def _limit_time_steps(mixer: Any) -> None:

@@ -148,6 +148,9 @@ class SingleDeviceRunner(ModelRunner):
             self.pool.page_size,
             self.pool.num_bytes >> 20,
         )
+        if self.num_states:
+            states_bytes = self.num_states * self.info.state_bytes
+            logger.info("%d recurrent states (%d MiB)", self.num_states, states_bytes >> 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,9 @@ class CpuModelRunner(SingleDeviceRunner):
             return ModelRunnerOutput((), {"prepare": 0.0, "forward": 0.0, "sample": 0.0})
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         batch = inputs.to_device(self._device)
-        if self.num_states:
-            batch = replace(batch, recurrent=self._states.of_rows(schedule.rows))
+        if (states := self._states.plan(schedule.rows)) is not None:
+            tensors = {name: torch.from_numpy(array) for name, array in states.arrays.items()}
+            batch = replace(batch, recurrent=self._states.begin(states, tensors))
         if self._window_table is not None:
             batch = replace(batch, window=self._window_table.of_batch(inputs))
         self.backend.plan(batch)

@@ -19,7 +19,7 @@ from torch import Tensor
 from radixserve.attention.base import AttentionBackend, ForwardBatch
 from radixserve.attention.choice import has_window_pages, make_backend
 from radixserve.config import EngineConfig
-from radixserve.errors import EngineDead, ModelNotSupported
+from radixserve.errors import EngineDead
 from radixserve.models.parallel import TPGroup
 from radixserve.runner.base import SingleDeviceRunner, load_on_device
 from radixserve.runner.cuda_graph import DecodeGraphs, capture_decode_steps, capture_sizes
@@ -28,11 +28,10 @@ from radixserve.runner.device_batch import BatchUploader, PageTable
 from radixserve.runner.device_sampler import DeviceSampler, PendingSample
 from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import prepare_inputs
-from radixserve.runner.kv_pool import KVPool, PoolSize, choose_num_pages, divide_pool
+from radixserve.runner.kv_pool import KVPool, PoolSize, divide_pool
 from radixserve.runner.piecewise_graph import GRAPH_BYTES, PiecewiseGraphs, capture_tokens
 from radixserve.runner.profile_run import (
     MemoryUse,
-    fitting_pages,
     graph_bytes,
     max_pages,
     measure,
@@ -40,6 +39,7 @@ from radixserve.runner.profile_run import (
     profile_schedules,
     reset_peak,
 )
+from radixserve.runner.recurrent_states import RecurrentStates, choose_device_sizes, given_sizes
 from radixserve.runner.sample_plan import SamplePlan, begin_device_masks, plan_samples
 from radixserve.runner.system_memory import keep_freed_memory
 from radixserve.runner.transfers import DeviceQueue
@@ -106,11 +106,6 @@ class CudaModelRunner(SingleDeviceRunner):
             if config.attention_backend == "auto":
                 to_load = replace(config, attention_backend="triton")
         parts = load_on_device(model_path, to_load, device, tp_group)
-        if parts.model.info.states:
-            raise ModelNotSupported(
-                f"{parts.model.info.architecture} has recurrent layers, whose states are kept on "
-                'the CPU only: set device="cpu"'
-            )
         super().__init__(parts, config)
         self._tp_group, self._draws = tp_group, tp_group is None or tp_group.rank == 0
         self._queue = DeviceQueue(device) if queue is None else queue
@@ -142,6 +137,7 @@ class CudaModelRunner(SingleDeviceRunner):
             if len(schedule.cow_copies):
                 copies = torch.from_numpy(np.ascontiguousarray(schedule.cow_copies, np.int32))
                 gpu_ops.copy_page_prefixes(self.pool.kv, copies.to(self._device))
+            self._states.copy(schedule.state_copies)
             return PendingStep(None, 0)
 
     @torch.inference_mode()
@@ -179,6 +175,7 @@ class CudaModelRunner(SingleDeviceRunner):
             raise
 
     def _launch(self, schedule: SchedulerOutput, began: float) -> PendingStep:
+        states = self._states.plan(schedule.rows, schedule.state_copies)
         inputs = prepare_inputs(schedule.rows, self.pool.page_size)
         graph = self._graphs.pick(inputs)
         if graph is not None:
@@ -194,11 +191,15 @@ class CudaModelRunner(SingleDeviceRunner):
             masks = begin_device_masks(plan, self.info.vocab_size)
         if len(schedule.cow_copies):
             extra["copies"] = np.ascontiguousarray(schedule.cow_copies, np.int32)
+        if states is not None:
+            extra |= states.arrays
         batch, device_tensors = self._uploader.upload(
             inputs, extra, self._tokens, future, is_fixed=graph is not None
         )
         if "copies" in device_tensors:
             gpu_ops.copy_page_prefixes(self.pool.kv, device_tensors["copies"])
+        if states is not None:
+            batch = replace(batch, recurrent=self._states.begin(states, device_tensors))
         if graph is None:
             self.backend.plan(batch)
             prepared = time.perf_counter()
@@ -272,27 +273,29 @@ class CudaModelRunner(SingleDeviceRunner):
     def _start(self, backend_name: str) -> None:
         config, info, device = self._config, self.info, self._device
         size, max_rows = config.page_size, config.max_running_requests
-        num_pages = self._given_pages()
+        num_pages, num_states = given_sizes(config, info, device)
         longest = min(config.max_seq_len or info.max_positions, info.max_positions)
         most = max_pages(device, info, size) if num_pages is None else num_pages
         if num_pages is not None:
             most = max(most, divide_pool(config, info, num_pages).num_pages)
         row_pages = min(-(-longest // size), most)
         sizes = capture_sizes(max_rows) if config.cuda_graphs and self.model.can_capture else ()
+        if config.cuda_graphs and not self.model.can_capture:
+            logger.info("%s runs in transformers' code, without graphs", info.architecture)
         table = PageTable(max_rows, row_pages, device)
         self._uploader = BatchUploader(self._queue, table, size, max(sizes, default=0))
         self._sampler = DeviceSampler(self._queue, max_rows, info.vocab_size)
         longest = min(longest, row_pages * size)
         use, backend_name = self._profile_run(backend_name, longest, sizes)
-        if num_pages is None:
-            share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * size
-            num_pages = fitting_pages(use, share, page_bytes, size)
+        num_pages, num_states = choose_device_sizes(config, info, use, num_pages, num_states)
+        self.num_states = num_states
         pool_size = self._pool_size(backend_name, num_pages)
         num_pages = pool_size.num_pages
         self.pool = KVPool(info, pool_size, size, device)
         if pool_size.num_window_pages:
             self.windows = WindowLayers(pool_size.num_window_pages, info.window_size)
             self._uploader.windows = DeviceWindows(self.pool, device)
+        self._states = RecurrentStates(info, self.num_states, device)
         self.backend = self._make_backend(backend_name)
         if sizes and self.backend.can_capture:
             logger.info("capturing decode steps of %s rows", ", ".join(map(str, sizes)))
@@ -313,19 +316,12 @@ class CudaModelRunner(SingleDeviceRunner):
             self._piecewise = PiecewiseGraphs(layered, self.backend, capture_tokens(most))
             logger.info("pieces of steps captured in %.1f s", time.perf_counter() - began)
 
-    def _given_pages(self) -> int | None:
-        """The pool's pages where the settings or the CPU's memory decide them; None: measure."""
-        config = self._config
-        is_given = config.num_pages is not None or config.kv_cache_memory is not None
-        if not is_given and self._device.type == "cuda":
-            return None
-        return choose_num_pages(config, self.info)
-
     def _pool_size(self, backend_name: str, num_pages: int) -> PoolSize:
         if self._tp_group is not None:
             return PoolSize(self._tp_group.agree(num_pages))
         size = divide_pool(self._config, self.info, num_pages)
-        if self._config.cache == "hash" or not size.num_window_pages:
+        has_none = self.num_states or self._config.cache == "hash"
+        if has_none or not size.num_window_pages:
             return PoolSize(num_pages)
         if not has_window_pages(backend_name):
             logger.info("no window pages: the %s backend has none", backend_name)
@@ -347,6 +343,7 @@ class CudaModelRunner(SingleDeviceRunner):
         limits = config.chunked_prefill_size, config.max_running_requests
         num_pages = num_profile_pages(*limits, config.page_size)
         self.pool = KVPool(self.info, PoolSize(num_pages), config.page_size, self._device)
+        self._states = RecurrentStates(self.info, config.max_running_requests, self._device)
         try:
             self.backend = self._make_backend(backend_name)
             self.backend.prepare(frozenset(self.info.attention_features))
@@ -362,15 +359,16 @@ class CudaModelRunner(SingleDeviceRunner):
         if not is_ready:  # the error, which holds the pool, is gone by now
             self._release_pool()
             return self._profile_run("triton", longest, sizes)
-        pool_bytes, backend_name = self.pool.num_bytes, self.backend.name
+        pool_bytes = self.pool.num_bytes + self._states.num_bytes
+        backend_name = self.backend.name
         self._release_pool()
         logger.info("warmed up in %.1f s", time.perf_counter() - began)
         graphs = graph_bytes(max(sizes), self.info.vocab_size) + GRAPH_BYTES if sizes else 0
         return measure(self._device, pool_bytes, graphs), backend_name
 
     def _release_pool(self) -> None:
-        """Hold no pool: its memory is free for another one."""
-        del self.pool
+        """Hold no pool and no states: their memory is free for others."""
+        del self.pool, self._states
         self.__dict__.pop("backend", None)
 
     def _make_backend(self, name: str) -> AttentionBackend:

@@ -108,7 +108,8 @@ class BatchUploader:
         previous [n] int64, on the device: the tokens that the previous step drew, by output.
         future: the batch's `future_tokens`.
         """
-        update, more = self._table.update(batch), dict(extra)
+        update = self._table.update(batch)
+        more: dict[str, NDArray[Any]] = {}
         if len(update.slots):
             more["table_slots"], more["pages"] = update.slots, _int32(update.pages)
         num_in_order = _num_in_order(*future)
@@ -129,7 +130,8 @@ class BatchUploader:
         if self.windows is not None:
             index["window_slots"] = self.windows.slots(batch.slot_mapping)
             more |= self.windows.changes()
-        tensors = self._send(index, more, is_fixed)
+        assert extra.keys().isdisjoint(index | more), "two arrays of one name"
+        tensors = self._send(index, extra | more, is_fixed)
         if self.windows is not None:
             self.windows.apply(tensors)
         if len(update.slots):

@@ -39,16 +39,29 @@ class MemoryUse:
         return others + self.peak - self.profile_pool + self.graphs
 
 
-def fitting_pages(use: MemoryUse, share: float, page_bytes: int, page_size: int) -> int:
-    """Pages in `share` of the card's memory, beside what is needed otherwise.
+def available_bytes(use: MemoryUse, share: float) -> int:
+    """What `share` of the card's memory leaves for the pool and recurrent states; may be less than
+    nothing."""
+    return int(use.total * share) - use.needed
+
+
+def fitting_pages(
+    use: MemoryUse, share: float, page_bytes: int, page_size: int, states_bytes: int = 0
+) -> int:
+    """Pages in `share` of the card's memory, beside what is needed otherwise and the states of
+    recurrent layers.
 
     Raises InvalidRequest if not one fits.
     """
-    available = int(use.total * share) - use.needed
+    available = available_bytes(use, share) - states_bytes
     if available < page_bytes:
+        needed = _gib(use.needed + states_bytes)
+        others = (
+            "weights, activations, recurrent states" if states_bytes else "weights, activations"
+        )
         raise InvalidRequest(
             f"gpu_memory_utilization={share:g} of {_gib(use.total)} leaves no room for a KV pool: "
-            f"weights, activations and others on the card take {_gib(use.needed)}; "
+            f"{others} and others on the card take {needed}; "
             "allow more, or set a smaller chunked_prefill_size or max_running_requests"
         )
     return min(available // page_bytes, max(1, MAX_TOKENS // page_size))
@@ -102,7 +115,8 @@ def profile_schedules(
     """The largest step first, chunks and decodes together, every token of a chunk scored; then
     small ones of each kind.
 
-    longest: most tokens of one row. Of `num_profile_pages` pages no two rows use the same.
+    longest: most tokens of one row. Of `num_profile_pages` pages no two rows use the same, nor of
+    max_running_requests recurrent states.
     """
     num_chunks = min(-(-chunked_prefill_size // longest), max_running_requests)
     chunks = [min(longest, chunked_prefill_size - at * longest) for at in range(num_chunks)]
@@ -142,6 +156,7 @@ def _schedule(
                 sample=SampleSpec(params, at, 1, np.zeros(1, np.int32), ()),
                 logprob_targets=np.zeros(length - 1, np.int32) if scores and length > 1 else None,
                 req_pool_idx=at,
+                state_id=at,
             )
         )
         first += num_pages

@@ -5,80 +5,205 @@ Owns the memory; the cache owns the assignment of ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from radixserve.attention.base import RecurrentPiece, RecurrentRow, RecurrentRows
+from radixserve.attention.base import (
+    RecurrentPiece,
+    RecurrentRow,
+    RecurrentRows,
+    RecurrentTokens,
+)
 from radixserve.config import EngineConfig, parse_bytes
 from radixserve.errors import InvalidRequest
 from radixserve.models.base import ModelInfo
 from radixserve.runner.kv_pool import choose_num_pages
+from radixserve.runner.profile_run import MAX_TOKENS, MemoryUse, available_bytes, fitting_pages
 from radixserve.runner.system_memory import free_memory
 from radixserve.schedule import ScheduledRequest
 
 FREE_MEMORY_DIVISOR = 8  # the default takes at most this fraction of the free memory: 1 / 8
 POOL_DIVISOR = 3  # or of kv_cache_memory: 1 / 3, as pages have twice of the free memory
 
+IdArray = NDArray[np.int64]
+StateCopies = Sequence[tuple[int, int]]  # see `SchedulerOutput.state_copies`
+
+
+class StepStates(NamedTuple):
+    """What a step does with states."""
+
+    arrays: dict[str, IdArray]  # [n] int64 each: the fields of RecurrentTokens and the copies
+    rows: tuple[RecurrentRow, ...]
+
 
 class RecurrentStates:
-    """tensors[i] [num_states, ...], in the order of `ModelInfo.states`."""
+    """tensors[i] [num_states, ...], in the order of `ModelInfo.states`.
+
+    Everything done with them is queued on the device's stream: a state that the cache has given to
+    another sequence is written after the steps that were launched before.
+    """
 
     def __init__(self, info: ModelInfo, num_states: int, device: torch.device) -> None:
+        """Raises InvalidRequest if there is no memory for them."""
         self.num_states = num_states
-        self.tensors = [
-            torch.zeros((num_states, *one.shape), dtype=one.dtype, device=device)
-            for one in info.states
-        ]
+        self._owed: list[tuple[int, int]] = []  # copies of planned steps that have not begun
+        try:
+            self.tensors = [
+                torch.zeros((num_states, *one.shape), dtype=one.dtype, device=device)
+                for one in info.states
+            ]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise InvalidRequest(
+                f"{num_states} recurrent states need {num_states * info.state_bytes} bytes, which "
+                "cannot be had; set a smaller num_states or max_running_requests"
+            ) from error
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """(source, destination), one after the other."""
-        for source, destination in copies:
-            for tensor in self.tensors:
-                tensor[destination] = tensor[source]
+        """(source, destination), one after the other. A device gets them in an upload of its own;
+        `plan` takes those of a step."""
+        if (self._owed or copies) and self.tensors:
+            device, arrays = self.tensors[0].device, _at_once([*self._owed, *copies])
+            self._copy(*(torch.from_numpy(ids).to(device) for ids in arrays))
+            self._owed.clear()
 
-    def of_rows(self, rows: Sequence[ScheduledRequest]) -> RecurrentRows:
-        """The states of a step's rows, whose tokens lie end to end."""
-        found, first = [], 0
+    def plan(self, rows: Sequence[ScheduledRequest], copies: StateCopies = ()) -> StepStates | None:
+        """Of a step's rows, whose tokens lie end to end, and the copies to be made before; where it
+        never begins, `begin` of the next one makes them. None where the model has no states."""
+        if not self.tensors:
+            return None
+        lists: dict[str, list[int]] = {name: [] for name in RecurrentTokens._fields}
+        longer: list[RecurrentRow] = []
+        first = 0
         for row in rows:
-            shift, at, pieces = first - row.start, first, []
-            for length, state_id in row.checkpoints:
-                pieces.append(RecurrentPiece(at, length + shift, state_id))
-                at = length + shift
-            end = row.end + shift
-            if at < end:
-                pieces.append(RecurrentPiece(at, end, -1))
-            found.append(RecurrentRow(row.state_id, row.start == 0, end - first, tuple(pieces)))
-            first = end
-        return RecurrentRows(self.tensors, found)
+            num_tokens = len(row.token_ids)
+            if num_tokens == 1:
+                number = len(lists["state_ids"])
+                if not row.start:
+                    lists["new_rows"].append(number)
+                for _, state_id in row.checkpoints:
+                    lists["kept_rows"].append(number)
+                    lists["kept_in"].append(state_id)
+                lists["places"].append(first)
+                lists["state_ids"].append(row.state_id)
+                written = row.state_id if row.written_state_id < 0 else row.written_state_id
+                lists["written_ids"].append(written)
+            else:
+                longer.append(RecurrentRow(row.state_id, row.start == 0, _pieces(row, first)))
+            first += num_tokens
+        if not longer:
+            lists["places"] = []
+        if lists["written_ids"] == lists["state_ids"]:
+            lists["written_ids"] = []
+        arrays = {name: np.array(values, np.int64) for name, values in lists.items() if values}
+        self._owed += copies
+        if self._owed:
+            arrays["copied_from"], arrays["copied_to"] = _at_once(self._owed)
+        return StepStates(arrays, tuple(longer))
+
+    def begin(self, step: StepStates, tensors: Mapping[str, Tensor]) -> RecurrentRows:
+        """Make the step's copies; what its layers read. tensors: its arrays, on the device."""
+        if "copied_from" in step.arrays:
+            self._copy(tensors["copied_from"], tensors["copied_to"])
+            self._owed.clear()
+        fields = {name: tensors[name] for name in RecurrentTokens._fields if name in step.arrays}
+        return RecurrentRows(self.tensors, RecurrentTokens(**fields) if fields else None, step.rows)
+
+    def _copy(self, sources: Tensor, destinations: Tensor) -> None:
+        for tensor in self.tensors:
+            tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
 
 
-def choose_num_states(config: EngineConfig, info: ModelInfo) -> int:
+def _pieces(row: ScheduledRequest, first: int) -> tuple[RecurrentPiece, ...]:
+    """The row's tokens, the first of them at place `first`, up to each state that is kept."""
+    shift, at, pieces = first - row.start, first, []
+    for length, state_id in row.checkpoints:
+        pieces.append(RecurrentPiece(at, length + shift, state_id))
+        at = length + shift
+    if at < (end := row.end + shift):
+        pieces.append(RecurrentPiece(at, end, -1))
+    return tuple(pieces)
+
+
+def _at_once(copies: StateCopies) -> tuple[IdArray, IdArray]:
+    """Sources and destinations of copies that, with everything read before anything is written, do
+    what these do one after the other; the destinations are distinct."""
+    origin: dict[int, int] = {}
+    for source, destination in copies:
+        origin[destination] = origin.get(source, source)
+    return np.array(list(origin.values()), np.int64), np.array(list(origin), np.int64)
+
+
+def choose_num_states(
+    config: EngineConfig, info: ModelInfo, device_bytes: int | None = None
+) -> int:
     """States as many as asked for, or one for each request that may run, three kept ones for each,
     and one for every `checkpoint_interval` tokens of the pool, at most a share of the memory that
     is free now or of `kv_cache_memory`, in which they are; 0 where the model has none.
 
-    Raises InvalidRequest if they do not fit, or the requests that may run would not have one each.
+    device_bytes: what a device has left for states and, without num_pages, for pages. Raises
+    InvalidRequest if they do not fit, or the requests that may run would not have one each.
     """
     if not info.states:
         return 0
-    asked = config.kv_cache_memory
-    whole = free_memory() if asked is None else parse_bytes(asked)
-    where = "the free memory" if asked is None else "kv_cache_memory"
+    if device_bytes is not None:
+        whole, where, divisor = device_bytes, "the memory left on the device", POOL_DIVISOR
+    elif config.kv_cache_memory is not None:
+        whole, where, divisor = parse_bytes(config.kv_cache_memory), "kv_cache_memory", POOL_DIVISOR
+    else:
+        whole, where, divisor = free_memory(), "the free memory", FREE_MEMORY_DIVISOR
     if config.num_states is not None:
         if (needed := config.num_states * info.state_bytes) > whole:
             raise InvalidRequest(
                 f"num_states={config.num_states} of {info.state_bytes} bytes need {needed} bytes; "
-                f"{where} of {whole} bytes holds {whole // info.state_bytes}"
+                f"{where} of {whole} bytes holds {max(0, whole) // info.state_bytes}"
             )
         return config.num_states
-    num_tokens = choose_num_pages(config, info) * config.page_size
-    wanted = 4 * config.max_running_requests + num_tokens // config.checkpoint_interval
-    fitting = whole // (FREE_MEMORY_DIVISOR if asked is None else POOL_DIVISOR) // info.state_bytes
+    fitting = whole // divisor // info.state_bytes
     if fitting < (least := config.max_running_requests):
-        share = "an eighth" if asked is None else "a third"
+        share = {FREE_MEMORY_DIVISOR: "an eighth", POOL_DIVISOR: "a third"}[divisor]
         raise InvalidRequest(
             f"{least} recurrent states of this model need {least * info.state_bytes} bytes, more "
             f"than {share} of {where}; set a smaller max_running_requests, or num_states"
         )
+    if device_bytes is not None and config.num_pages is None:
+        num_tokens = min(device_bytes // info.kv_bytes_per_token, MAX_TOKENS)
+    else:
+        num_tokens = choose_num_pages(config, info) * config.page_size
+    wanted = 4 * config.max_running_requests + num_tokens // config.checkpoint_interval
     return min(wanted, fitting)
+
+
+def given_sizes(
+    config: EngineConfig, info: ModelInfo, device: torch.device
+) -> tuple[int | None, int]:
+    """Pages and states where the settings or the CPU's memory decide them; None and 0: measure."""
+    if device.type == "cuda" and config.kv_cache_memory is None:
+        return config.num_pages, 0
+    num_states = choose_num_states(config, info)
+    return choose_num_pages(config, info, num_states * info.state_bytes), num_states
+
+
+def choose_device_sizes(
+    config: EngineConfig, info: ModelInfo, use: MemoryUse, num_pages: int | None, num_states: int
+) -> tuple[int, int]:
+    """Pages and states: as `given_sizes` has them, else what fits beside what the profile run used.
+
+    Raises what `choose_num_states` and `fitting_pages` raise.
+    """
+    share, page_bytes = config.gpu_memory_utilization, info.kv_bytes_per_token * config.page_size
+    if not num_states:
+        left = available_bytes(use, share) - (num_pages or 0) * page_bytes
+        num_states = choose_num_states(config, info, left)
+    if num_pages is None:
+        states_bytes = num_states * info.state_bytes
+        num_pages = fitting_pages(use, share, page_bytes, config.page_size, states_bytes)
+    return num_pages, num_states

@@ -64,7 +64,7 @@ class TokenCounts:
             "drawn_places": np.concatenate(drawn),
         }
         if future:
-            arrays["future_first"], arrays["future_outputs"] = np.array(future, np.int64).T
+            arrays["counted_first"], arrays["counted_outputs"] = np.array(future, np.int64).T
         return arrays
 
     def apply(self, logits: Tensor, tensors: dict[str, Tensor], previous: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ class TokenCounts:
         self._num_drawn.index_fill_(0, tensors["stale_slots"], 0)
         self._in_prompt.view(-1).index_fill_(0, tensors["prompt_places"], True)
         self._add(tensors["drawn_places"])
-        if "future_first" in tensors:
-            drawn = previous.index_select(0, tensors["future_outputs"])
-            self._add(tensors["future_first"] + drawn)
+        if "counted_first" in tensors:
+            drawn = previous.index_select(0, tensors["counted_outputs"])
+            self._add(tensors["counted_first"] + drawn)
 
     def _add(self, places: Tensor) -> None:
         ones = torch.ones_like(places, dtype=torch.int32)

@@ -82,12 +82,13 @@ class BatchBuilder:
 
     def add_states(self, cache: PrefixCache) -> None:
         """Name the recurrent state of each row and those that are kept of it. After all rows."""
-        rows = zip(self._rows, self.sequences, strict=True)
+        rows = list(zip(self._rows, self.sequences, strict=True))
+        kept = [sequence.take_checkpoints(row.start) for row, sequence in rows]
+        # Last of all: what `take_checkpoints` evicts no row of this step may read.
+        states = [sequence.step_states(is_ahead=row.future_index >= 0) for row, sequence in rows]
         self._rows = [
-            row._replace(
-                state_id=sequence.state_id, checkpoints=sequence.take_checkpoints(row.start)
-            )
-            for row, sequence in rows
+            row._replace(state_id=read, checkpoints=checkpoints, written_state_id=written)
+            for (row, _), (read, written), checkpoints in zip(rows, states, kept, strict=True)
         ]
         self._state_copies = cache.take_state_copies()
 
@@ -109,7 +110,7 @@ class BatchBuilder:
             spec = state.greedy_only_spec or self._make_spec(state, sequence, 1)
             values = (
                 state.request_id, _PLACEHOLDER_TOKEN, sequence.length - 1, pages, spec, None, 0,
-                future_index, first_new, state.req_pool_idx, NO_STATE, (),
+                future_index, first_new, state.req_pool_idx, NO_STATE, (), NO_STATE,
             )  # fmt: skip
             append(new_tuple(ScheduledRequest, values))
 

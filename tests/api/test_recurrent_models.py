@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from radixserve import Runtime, SamplingParams
 from radixserve.errors import InvalidRequest
 from tests.checkpoints import make_model
 from tests.models.causal_models import tiny_config
+from tests.runner.on_device import DeviceRuntime
 
 FAMILIES = ("lfm2", "falcon_h1", "qwen3_next")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -22,9 +24,27 @@ PROMPT = RNG.integers(3, 250, 100).tolist()
 INTERVAL = 32
 
 
+Make = Callable[..., Runtime]
+DEVICE: dict[str, Any] = {"device": "cpu", "max_running_requests": 64}
+MAKERS: dict[str, Make] = {
+    "cpu": Runtime,
+    "device": partial(DeviceRuntime, **DEVICE),
+    "without overlap": partial(DeviceRuntime, overlap=False, **DEVICE),
+}  # the last two are the path of a CUDA device, over CPU tensors
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(params=MAKERS)
+def make(request: pytest.FixtureRequest) -> Make:
+    def make_runtime(model: Any, **settings: Any) -> Runtime:
+        options = {"num_pages": 600, "chunked_prefill_size": 40, "checkpoint_interval": INTERVAL}
+        return MAKERS[request.param](str(model.folder), **{**options, **settings})
+
+    return make_runtime
 
 
 def save(family: str, folder: Path) -> Any:
@@ -36,15 +56,10 @@ def save(family: str, folder: Path) -> Any:
 
 
 @pytest.fixture
-def rt(model: Any) -> Iterator[Runtime]:
+def rt(model: Any, make: Make) -> Iterator[Runtime]:
     with make(model) as runtime:
         yield runtime
         runtime.check()
-
-
-def make(model: Any, **settings: Any) -> Runtime:
-    options = {"num_pages": 600, "chunked_prefill_size": 40, "checkpoint_interval": INTERVAL}
-    return Runtime(str(model.folder), **{**options, **settings})
 
 
 @torch.inference_mode()
@@ -81,7 +96,23 @@ def test_answers_and_counts(model: Any, rt: Runtime) -> None:
     assert branched.usage.cached_tokens == 2 * INTERVAL
 
 
-def test_requests_together_and_cache_off(model: Any, rt: Runtime) -> None:
+def test_an_answer_that_ends_at_a_token(model: Any, rt: Runtime) -> None:
+    """It is continued from its end, though the step after it may have been launched by then."""
+    answer = ask(rt, PROMPT).token_ids
+    assert answer is not None
+    rt.flush_cache()
+    at = next(at for at in range(4, 12) if answer[at] not in answer[:at])
+    stop = [answer[at]]
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=stop, ignore_eos=True)
+    out = ask(rt, PROMPT, params)
+    assert out.finish_reason == "stop"
+    longer = [*PROMPT, *answer[: at + 1], 5, 6, 7]
+    more = ask(rt, longer)
+    check(model, longer, more.token_ids)
+    assert more.usage.cached_tokens == len(PROMPT) + at
+
+
+def test_requests_together_and_cache_off(model: Any, rt: Runtime, make: Make) -> None:
     prompts = [[*PROMPT[: 60 + 7 * at], at + 3, at + 4] for at in range(6)]
     for prompt, one in zip(prompts, rt.generate(prompts, GREEDY), strict=True):
         check(model, prompt, one.token_ids)
@@ -92,11 +123,11 @@ def test_requests_together_and_cache_off(model: Any, rt: Runtime) -> None:
 
 
 @pytest.mark.parametrize("family", ["jamba", "nemotron_h"])
-def test_mixers_that_treat_single_tokens_otherwise(family: str, tmp_path: Path) -> None:
+def test_mixers_that_treat_single_tokens_otherwise(family: str, tmp_path: Path, make: Make) -> None:
     model = save(family, tmp_path)
     with make(model) as rt:
         test_answers_and_counts(model, rt)
-        test_requests_together_and_cache_off(model, rt)
+        test_requests_together_and_cache_off(model, rt, make)
 
 
 def test_branches_and_samples(model: Any, rt: Runtime) -> None:
@@ -117,7 +148,7 @@ def test_branches_and_samples(model: Any, rt: Runtime) -> None:
     assert [one.token_ids for one in cold] == [one.token_ids for one in warm]
 
 
-def test_a_small_pool_preempts_and_evicts(model: Any) -> None:
+def test_a_small_pool_preempts_and_evicts(model: Any, make: Make) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     prompts = [RNG.integers(3, 250, 50).tolist() for _ in range(8)]
     with make(model, num_pages=180, num_states=12, max_running_requests=6) as rt:
@@ -131,6 +162,6 @@ def test_a_small_pool_preempts_and_evicts(model: Any) -> None:
         rt.check()
 
 
-def test_the_hash_cache_refuses(model: Any) -> None:
+def test_the_hash_cache_refuses(model: Any, make: Make) -> None:
     with pytest.raises(InvalidRequest, match="keeps no states"):
         make(model, cache="hash")

@@ -68,6 +68,62 @@ def test_an_answer_is_continued_from_its_end() -> None:
     assert serve(cache, [*PROMPT, *answer, 9, 9]) == (66, [67])
 
 
+def begin(cache: RadixCache, tokens: list[int]) -> Any:
+    seq = cache.acquire(tokens)
+    compute(cache, seq, tokens[seq.cached_len :])
+    return seq
+
+
+def step_ahead(cache: RadixCache, seq: Any) -> tuple[int, int]:
+    """The next step is planned before the token of this one is known."""
+    seq.append_placeholders(1)
+    seq.take_checkpoints(seq.length - 1)
+    states: tuple[int, int] = seq.step_states(is_ahead=True)
+    cache.check()
+    return states
+
+
+def test_an_end_that_a_step_ahead_has_passed() -> None:
+    """Steps ahead read one state and write another: the one at the end is kept."""
+    cache = make()
+    seq = begin(cache, PROMPT)
+    assert seq.step_states(is_ahead=False) == (seq.state_id, seq.state_id)
+    first, second = step_ahead(cache, seq)
+    assert first != second == seq.state_id
+    seq.append_placeholders(1)
+    assert seq.step_states(is_ahead=True) == (second, first)
+    seq.commit_next(1)  # the first step drew it, the second computed it
+    cache.check()
+    seq.release()  # what the second one drew ends it
+    cache.check()
+    assert cache.lookup([*PROMPT, 1, 2, 3]).cached_len == 61
+    again = cache.acquire([*PROMPT, 1, 2, 3])
+    again.extend([2, 3])
+    assert [source for source, _ in cache.take_state_copies()] == [second]
+
+
+def test_the_state_before_a_step_ahead_is_given_up_last() -> None:
+    """To sequences, after all checkpoints; then a step ahead writes the state that it reads."""
+    cache = make(num_states=4)
+    seqs = [begin(cache, [first, *PROMPT]) for first in range(2)]
+    states = [step_ahead(cache, seq) for seq in seqs]
+    assert sorted(sum(states, ())) == [0, 1, 2, 3]
+    others = [cache.acquire([first]) for first in (7, 8)]
+    for other, (read, _) in zip(others, states, strict=True):
+        other.extend([7])
+        assert other.state_id == read
+        cache.check()
+    with pytest.raises(OutOfPages, match="all 4 recurrent states"):
+        cache.acquire([9]).extend([9])
+    for seq in seqs:
+        seq.commit_next(1)
+        assert step_ahead(cache, seq) == (seq.state_id, seq.state_id)
+    for seq in seqs:
+        seq.release()
+        cache.check()
+    assert cache.lookup([0, *PROMPT, 1, 2]).cached_len == 0
+
+
 def test_a_wanted_checkpoint_is_taken() -> None:
     cache = make(interval=1000)
     seq = cache.acquire(PROMPT)

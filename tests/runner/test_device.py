@@ -12,6 +12,7 @@ import torch
 
 from radixserve import InvalidRequest, Runtime
 from radixserve.config import EngineConfig
+from radixserve.models.base import ModelInfo, StateShape
 from radixserve.runner import cuda_graph
 from radixserve.runner.base import ResolvedConfig
 from radixserve.runner.cuda_graph import CAPTURE_SIZES, capture_sizes
@@ -19,12 +20,14 @@ from radixserve.runner.device import check_dtype, choose_device, describe_device
 from radixserve.runner.profile_run import (
     MAX_TOKENS,
     MemoryUse,
+    available_bytes,
     fitting_pages,
     graph_bytes,
     measure,
     num_profile_pages,
     profile_schedules,
 )
+from radixserve.runner.recurrent_states import choose_device_sizes, choose_num_states
 from radixserve.runner.transfers import DeviceQueue
 from tests.runner.on_device import device_runner
 
@@ -158,6 +161,45 @@ def test_no_room_for_a_pool() -> None:
     assert fitting_pages(use_of(), 19.5 / 140, page, 1) == 1
     with pytest.raises(InvalidRequest, match="leaves no room"):
         fitting_pages(use_of(), 19.4 / 140, page, 1)
+
+
+def test_states_beside_the_pool() -> None:
+    state = StateShape(0, "recurrent", 0, (1 << 18,), torch.float32)  # 1 MiB
+    info = ModelInfo(
+        architecture="Some",
+        is_native=False,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        hidden_size=4096,
+        vocab_size=128_256,
+        max_positions=8192,
+        eos_ids=(),
+        dtype=torch.bfloat16,
+        num_parameters=0,
+        states=(state,),
+    )
+    left = available_bytes(use_of(), 0.9)
+    assert left == 107 * GIB
+    count = choose_num_states(EngineConfig(max_running_requests=64), info, left)
+    assert count == 4 * 64 + left // 131_072 // 512
+    pages = (left - (count << 20)) // 131_072
+    assert fitting_pages(use_of(), 0.9, 131_072, 1, count << 20) == pages
+    config = EngineConfig(max_running_requests=64)
+    assert choose_device_sizes(config, info, use_of(), None, 0) == (pages, count)
+    assert choose_device_sizes(config, info, use_of(), 7, 5) == (7, 5)
+    # A third at most; the pool's own size does not come from the host's memory.
+    assert choose_num_states(EngineConfig(max_running_requests=9), info, 30 << 20) == 10
+    few = EngineConfig(max_running_requests=2, num_pages=1024)
+    assert choose_num_states(few, info, GIB) == 4 * 2 + 2
+    assert choose_num_states(EngineConfig(num_states=70), info, GIB) == 70
+    with pytest.raises(InvalidRequest, match="a third of the memory left on the device"):
+        choose_num_states(EngineConfig(max_running_requests=11), info, 30 << 20)
+    with pytest.raises(InvalidRequest, match="the memory left on the device of -5 bytes holds 0"):
+        choose_num_states(EngineConfig(num_states=70), info, -5)
+    with pytest.raises(InvalidRequest, match=r"activations, recurrent states and others .* take"):
+        fitting_pages(use_of(), 0.9, 131_072, 1, 107 * GIB)
 
 
 def test_a_small_model_does_not_fill_a_large_card() -> None:

@@ -457,6 +457,39 @@ def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path]) -
             assert output.token_id == plain.sequences[at].outputs[step + 1].token_id
 
 
+def test_counts_of_tokens_that_feed_the_next_step(checkpoints: dict[str, Path]) -> None:
+    """Penalties see a row's own token of the step in flight, in whatever place it was drawn."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, frequency_penalty=-2.0)
+    plain, late = (prefilled(checkpoints["llama"], 3) for _ in range(2))
+    for driver in (plain, late):
+        driver.sequences[0].params = driver.sequences[1].params = params
+    for _ in range(2):
+        plain.step([(one, 1) for one in plain.sequences])
+    pendings = []
+    for step, order in enumerate(([0, 1, 2], [2, 0, 1])):
+        rows = []
+        for at in order:
+            row = late.row(late.sequences[at], 1)
+            if step:
+                assert row.sample is not None
+                spec = row.sample._replace(
+                    token_ids=row.sample.token_ids[:-1].copy(), num_placeholders=1
+                )
+                token = np.array([-1], np.int32)
+                row = row._replace(token_ids=token, future_index=at, sample=spec)
+            rows.append(row)
+        schedule = SchedulerOutput(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
+        pendings.append((order, late.runner.launch(schedule)))
+        for one in late.sequences:
+            one.computed += 1
+            one.tokens.append(-1)
+    for step, (places, pending) in enumerate(pendings):
+        outputs = late.runner.collect(pending).outputs
+        for at, output in zip(places, outputs, strict=True):
+            assert output is not None
+            assert output.token_id == plain.sequences[at].outputs[step + 1].token_id
+
+
 def test_a_slot_of_a_failed_step_is_written_anew(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,8 @@ from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.request import Request
 from radixserve.runner.cpu_runner import CpuModelRunner
-from tests.checkpoints import load_reference, make_checkpoint
+from tests.checkpoints import load_reference, make_checkpoint, make_model
+from tests.models.causal_models import tiny_config
 from tests.runner.driver import Driver
 from tests.runner.on_device import device_runner
 from tests.runner.test_model_runner import check_parity, prompts_of
@@ -23,9 +24,19 @@ from tests.runner.test_model_runner import check_parity, prompts_of
 NUM_REQUESTS = 10
 
 
+RECURRENT = ("lfm2", "falcon_h1", "qwen3_next")  # with recurrent layers
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("storm"), "qwen3")
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def recurrent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model(tiny_config(request.param)).save_pretrained(folder)
+    return folder
 
 
 def requests_of(rng: random.Random) -> list[Request]:
@@ -77,7 +88,9 @@ def run(engine: Engine, requests: list[Request], aborts: dict[str, int]) -> dict
     return said
 
 
-def check_storm(folder: Path, seed: int, *, has_windows: bool = False) -> int:
+def check_storm(
+    folder: Path, seed: int, *, has_windows: bool = False, has_states: bool = False
+) -> int:
     """Returns how many window pages were dropped."""
     rng = random.Random(seed)
     size = rng.choice([1, 2, 16])
@@ -93,6 +106,14 @@ def check_storm(folder: Path, seed: int, *, has_windows: bool = False) -> int:
         cuda_graphs=rng.random() < 0.7,
         swa_full_tokens_ratio=0.001 if has_windows else None,  # as few window pages as can be
     )
+    if has_states:
+        spare = rng.choice([0, 3, 30])
+        config = replace(
+            config,
+            cache="off" if config.cache == "off" else "radix",
+            num_states=config.max_running_requests + spare,
+            checkpoint_interval=rng.choice([4, 16, 512]),
+        )
     fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     runner = device_runner(folder, **fields)
     plain = CpuModelRunner(str(folder), EngineConfig(num_pages=800))
@@ -122,6 +143,17 @@ def test_storm(folder: Path, seed: int) -> None:
 def test_storm_with_window_pages(tmp_path: Path, family: str) -> None:
     folder = make_checkpoint(tmp_path, family)
     assert sum(check_storm(folder, seed, has_windows=True) for seed in range(4)) > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_storm_of_states(recurrent: Path, seed: int) -> None:
+    check_storm(recurrent, seed, has_states=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_long_storm_of_states(recurrent: Path, seed: int) -> None:
+    check_storm(recurrent, seed, has_states=True)
 
 
 @pytest.mark.long

@@ -148,6 +148,8 @@ class FakeRunner:
         assert len(set(written)) == len(written), "two rows write to one slot"
         states = [one for row in schedule.rows for one in _states(row)]
         assert len(set(states)) == len(states), "two rows write to one state"
+        reads = {row.state_id for row in schedule.rows if row.written_state_id != row.state_id}
+        assert reads.isdisjoint(states), "a row reads what another one writes in the same step"
         for row in schedule.rows:
             self._check_reads(row, set(written))
         return ModelRunnerOutput(tuple(self._compute(row) for row in schedule.rows), {})
@@ -201,7 +203,7 @@ class FakeRunner:
             assert row.start < length <= row.end
             self.states[state_id] = hashes[length - 1]
         if row.state_id >= 0:
-            self.states[row.state_id] = hashes[row.end - 1]
+            self.states[row.written_state_id] = hashes[row.end - 1]
         output = self._draw(row)
         if row.logprob_targets is None:
             return output
@@ -233,7 +235,8 @@ class FakeRunner:
 def _states(row: ScheduledRequest) -> list[int]:
     """Recurrent states that a row writes."""
     kept = [state_id for _, state_id in row.checkpoints]
-    return kept if row.state_id < 0 else [row.state_id, *kept]
+    assert row.written_state_id in (-1, row.state_id) or len(row.token_ids) == 1
+    return kept if row.state_id < 0 else [row.written_state_id, *kept]
 
 
 class OpenEngine(Engine):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 from radixserve.cache.page_pool import PagePool
@@ -48,6 +49,7 @@ class StateCheckpoints:
         self._places: OrderedDict[int, tuple[Node, int]] = OrderedDict()  # by state id, see above
         self._pins: dict[int, int] = {}  # state id -> sequences
         self._without_node: set[int] = set()  # pinned ones
+        self._lent: dict[int, Callable[[], None]] = {}  # see `lend`; the oldest first
         self._collector: bytearray | None = None
         self._collected: dict[int, int] = {}
 
@@ -92,6 +94,11 @@ class StateCheckpoints:
     @property
     def has_room(self) -> bool:
         """Whether a state can be allocated."""
+        return bool(self._lent) or self.can_lend
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether one can be allocated that is not lent."""
         num_held = len(self._places) + len(self._without_node)
         return self.pool.num_free > 0 or num_held > len(self._pins)
 
@@ -102,6 +109,15 @@ class StateCheckpoints:
         if not self.pool.num_free:
             self._evict_one()
         return self.pool.allocate()
+
+    def lend(self, state_id: int, on_loss: Callable[[], None]) -> None:
+        """The sequence that owns it can do without it: others may take it when no checkpoint is
+        left to evict, and `on_loss` is called then."""
+        self._lent[state_id] = on_loss
+
+    def reclaim(self, state_id: int) -> None:
+        """It is not lent any more."""
+        del self._lent[state_id]
 
     def add(self, node: Node, length: int, state_id: int) -> None:
         """The state after `length` tokens, the last of them in `node`; freed where the node has
@@ -195,8 +211,12 @@ class StateCheckpoints:
             self.pool.free(state_id)
 
     def _evict_one(self) -> None:
-        victim = next(state_id for state_id in self._places if state_id not in self._pins)
-        self._detach(victim)
+        victim = next((one for one in self._places if one not in self._pins), None)
+        if victim is None:
+            victim = next(iter(self._lent))
+            self._lent.pop(victim)()
+        else:
+            self._detach(victim)
         self.pool.free(victim)
 
     def _detach(self, state_id: int) -> None:
@@ -222,6 +242,7 @@ class StateCheckpoints:
         assert len(kept) == len(self._places), "a checkpoint has no node"
         owned = [*self.pool.free_ids(), *kept, *states, *self._without_node]
         assert sorted(owned) == list(range(self.pool.num_states)), "a state has not one owner"
+        assert self._lent.keys() <= set(states), "a state is lent without an owner"
         counted = {state_id: pinned.count(state_id) for state_id in pinned}
         assert counted == self._pins, f"{self._pins} pins counted, {counted} found"
         assert not self._collected, "checkpoints without an owner"

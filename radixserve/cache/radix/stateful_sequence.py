@@ -3,6 +3,10 @@
 The state stands at `length`: tokens that the sequence is extended by are computed in the next step.
 It begins as a copy of a checkpoint, leaves checkpoints in the tree on its way, and becomes one
 itself when the sequence is released.
+
+A step launched ahead computes a token before which the sequence may turn out to end. It reads one
+state and writes another, as long as there is room, so that the one at the end is still there; the
+step after it writes the first one again.
 """
 
 from __future__ import annotations
@@ -19,16 +23,19 @@ from radixserve.errors import InvalidRequest, OutOfPages
 class StatefulSequence(CachedSequence):
     """Made by a `RadixCache` with states."""
 
-    __slots__ = ("_begin_state", "_state", "_taken", "_wanted")
+    __slots__ = ("_begin_state", "_former", "_former_len", "_state", "_taken", "_wanted")
 
     _begin_state: int  # checkpoint to copy before the next token, pinned
     _state: int  # of this sequence alone
+    _former: int  # stands at _former_len, one token before the last step ahead; others may take it
+    _former_len: int
     _taken: dict[int, int]  # length -> state: checkpoints that are still to be published
     _wanted: set[int]  # lengths to take one at, beside the multiples of the interval
 
     def begin_at(self, checkpoint: Checkpoint, wanted: set[int]) -> None:
         """Start a new sequence at a checkpoint."""
         self._state, self._begin_state = NO_STATE, checkpoint.state_id
+        self._former, self._former_len = NO_STATE, -1
         self._taken, self._wanted = {}, wanted
         if checkpoint.state_id != NO_STATE:
             self._checkpoints.pin(checkpoint.state_id)
@@ -45,8 +52,26 @@ class StatefulSequence(CachedSequence):
 
     def owned_states(self) -> tuple[list[int], list[int]]:
         """Its own states, and those that it has pinned, for audits."""
-        own = list(self._taken.values()) + ([self._state] if self._state != NO_STATE else [])
-        return own, [self._begin_state] if self._begin_state != NO_STATE else []
+        own = [self._state, self._former, *self._taken.values()]
+        pinned = [self._begin_state] if self._begin_state != NO_STATE else []
+        return [one for one in own if one != NO_STATE], pinned
+
+    def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
+        read, other, checkpoints = self._state, self._former, self._checkpoints
+        if not is_ahead:
+            return read, read
+        if other != NO_STATE:
+            checkpoints.reclaim(other)
+        elif checkpoints.can_lend:
+            other = checkpoints.allocate()
+        else:
+            return read, read
+        self._state, self._former, self._former_len = other, read, self.length - 1
+        checkpoints.lend(read, self._lose_former)
+        return read, other
+
+    def _lose_former(self) -> None:
+        self._former = NO_STATE
 
     def want_checkpoint(self, length: int) -> None:
         self._wanted.add(length)
@@ -159,10 +184,13 @@ class StatefulSequence(CachedSequence):
 
     def release(self) -> None:
         if self._is_open:
-            length, state_id = self.length, self._state
-            is_kept = 0 < length == self.committed_len and length not in self._taken
-            if is_kept and state_id != NO_STATE:
-                self._taken[length], self._state = state_id, NO_STATE
+            length = self.committed_len
+            is_kept = length > 0 and length not in self._taken
+            if is_kept and length == self.length and self._state != NO_STATE:
+                self._taken[length], self._state = self._state, NO_STATE
+            elif is_kept and length == self._former_len and self._former != NO_STATE:
+                self._checkpoints.reclaim(self._former)
+                self._taken[length], self._former = self._former, NO_STATE
             self._publish_checkpoints()
             self._drop_states()
         super().release()
@@ -175,6 +203,10 @@ class StatefulSequence(CachedSequence):
         if self._state != NO_STATE:
             checkpoints.pool.free(self._state)
             self._state = NO_STATE
+        if self._former != NO_STATE:
+            checkpoints.reclaim(self._former)
+            checkpoints.pool.free(self._former)
+            self._former = NO_STATE
         if self._begin_state != NO_STATE:
             checkpoints.unpin(self._begin_state)
             self._begin_state = NO_STATE
