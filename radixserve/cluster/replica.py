@@ -16,7 +16,7 @@ from radixserve.api.runtime import Runtime
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import AbortRequests, Message, TakeEvents
-from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead
 from radixserve.output import EngineStatus, RequestOutput
 from radixserve.request import Request
@@ -214,14 +214,14 @@ class _ReplicaRuntime(Runtime):
 
     def submit_for(self, frontend: _Frontend, requests: Sequence[Request]) -> None:
         """Blocks while grammars are compiled."""
-        tickets = []
+        collectors = []
         for request in requests:
             structured = request.params.structured_output
             if structured is not None:
                 request = replace(request, grammar=self._builder.grammars.compile(structured))
             frontend.open_ids.add(request.request_id)
-            tickets.append(_RelayTicket(request, self.tokenizer, frontend))
-        self._core.submit(tickets)
+            collectors.append(_RelayCollector(request, self.tokenizer, frontend))
+        self._core.submit(collectors)
 
     def end(self, request_ids: Sequence[str]) -> None:
         self._core.post(AbortRequests(tuple(request_ids)))
@@ -233,7 +233,7 @@ class _ReplicaRuntime(Runtime):
         return await asyncio.wrap_future(self._core.ask(message))
 
 
-class _RelayTicket(Ticket):
+class _RelayCollector(OutputCollector):
     """Hands outputs on; makes text only to find stop strings."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, frontend: _Frontend) -> None:

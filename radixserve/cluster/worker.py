@@ -26,7 +26,7 @@ from radixserve.cluster.stats import add_stats
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, Message
-from radixserve.engine.ticket import Ticket
+from radixserve.engine.output_collector import OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
 from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
 from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
@@ -77,17 +77,17 @@ class ClusterWorker:
         """Replace the replicas by these; the names tell which are new."""
         self._post(self._set_replicas, list(links))
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
-        if not self._post(self._submit, tickets):
-            for ticket in tickets:
-                ticket.fail(self._dead())
+    def submit(self, collectors: Sequence[OutputCollector]) -> None:
+        if not self._post(self._submit, collectors):
+            for collector in collectors:
+                collector.fail(self._dead())
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         ids = None if request_ids is None else tuple(request_ids)
         return self.call(messages.AbortRequests(ids))
 
-    def abandon(self, tickets: Sequence[Ticket]) -> None:
-        self._post(self._abandon, tickets)
+    def abandon(self, collectors: Sequence[OutputCollector]) -> None:
+        self._post(self._abandon, collectors)
 
     def status(self) -> EngineStatus:
         """The status of all replicas together; stats are the sums of their last reports."""
@@ -103,7 +103,7 @@ class ClusterWorker:
             running=sum(one.running for one in found),
             waiting=sum(one.waiting for one in found) + len(waiting),
             waiting_tokens=sum(one.waiting_tokens for one in found)
-            + sum(len(one.ticket.request.token_ids) for one in waiting),
+            + sum(len(one.collector.request.token_ids) for one in waiting),
             stats={**self._stats, "replicas": len(found)},
         )
 
@@ -160,23 +160,23 @@ class ClusterWorker:
         self._death = death
         for one in list(self._open.values()):
             self._close(one)
-            one.ticket.fail(fresh(death))
+            one.collector.fail(fresh(death))
         self._loop.stop()
 
-    def _submit(self, tickets: Sequence[Ticket]) -> None:
+    def _submit(self, collectors: Sequence[OutputCollector]) -> None:
         if self._death is not None:
-            for ticket in tickets:
-                ticket.fail(self._dead())
+            for collector in collectors:
+                collector.fail(self._dead())
             return
-        for ticket in tickets:
-            if ticket.request.request_id in self._ids:
-                error = InvalidRequest(f"request id {ticket.request.request_id!r} is in use")
-                for other in tickets:
+        for collector in collectors:
+            if collector.request.request_id in self._ids:
+                error = InvalidRequest(f"request id {collector.request.request_id!r} is in use")
+                for other in collectors:
                     other.fail(error)
                 return
-        for ticket in tickets:
-            self._ids.add(ticket.request.request_id)
-            self._place(OpenRequest(ticket))
+        for collector in collectors:
+            self._ids.add(collector.request.request_id)
+            self._place(OpenRequest(collector))
 
     def _place(self, one: OpenRequest) -> None:
         """Choose a replica for what is left of it."""
@@ -205,7 +205,9 @@ class ClusterWorker:
             for one in list(self._waiting.values()):
                 if now - one.lost_at > WITHOUT_REPLICA_S:
                     self._close(one)
-                    one.ticket.fail(EngineDead(f"no replica for {WITHOUT_REPLICA_S:.0f} seconds"))
+                    one.collector.fail(
+                        EngineDead(f"no replica for {WITHOUT_REPLICA_S:.0f} seconds")
+                    )
 
     def _close(self, one: OpenRequest) -> None:
         """It has ended."""
@@ -213,9 +215,9 @@ class ClusterWorker:
         self._waiting.pop(one.id, None)
         self._ids.discard(one.request_id)
 
-    def _abandon(self, tickets: Sequence[Ticket]) -> None:
-        left = set(map(id, tickets))
-        for one in [one for one in self._open.values() if id(one.ticket) in left]:
+    def _abandon(self, collectors: Sequence[OutputCollector]) -> None:
+        left = set(map(id, collectors))
+        for one in [one for one in self._open.values() if id(one.collector) in left]:
             self._abort(one)
 
     def _abort(self, one: OpenRequest) -> None:
@@ -225,9 +227,9 @@ class ClusterWorker:
         if replica is not None:
             replica.ended.append(one.id)
             replica.is_due.set()
-        ticket = one.ticket
-        usage = Usage(0, 0, 0, len(ticket.token_ids))
-        metrics = Metrics(None, None, time.time() - ticket.made_at)
+        collector = one.collector
+        usage = Usage(0, 0, 0, len(collector.token_ids))
+        metrics = Metrics(None, None, time.time() - collector.made_at)
         finish = Finish("abort", usage, metrics, None)
         self._push(one, RequestOutput(one.id, (), (), (), finish))
 
@@ -236,7 +238,7 @@ class ClusterWorker:
             one.push(output)
         except Exception as error:  # its text cannot be made: only this request suffers
             _log.exception("request %s failed", one.request_id)
-            one.ticket.fail(request_failed(f"the request's text could not be made: {error!r}"))
+            one.collector.fail(request_failed(f"the request's text could not be made: {error!r}"))
             if one.id in self._open:
                 self._abort(one)
 
@@ -361,7 +363,7 @@ class ClusterWorker:
             failed = self._open.get(request_id)
             if failed is not None and failed.replica == name and not isinstance(error, EngineDead):
                 self._close(failed)
-                failed.ticket.fail(error)
+                failed.collector.fail(error)
 
     def _note_output(self, name: str, output: RequestOutput) -> None:
         one = self._open.get(output.request_id)
@@ -387,7 +389,7 @@ class ClusterWorker:
                 self._place(one)
                 continue
             self._close(one)
-            one.ticket.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
+            one.collector.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
 
     async def _answer(self, message: Message[Any]) -> Any:
         if not isinstance(message, messages.AbortRequests):

@@ -16,7 +16,7 @@ from radixserve.cluster.replica import Report
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.cluster.worker import ClusterWorker
-from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
 from radixserve.request import Request
 from tests.cluster.local_links import (
@@ -203,7 +203,7 @@ def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
         events: list[Event] = []
         ids = np.arange(10, dtype=np.int32)
         request = Request("one", ids, SamplingParams(), 0, frozenset(), 100)
-        worker.submit([Ticket(request, None, events.append, streams=False)])
+        worker.submit([OutputCollector(request, None, events.append, streams=False)])
         wait_until(lambda: any(link.requests for link in links))
         (first,) = [link for link in links if link.requests]
         stays = links[-1] if first is not links[-1] else links[0]
