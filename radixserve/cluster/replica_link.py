@@ -1,4 +1,4 @@
-"""`ReplicaLink`: the way from `ClusterWorker` to one replica; `Replica`: its state there."""
+"""`ReplicaLink`: the way from `ClusterClient` to one replica; `Replica`: its state there."""
 
 from __future__ import annotations
 

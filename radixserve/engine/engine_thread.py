@@ -58,7 +58,7 @@ class Readers(Protocol):
 class EngineThread:
     """Steps the engine while there is work and carries out messages between two steps.
 
-    When the thread ends, by `close` or by a failure, every open collector and every pending call gets
+    When the thread ends, by `close` or by a failure, every open request and every pending call gets
     EngineDead.
     """
 

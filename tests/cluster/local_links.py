@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from radixserve import EngineConfig, Runtime, SamplingParams
+from radixserve.cluster.cluster_client import ClusterClient
 from radixserve.cluster.replica import EngineReplica, Report
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
-from radixserve.cluster.worker import ClusterWorker
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
 from radixserve.output import EngineStatus
@@ -109,13 +109,13 @@ class SilentLink(Link):
 @contextlib.contextmanager
 def scaled_cluster(
     links: Sequence[Link], silence_s: float = PATIENCE_S, drain_s: float = PATIENCE_S
-) -> Iterator[tuple[ClusterWorker, ClusterRuntime]]:
-    """The worker is told by the test which replicas there are; `links` at the beginning."""
-    worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s, drain_s=drain_s)
-    worker.set_replicas(links)
-    with ClusterRuntime(worker, EngineConfig(**SETTINGS), lambda: None) as runtime:
+) -> Iterator[tuple[ClusterClient, ClusterRuntime]]:
+    """The client is told by the test which replicas there are; `links` at the beginning."""
+    client = ClusterClient(TreeReplicaRouter(), silence_s=silence_s, drain_s=drain_s)
+    client.set_replicas(links)
+    with ClusterRuntime(client, EngineConfig(**SETTINGS), lambda: None) as runtime:
         wait_for_links(runtime, len(links))
-        yield worker, runtime
+        yield client, runtime
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`ClusterWorker`: what `EngineThread` is to one engine, for the engines of several replicas.
+"""`ClusterClient`: an `EngineCoreClient` as `EngineThread` is one, over several replicas.
 
 Requests outlive their replica: another one continues them from the prompt and the tokens so far.
 """
@@ -38,7 +38,7 @@ _KEEP_S = 5.0  # between two signs of life to a replica
 _REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
 
-class ClusterWorker:
+class ClusterClient:
     """An `EngineCoreClient` over replicas that come and go. Its event loop's thread owns it."""
 
     def __init__(
@@ -393,8 +393,8 @@ class ClusterWorker:
 
     async def _answer(self, message: Message[Any]) -> Any:
         if not isinstance(message, messages.AbortRequests):
-            there = {key: one.link for key, one in self._replicas.items() if one.status is not None}
-            return await answer(message, there, self._router)
+            links = {key: one.link for key, one in self._replicas.items() if one.status is not None}
+            return await answer(message, links, self._router)
         ids = message.request_ids
         found = [one for one in self._open.values() if ids is None or one.request_id in ids]
         for one in found:
