@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from radixserve.cluster.messages import answer
+from radixserve.cluster.message_handler import handle_message
 from radixserve.cluster.open_request import OpenRequest
 from radixserve.cluster.replica import REPORT_EVERY_S, Report
 from radixserve.cluster.replica_link import Replica, ReplicaLink
@@ -34,8 +34,6 @@ from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 _log = logging.getLogger("radixserve")
 SILENCE_S = 10 * REPORT_EVERY_S  # a replica that says nothing for so long hangs
 DRAIN_S = 20.0  # that requests have to end where a replica is taken away
-_KEEP_S = 5.0  # between two signs of life to a replica
-_REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
 
 class ClusterClient:
@@ -188,9 +186,7 @@ class ClusterClient:
         if one.replica is None:
             self._waiting[one.id] = one
             return
-        replica = self._replicas[one.replica]
-        replica.outbox.append(request)
-        replica.is_due.set()
+        self._replicas[one.replica].submit(request)
 
     def _place_waiting(self) -> None:
         waiting = list(self._waiting.values())
@@ -225,8 +221,7 @@ class ClusterClient:
         replica = self._replicas.get(one.replica or "")
         self._close(one)
         if replica is not None:
-            replica.ended.append(one.id)
-            replica.is_due.set()
+            replica.end(one.id)
         collector = one.collector
         usage = Usage(0, 0, 0, len(collector.token_ids))
         metrics = Metrics(None, None, time.time() - collector.made_at)
@@ -260,9 +255,8 @@ class ClusterClient:
 
     def _drain(self, replica: Replica) -> None:
         """It is not chosen any more; what runs there may end there."""
-        unsent, replica.outbox = replica.outbox, []
         self._draining[replica.link.name] = replica
-        for request in unsent:
+        for request in replica.remove():
             if request.request_id in self._open:
                 self._place(self._open[request.request_id])
         self._check_drain(replica)
@@ -289,7 +283,8 @@ class ClusterClient:
         """Read its reports as long as there is such a replica."""
         while True:
             replica.stream = next(self._numbers)
-            tasks = {self._loop.create_task(part(replica)) for part in (self._read, self._send)}
+            parts = self._read(replica), replica.send(self._frontend)
+            tasks = {self._loop.create_task(part) for part in parts}
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -317,26 +312,6 @@ class ClusterClient:
                 if facts is not None and not self._facts.done():
                     self._facts.set_result(facts)
 
-    async def _send(self, replica: Replica) -> None:
-        """Pass on what waits, and a sign of life, until the replica knows the stream no more."""
-        link, frontend, stream = replica.link, self._frontend, replica.stream
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_KEEP_S):  # `wait_for` may miss a cancellation
-                    await replica.is_due.wait()
-            replica.is_due.clear()
-            if self._replicas.get(link.name) is not replica:
-                continue  # it is taken away: no call reaches it
-            requests, replica.outbox = replica.outbox, []
-            ended, replica.ended = replica.ended, []
-            if requests and not await link.submit(frontend, stream, requests):
-                return
-            if replica.lacks_snapshot:
-                replica.lacks_snapshot = False
-                await link.resync(frontend, stream)
-            if ended or not requests:
-                await link.end(frontend, stream, ended)
-
     def _note(self, replica: Replica, report: Report) -> None:
         name = replica.link.name
         if self._draining.get(name) is replica:
@@ -346,12 +321,9 @@ class ClusterClient:
             return  # taken away
         if replica.status is None:
             self._router.add(name)
-        replica.status = report.status
         self._router.update(name, report)
-        replica.reports_to_wait -= 1
-        if report.events and self._router.needs_snapshot(name) and replica.reports_to_wait < 0:
-            replica.lacks_snapshot, replica.reports_to_wait = True, _REPORTS_TO_A_SNAPSHOT
-            replica.is_due.set()
+        lacks_events = bool(report.events) and self._router.needs_snapshot(name)
+        replica.note_report(report.status, lacks_events=lacks_events)
         self._note_outputs(name, report)
         if self._waiting:
             self._place_waiting()
@@ -379,9 +351,7 @@ class ClusterClient:
     def _note_lost(self, replica: Replica) -> None:
         """Its requests go on elsewhere."""
         name = replica.link.name
-        replica.status = None
-        replica.outbox.clear()
-        replica.ended.clear()
+        replica.note_lost()
         self._router.remove(name)
         for one in [one for one in self._open.values() if one.replica == name]:
             one.note_lost()
@@ -394,7 +364,7 @@ class ClusterClient:
     async def _answer(self, message: Message[Any]) -> Any:
         if not isinstance(message, messages.AbortRequests):
             links = {key: one.link for key, one in self._replicas.items() if one.status is not None}
-            return await answer(message, links, self._router)
+            return await handle_message(message, links, self._router)
         ids = message.request_ids
         found = [one for one in self._open.values() if ids is None or one.request_id in ids]
         for one in found:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from radixserve.engine import messages
 from radixserve.engine.engine import Engine
+from radixserve.engine.message_handler import handle_message
 from radixserve.engine.messages import (
     AbandonRequests,
     AbortRequests,
@@ -285,40 +285,10 @@ class EngineThread:
         return None
 
     def _answer(self, message: Message[Any]) -> Any:
-        engine = self._engine
-        match message:
-            case AbortRequests(request_ids):
-                return self._abort(list(self._collectors) if request_ids is None else request_ids)
-            case messages.LookUpPrompt(token_ids, namespace, compare_namespaces):
-                return engine.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
-            case messages.GetStats():
-                return engine.stats()
-            case messages.DumpTree(max_nodes, namespace):
-                return engine.tree(max_nodes, namespace)
-            case messages.PreviewEviction(count):
-                return engine.eviction_preview(count)
-            case messages.TakeSnapshot(view):
-                return engine.snapshot(view)
-            case messages.TakeEvents(with_snapshot):
-                return engine.take_events(with_snapshot=with_snapshot)
-            case messages.ResetCache(namespace):
-                return engine.reset_cache(namespace)
-            case messages.GetHeld(owner):
-                return engine.held_by_hints(owner)
-            case messages.ApplyHints(hints):
-                return [engine.hint(one) for one in hints]
-            case messages.CheckCache():
-                return engine.check()
-            case messages.ClaimSessions(claims):
-                for claim in claims:
-                    engine.claim(claim.name, claim.tokens, claim.namespace)
-            case messages.CloseSession(name, successors, reopened):
-                for claim in successors:
-                    engine.claim(claim.name, claim.tokens, claim.namespace)
-                engine.close_session(name)
-                if reopened is not None:
-                    engine.claim(name, reopened.tokens, reopened.namespace)
-        return None
+        if isinstance(message, AbortRequests):
+            ids = message.request_ids
+            return self._abort(list(self._collectors) if ids is None else ids)
+        return handle_message(self._engine, message)
 
     def _add(self, message: AddRequests) -> None:
         collectors = self._submitted.pop(message.submission)
