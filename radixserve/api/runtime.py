@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
 from radixserve.api.client import EngineClient
-from radixserve.api.generation import Generation
-from radixserve.api.hinting import Hinting
+from radixserve.api.generation_mixin import GenerationMixin
+from radixserve.api.hints_mixin import HintsMixin
 from radixserve.api.loop_waker import LoopWakers
 from radixserve.api.request_builder import RequestBuilder, sequence_limit
 from radixserve.api.request_handle import RequestHandle
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
-class Runtime(Generation, Hinting):
+class Runtime(GenerationMixin, HintsMixin):
     """A model with its engine, running until `close`.
 
         with Runtime("demo") as rt:

@@ -13,7 +13,7 @@ from radixserve.output import Completion
 from radixserve.server.answer_parts import Part, parts_of, reasoning_of
 from radixserve.server.chat_turn import ChatTurn
 from radixserve.server.errors import ApiError
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.items import errors_in_terms
 from radixserve.server.json_response import answer
 from radixserve.server.reasoning_tokens import count_reasoning
@@ -72,7 +72,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
             server.responses.put(caller.tenant, stored)
         return response
 
-    async def events(_generation: Generation) -> AsyncIterator[str]:
+    async def events(_generation: HttpGeneration) -> AsyncIterator[str]:
         text = builder.begin()
         async for batch in turn.deltas():
             for _, delta, chunk in batch:

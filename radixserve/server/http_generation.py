@@ -1,4 +1,4 @@
-"""`Generation`: one HTTP request's way through the engine, until it ends or its client leaves."""
+"""`HttpGeneration`: an HTTP request in the engine, until it ends or its client leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from radixserve.server.state import Server
 from radixserve.server.usage import Group, as_groups, grouped, usage_of
 
 
-class Generation(CancelOnDisconnect):
+class HttpGeneration(CancelOnDisconnect):
     """Enter it, then take `groups` or iterate over `chunks`. Leaving aborts what has not ended."""
 
     def __init__(
