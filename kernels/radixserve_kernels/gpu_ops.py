@@ -367,7 +367,7 @@ def sample(
     uniform: Tensor,
     finite: Tensor | None = None,
 ) -> Tensor:
-    """Draw a token a row: temperature, min_p, top_k, top_p, inverse of the distribution; int64 [S].
+    """Sample a token a row: temperature, min_p, top_k, top_p, inverse distribution; int64 [S].
 
     logits [S, V] float32; temperature [S] float32 (0: the argmax); top_k [S] int32 (0, or
     V and more: all); top_p [S] float64 (1: all); min_p [S] float32 (0: all); uniform [S] float64 in

@@ -41,7 +41,7 @@ def read_options(
 ) -> tuple[SamplingParams, BeamParams]:
     """The records of a search from themselves or from their fields, `beam_width` for the width.
 
-    Raises InvalidRequest: also for what has no meaning without drawing, such as top_p.
+    Raises InvalidRequest: also for what has no meaning without sampling, such as top_p.
     """
     rest = {name: value for name, value in fields.items() if value is not None}
     beam_fields = {name: rest.pop(name) for name in _BEAM_FIELDS if name in rest}
@@ -58,7 +58,7 @@ def read_options(
     default = SamplingParams()
     refused = [name for name in _REFUSED if getattr(params, name) != getattr(default, name)]
     if refused and (refused != ["temperature"] or params.temperature):
-        raise InvalidRequest(f"a beam search does not draw: {', '.join(refused)} cannot be given")
+        raise InvalidRequest(f"a beam search does not sample: {', '.join(refused)} cannot be given")
     return replace(params, temperature=0.0), beams or BeamParams(
         **{_BEAM_FIELDS[name]: value for name, value in beam_fields.items()}
     )

@@ -125,7 +125,7 @@ class RequestHandle(Generic[Output]):
 
     @property
     def has_generated(self) -> bool:
-        """Whether any of the requests has drawn a token."""
+        """Whether any of the requests has sampled a token."""
         return any(collector.token_ids for collector in self._collectors)
 
     @property

@@ -1,6 +1,6 @@
-"""What a request's parameters do to its logits before temperature, filters and draw.
+"""What a request's parameters do to its logits before temperature, filters and sample.
 
-In this order: logits_processors, logit_bias, penalties, then what may not be drawn: all but
+In this order: logits_processors, logit_bias, penalties, then what may not be sampled: all but
 allowed_token_ids, the last tokens of bad_words, end tokens that min_tokens still forbids, and what
 a grammar has no place for. Bias, allowed and forbidden tokens are arrays made on the host and
 applied with tensor operations, here and on a device.
@@ -104,7 +104,7 @@ def add_bias(logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
 
 
 class _ConditionalBan(NamedTuple):
-    """A token forbidden only if the token that the step in flight draws is `needed`."""
+    """A token forbidden only if the token that the step in flight samples is `needed`."""
 
     row: int
     token_id: int
@@ -114,7 +114,7 @@ class _ConditionalBan(NamedTuple):
 def ban_arrays(
     specs: Sequence[SampleSpec], future_indices: Sequence[int] = ()
 ) -> dict[str, NDArray[Any]]:
-    """What the rows may not draw; nothing where that is nothing.
+    """What the rows may not sample; nothing where that is nothing.
 
     future_indices: of each row, the output of the step in flight that is its last token.
     """
@@ -149,7 +149,7 @@ def ban_arrays(
 
 def forbid(logits: Tensor, tensors: dict[str, Tensor], previous: Tensor | None = None) -> Tensor:
     """Logits [S, V] with what `ban_arrays` forbids at -inf. previous [n]: the tokens that the step
-    before draws, by output."""
+    before samples, by output."""
     if "allowed_ids" in tensors:
         rows = tensors["allowed_draws"]
         some = logits.index_select(0, rows)
@@ -161,9 +161,9 @@ def forbid(logits: Tensor, tensors: dict[str, Tensor], previous: Tensor | None =
         logits = logits.index_put(places, logits.new_full((), -torch.inf))
     if "conditional_ids" in tensors:
         assert previous is not None
-        drawn = previous.index_select(0, tensors["conditional_outputs"])
-        zeros = torch.zeros_like(drawn, dtype=logits.dtype)
-        change = zeros.masked_fill(drawn == tensors["conditional_needed"], -torch.inf)
+        sampled = previous.index_select(0, tensors["conditional_outputs"])
+        zeros = torch.zeros_like(sampled, dtype=logits.dtype)
+        change = zeros.masked_fill(sampled == tensors["conditional_needed"], -torch.inf)
         places = tensors["conditional_draws"], tensors["conditional_ids"]
         logits = logits.index_put(places, change, accumulate=True)
     return logits
@@ -176,7 +176,7 @@ def _bad_words(spec: SampleSpec) -> tuple[list[int], list[tuple[int, int]]]:
     assert spec.num_placeholders <= 1, "more than one step is in flight"
     for *before, last in spec.bad_words_ids:
         known = before[: len(before) - spec.num_placeholders]
-        if len(before) > spec.num_drawn or output[len(output) - len(known) :].tolist() != known:
+        if len(before) > spec.num_sampled or output[len(output) - len(known) :].tolist() != known:
             continue
         if before and spec.num_placeholders:
             conditional.append((last, before[-1]))

@@ -199,7 +199,7 @@ class Scheduler:
         return batch
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
-        """The step was computed: publish its tokens, append drawn tokens, end finished requests.
+        """The step was computed: publish its tokens, append sampled tokens, end finished requests.
 
         Steps are updated in the order in which they were dispatched.
         """
@@ -215,7 +215,7 @@ class Scheduler:
         for state, row, one in rows.scored:
             outputs += self._note_scores(state, row, one)
         searches: dict[int, BeamSearch] = {}
-        for state, one in zip(rows.states, rows.draws, strict=True):
+        for state, one in zip(rows.states, rows.samples, strict=True):
             if (search := state.search) is not None:
                 searches[search.leader.arrival] = search
                 samples = self._beams.note_sample(state, one)
@@ -229,7 +229,7 @@ class Scheduler:
             assert not self._in_flight, "beams are chosen while a step is in flight"
             if search.leader.times.first_token is None:
                 search.leader.times.first_token = self._clock()
-            self._beams.park_drawn(search)
+            self._beams.park_sampled(search)
         return outputs
 
     def continue_beams(self, request_id: str, children: Sequence[Child]) -> None:
@@ -243,24 +243,24 @@ class Scheduler:
         self._waiting.add(state, is_returning=True)
 
     def _note_scores(
-        self, state: RequestState, row: ScheduledRequest, drawn: SampleOutput
+        self, state: RequestState, row: ScheduledRequest, sampled: SampleOutput
     ) -> list[RequestOutput]:
         assert state.scores is not None
-        state.scores.note(drawn, keep=state.request.also_generate)
+        state.scores.note(sampled, keep=state.request.also_generate)
         if state.request.also_generate:  # reported when the request finishes
             return []
         finish = self._close(state, "stop") if row.end == state.num_prompt else None
-        return [RequestOutput(state.request_id, (), drawn.scores, (), finish)]
+        return [RequestOutput(state.request_id, (), sampled.scores, (), finish)]
 
-    def _append(self, state: RequestState, drawn: SampleOutput) -> RequestOutput:
-        if drawn.forced_ids:
-            drawn, reason = state.append_forced(drawn)
-            self.counts.generated_tokens += len(drawn.forced_ids)
+    def _append(self, state: RequestState, sampled: SampleOutput) -> RequestOutput:
+        if sampled.forced_ids:
+            sampled, reason = state.append_forced(sampled)
+            self.counts.generated_tokens += len(sampled.forced_ids)
         else:
-            reason = state.append(drawn.token_id, is_complete=drawn.is_complete)
+            reason = state.append(sampled.token_id, is_complete=sampled.is_complete)
         if state.times.first_token is None:
             state.times.first_token = self._clock()
-        return state.output(drawn, None if reason is None else self._close(state, reason))
+        return state.output(sampled, None if reason is None else self._close(state, reason))
 
     # -- running requests ---------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Scheduler:
         if state.sequence is None:
             if state.producer is not None:
                 state.producer.waiters.remove(state)
-            if state in self._waiting:  # else: a beam that has drawn
+            if state in self._waiting:  # else: a beam that has sampled
                 self._waiting.remove(state)
         elif state in self._running:
             state.sequence.release()

@@ -94,7 +94,7 @@ class TestPlainTemplates:
                 elif before[-1] == new[0]:  # the model has said <|end|> itself
                     new = new[1:]
                 assert tokens == [*before, *new, *out.token_ids]
-                # the last token of the answer before was drawn, but never read
+                # the last token of the answer before was sampled, but never read
                 assert out.usage.computed_tokens == len(new) + (1 if before else 0)
                 assert out.usage.cached_tokens == max(0, len(before) - 1)
                 before = tokens
@@ -241,7 +241,7 @@ class TestTemplatesThatRewrite:
 
     @staticmethod
     def find_thinking(tiny_folder: Path, opening: str) -> tuple[str, SamplingParams]:
-        """A letter in the middle of the first answer, and how that was drawn."""
+        """A letter in the middle of the first answer, and how that was sampled."""
         with Runtime(str(tiny_folder), num_pages=1024) as rt:
             for seed in range(200):
                 params = params_of(14, temperature=1.0, seed=seed, ignore_eos=True)

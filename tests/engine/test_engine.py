@@ -42,7 +42,7 @@ class ChainRunner:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.drawn: list[int] = []  # by the last launched step
+        self.sampled: list[int] = []  # by the last launched step
         self.permits = threading.Semaphore(10_000)  # how many steps the device completes
 
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
@@ -58,13 +58,14 @@ class ChainRunner:
         pass
 
     def compute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        drawn = []
+        sampled = []
         for row in schedule.rows:
-            last = int(row.token_ids[-1]) if row.future_index < 0 else self.drawn[row.future_index]
+            future = row.future_index
+            last = int(row.token_ids[-1]) if future < 0 else self.sampled[future]
             assert last != PLACEHOLDER
-            drawn.append((last * 31 + row.end) % VOCAB)
-        self.drawn = drawn
-        rows = zip(schedule.rows, drawn, strict=True)
+            sampled.append((last * 31 + row.end) % VOCAB)
+        self.sampled = sampled
+        rows = zip(schedule.rows, sampled, strict=True)
         outputs = [None if row.sample is None else SampleOutput(t, None, ()) for row, t in rows]
         return ModelRunnerOutput(tuple(outputs), {"prepare": 0.25, "forward": 0.5, "sample": 0.0})
 

@@ -221,8 +221,8 @@ def sample(
     scaled = scaled.masked_fill(scaled < min_p.log()[:, None], -torch.inf)
     scaled = _keep_top_k(scaled, top_k.long())
     scaled = _keep_top_p(scaled, top_p.double())
-    drawn = _invert(scaled.softmax(-1), uniform.double())
-    out.copy_(torch.where(is_greedy | ~finite, out, drawn))
+    sampled = _invert(scaled.softmax(-1), uniform.double())
+    out.copy_(torch.where(is_greedy | ~finite, out, sampled))
 
 
 def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
