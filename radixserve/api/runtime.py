@@ -303,7 +303,7 @@ class Runtime(GenerationMixin, HintsMixin):
 
     def cache_snapshot(self, view: SnapshotView | None = None) -> dict[str, Any]:
         """A bounded snapshot of a cache in use and its requests, cheap for a tree of any size: see
-        `PrefixCache.snapshot` and `RequestViews.take`; "counters": of all requests and pages;
+        `PrefixCache.snapshot` and `RequestSnapshots.take`; "counters": of all requests and pages;
         "at": when, on the monotonic clock; "engine_s": processor time of the engine's thread."""
         return self._core.call(messages.TakeSnapshot(view or SnapshotView()))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from radixserve.cluster.message_handler import handle_message
 from radixserve.cluster.open_request import OpenRequest
-from radixserve.cluster.replica import REPORT_EVERY_S, Report
+from radixserve.cluster.replica import REPORT_EVERY_S, ReplicaReport
 from radixserve.cluster.replica_link import Replica, ReplicaLink
 from radixserve.cluster.router import Router
 from radixserve.cluster.stats import add_stats
@@ -312,7 +312,7 @@ class ClusterClient:
                 if facts is not None and not self._facts.done():
                     self._facts.set_result(facts)
 
-    def _note(self, replica: Replica, report: Report) -> None:
+    def _note(self, replica: Replica, report: ReplicaReport) -> None:
         name = replica.link.name
         if self._draining.get(name) is replica:
             self._note_outputs(name, report)
@@ -328,7 +328,7 @@ class ClusterClient:
         if self._waiting:
             self._place_waiting()
 
-    def _note_outputs(self, name: str, report: Report) -> None:
+    def _note_outputs(self, name: str, report: ReplicaReport) -> None:
         for output in report.outputs:
             self._note_output(name, output)
         for request_id, error in report.failures:

@@ -16,7 +16,7 @@ from radixserve.cluster import frontends
 from radixserve.cluster.autoscaling import LOAD, serve_config
 from radixserve.cluster.cluster_client import DRAIN_S, SILENCE_S, ClusterClient
 from radixserve.cluster.ray_router import ReplicaRequestRouter
-from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.replica import EngineReplica, ReplicaReport
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.config import EngineConfig
@@ -49,7 +49,7 @@ class ReplicaDeployment:
 
     async def reports(
         self, replica: str, frontend: str, stream: int
-    ) -> AsyncGenerator[Report, None]:
+    ) -> AsyncGenerator[ReplicaReport, None]:
         self._check(replica)
         async for report in self._replica.reports(frontend, stream):
             yield report
@@ -76,7 +76,7 @@ class _RayLink:
     async def facts(self) -> EngineFacts:
         return await self._handle.ask.remote(self.name, "facts")
 
-    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
+    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[ReplicaReport, None]:
         call = self._handle.options(method_name="reports", stream=True)
         found = call.remote(self.name, frontend, stream)
         try:

@@ -27,7 +27,7 @@ _MAX_EVENTS = 100_000  # in one report
 FRONTEND_TIMEOUT_S = 30.0  # a frontend that says nothing for so long has ended
 
 
-class Report(NamedTuple):
+class ReplicaReport(NamedTuple):
     """What a replica tells a frontend: all that came since the last report, in order."""
 
     outputs: list[RequestOutput]
@@ -57,7 +57,7 @@ class EngineReplica:
     async def facts(self) -> EngineFacts:
         return self._runtime.facts
 
-    async def reports(self, frontend: str, stream: int) -> AsyncIterator[Report]:
+    async def reports(self, frontend: str, stream: int) -> AsyncIterator[ReplicaReport]:
         """`stream`: its number, which `submit` names, too."""
         self._drop(frontend)
         found = self._frontends[frontend] = _Frontend(stream, self._runtime.wakers)
@@ -68,7 +68,7 @@ class EngineReplica:
                     found.asking = asyncio.create_task(self._take_events(found))
                 outputs, failures = found.take_outputs(), found.take_failures()
                 events, settled = found.take_events(), found.take_settled()
-                yield Report(outputs, failures, self._runtime.status(), events, settled)
+                yield ReplicaReport(outputs, failures, self._runtime.status(), events, settled)
         finally:
             if found.asking is not None:
                 found.asking.cancel()

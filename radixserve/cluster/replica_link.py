@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
-from radixserve.cluster.replica import Report
+from radixserve.cluster.replica import ReplicaReport
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
 from radixserve.output import EngineStatus
@@ -24,7 +24,7 @@ class ReplicaLink(Protocol):
 
     async def facts(self) -> EngineFacts: ...
 
-    def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]: ...
+    def reports(self, frontend: str, stream: int) -> AsyncGenerator[ReplicaReport, None]: ...
 
     async def submit(self, frontend: str, stream: int, requests: Sequence[Request]) -> bool: ...
 

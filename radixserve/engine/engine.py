@@ -254,7 +254,7 @@ class Engine:
         start, collects = time.thread_time(), gc.isenabled()
         gc.disable()  # the records hold no cycle; a collection would visit every node of the tree
         try:
-            found = {**self._cache.snapshot(view), **self._scheduler.view_requests(view)}
+            found = {**self._cache.snapshot(view), **self._scheduler.snapshot_requests(view)}
         finally:
             if collects:
                 gc.enable()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.runner.grammar_masks import GrammarMasks
-from radixserve.runner.logit_changes import add_bias, forbid
+from radixserve.runner.logits_processing import add_bias, forbid
 from radixserve.runner.sample_plan import SamplePlan
 from radixserve.runner.sampler import sample, score_tensors, scored_output, with_scores
 from radixserve.runner.token_counts import TokenCounts

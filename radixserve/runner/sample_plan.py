@@ -20,7 +20,7 @@ from radixserve.arrays import IntArray
 from radixserve.attention.base import IndexArray
 from radixserve.runner.grammar_masks import StepMasks
 from radixserve.runner.input_batch import InputBatch
-from radixserve.runner.logit_changes import ban_arrays, bias_arrays
+from radixserve.runner.logits_processing import ban_arrays, bias_arrays
 from radixserve.runner.random_stream import uniform_numbers
 from radixserve.runner.sampler import are_greedy_only
 from radixserve.schedule import SampleOutput, SampleSpec, ScheduledRequest

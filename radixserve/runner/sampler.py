@@ -24,7 +24,7 @@ from radixserve.runner.cpu_sampler import (
     sample_temperature_only,
 )
 from radixserve.runner.grammar_masks import GrammarMasks, StepMasks, begin_masks
-from radixserve.runner.logit_changes import change_logits, column, run_processors
+from radixserve.runner.logits_processing import column, process_logits, run_processors
 from radixserve.runner.random_stream import uniform_numbers
 from radixserve.schedule import Candidates, SampleOutput, SampleSpec
 from radixserve_kernels.cpu_library import is_loaded
@@ -47,7 +47,7 @@ def sample(
 ) -> list[SampleOutput]:
     """Sample one token a row, or list the best ones where they are asked for (of a beam).
 
-    logits [S, V] float32, row r for specs[r]; left unchanged. Order: what logit_changes.py does,
+    logits [S, V] float32, row r for specs[r]; left unchanged. Order: logits_processing.py, then
     temperature, min_p, top_k, top_p, the sampling. Log-probabilities are those of `logits`.
     A row without a finite best logit gets an error instead of a token; others are not touched.
     begun: the masks of the specs' grammars, where they are being computed already.
@@ -104,7 +104,7 @@ def _sample_rows(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
 ) -> list[SampleOutput]:
     processed, failed = run_processors(logits, specs)
-    changed = change_logits(processed, specs, masks)
+    changed = process_logits(processed, specs, masks)
     best = changed.amax(-1)  # [S] NaN where any logit is
     broken = (~best.isfinite()).nonzero()[:, 0].tolist()
     if broken:  # nothing can be sampled there, and nothing there may disturb the other rows
@@ -197,7 +197,7 @@ def best_candidates(
     norm = logits.logsumexp(-1, keepdim=True)  # [S, 1]
     num_best = min(max(spec.num_candidates for spec in specs), logits.shape[1])
     if any(spec.banned_ids or spec.params.changes_logits for spec in specs):
-        changed = change_logits(logits - norm, specs, masks)
+        changed = process_logits(logits - norm, specs, masks)
         scores, token_ids = best_tokens(changed, num_best)
         own = logits.gather(1, token_ids) - norm
     else:  # the best logits are the best tokens

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from radixserve.cache import PrefixCache
 from radixserve.errors import OutOfPages
 from radixserve.scheduler.batch_builder import BatchBuilder
+from radixserve.scheduler.cross_namespace_prefixes import CrossNamespacePrefixes
 from radixserve.scheduler.in_batch_sharing import InBatchSharing
 from radixserve.scheduler.page_budget import PageBudget
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
-from radixserve.scheduler.shared_prefixes import SharedPrefixes
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -25,7 +25,7 @@ class Admission:
         waiting: WaitingQueue,
         running: RunningRequests,
         page_budget: PageBudget,
-        shared: SharedPrefixes,
+        shared: CrossNamespacePrefixes,
         max_running_requests: int,
         clock: Callable[[], float],
     ) -> None:

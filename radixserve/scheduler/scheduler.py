@@ -21,7 +21,7 @@ from radixserve.hint import HintLimits
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
-from radixserve.scheduler import audit, request_views
+from radixserve.scheduler import audit, request_snapshots
 from radixserve.scheduler.admission import Admission
 from radixserve.scheduler.batch_builder import BatchBuilder
 from radixserve.scheduler.beam_searches import BeamSearches, Child
@@ -55,7 +55,7 @@ class Scheduler:
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        self.view_requests = request_views.RequestViews(self._requests, clock).take
+        self.snapshot_requests = request_snapshots.RequestSnapshots(self._requests, clock).take
         self._waiting = WaitingQueue(cache, policy, max_overtake)
         self._running = RunningRequests(max_running_requests)
         self.page_tables = self._running.page_tables
@@ -166,7 +166,7 @@ class Scheduler:
         while batch.is_empty and self._beams.parked:  # they hold pages that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda s: s.priority_key))
             batch = self._new_batch()
-        while batch.is_empty and self._requests and self._make_way():
+        while batch.is_empty and self._requests and self._give_up_hints():
             batch = self._new_batch()
         if batch.is_empty:
             assert not self._requests, "requests are left but none can continue"
@@ -305,7 +305,7 @@ class Scheduler:
                     return 0
                 self._preempt(victim)
 
-    def _make_way(self) -> bool:
+    def _give_up_hints(self) -> bool:
         """Nothing can go on: end prefetches, else unlock a pin. False where there is neither."""
         prefetches = [one for one in self._requests.values() if one.request.is_prefetch]
         for state in prefetches:

@@ -289,8 +289,8 @@ class TestTemplatesThatRewrite:
             chat.send("abc")
             with pytest.warns(HistoryRewritten):
                 chat.send("xyz")
-            for twin in chat.fork(2):
-                twin.send("more")
+            for other in chat.fork(2):
+                other.send("more")
 
 
 class TestHistory:
@@ -382,8 +382,8 @@ class TestHistory:
                 chat.send("x")
             with pytest.raises(InvalidRequest, match="answering"):
                 chat.undo()
-            (twin,) = chat.fork()
-            assert twin.history == []
+            (other,) = chat.fork()
+            assert other.history == []
             if is_interrupt:
                 with pytest.raises(KeyboardInterrupt):
                     stream.throw(KeyboardInterrupt)
@@ -395,7 +395,7 @@ class TestHistory:
             assert chat.tokens.tolist()[-len(ids) :] == ids
             before = len(chat.tokens)
             assert chat.send("Go on.").usage.cached_tokens in (before, before - 1)
-            again = twin.send(QUESTIONS[0])
+            again = other.send(QUESTIONS[0])
             assert again.token_ids[: len(ids)] == ids
             assert again.usage.computed_tokens == 1
 

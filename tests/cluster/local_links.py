@@ -9,7 +9,7 @@ from typing import Any
 
 from radixserve import EngineConfig, Runtime, SamplingParams
 from radixserve.cluster.cluster_client import ClusterClient
-from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.replica import EngineReplica, ReplicaReport
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.engine.core_client import EngineFacts
@@ -34,7 +34,7 @@ class Link:
         self.replica = EngineReplica("demo", SETTINGS)
         self.is_cut = self.hangs = False
         self.cut_after: int | None = None  # outputs
-        self.spoil: Callable[[Report], Report] = lambda report: report
+        self.spoil: Callable[[ReplicaReport], ReplicaReport] = lambda report: report
         self.num_outputs = self.num_resyncs = self.num_requests = 0
 
     def check(self) -> None:
@@ -45,7 +45,7 @@ class Link:
         self.check()
         return await self.replica.facts()
 
-    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
+    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[ReplicaReport, None]:
         self.check()
         async for report in self.replica.reports(frontend, stream):
             while self.hangs:
@@ -85,7 +85,7 @@ class SilentLink(Link):
     async def facts(self) -> Any:
         return None
 
-    async def reports(self, *_: Any) -> AsyncGenerator[Report, None]:
+    async def reports(self, *_: Any) -> AsyncGenerator[ReplicaReport, None]:
         status = EngineStatus(
             is_alive=True,
             is_idle=True,
@@ -95,7 +95,7 @@ class SilentLink(Link):
             waiting_tokens=0,
             stats={"pages_total": 1},
         )
-        yield Report([], [], status)
+        yield ReplicaReport([], [], status)
         await asyncio.sleep(PATIENCE_S)
 
     async def submit(self, _: str, __: int, requests: Sequence[Request]) -> bool:

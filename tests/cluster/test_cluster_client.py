@@ -13,7 +13,7 @@ import pytest
 from radixserve import Runtime, SamplingParams
 from radixserve.cache import EventBatch
 from radixserve.cluster.cluster_client import ClusterClient
-from radixserve.cluster.replica import Report
+from radixserve.cluster.replica import ReplicaReport
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.engine.output_collector import Event, OutputCollector
@@ -98,7 +98,7 @@ def test_wrong_events_give_no_wrong_answer(
 ) -> None:
     kept: list[Any] = []
 
-    def spoil(report: Report) -> Report:
+    def spoil(report: ReplicaReport) -> ReplicaReport:
         if how == "lost":
             lost = [one for one in report.events if isinstance(one, EventBatch) and one.events]
             if kept or not lost:
@@ -125,7 +125,7 @@ def test_requests_outlive_their_replica(links: list[Link], single: Runtime, how:
     """The first one that has sent a few outputs."""
     lost: list[Link] = []
 
-    def lose(report: Report, link: Link) -> Report:
+    def lose(report: ReplicaReport, link: Link) -> ReplicaReport:
         if not lost and link.num_outputs >= 30:
             lost.append(link)
             link.is_cut, link.hangs = how == "cut", how == "hangs"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from radixserve import Runtime, SamplingParams
-from radixserve.cluster.replica import Report
+from radixserve.cluster.replica import ReplicaReport
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.routing.limits import MAX_LOST
 from tests.cluster.local_links import (
@@ -44,7 +44,7 @@ def links() -> Iterator[list[Link]]:
 def hang_after(link: Link, count: int) -> None:
     """It says nothing more after so many outputs."""
 
-    def spoil(report: Report) -> Report:
+    def spoil(report: ReplicaReport) -> ReplicaReport:
         link.hangs |= count <= link.num_outputs
         return report
 
@@ -169,7 +169,7 @@ def test_requests_leave_a_replica_whose_engine_has_ended(
     first, second = links
     with scaled_cluster(links) as (_, runtime):
 
-        def spoil(report: Report) -> Report:
+        def spoil(report: ReplicaReport) -> ReplicaReport:
             if second.num_outputs < 20:
                 return report
             return report._replace(status=report.status._replace(is_alive=False))

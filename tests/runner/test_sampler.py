@@ -10,7 +10,7 @@ import torch
 
 from radixserve.request import SamplingParams
 from radixserve.runner import cpu_sampler, sampler
-from radixserve.runner.logit_changes import apply_penalties
+from radixserve.runner.logits_processing import apply_penalties
 from radixserve.runner.random_stream import uniform_numbers
 from radixserve.runner.sampler import (
     are_greedy_only,

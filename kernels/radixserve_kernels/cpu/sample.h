@@ -38,20 +38,20 @@ inline int64_t sample_token(const float *x, int64_t columns, const uint32_t *mas
                           double uniform, double *sums) {
     const float scale = 1.44269504f / temperature;
     float weights[SAMPLE_BLOCK];
-    auto weigh = [&](int64_t block) {
+    auto sum_block = [&](int64_t block) {
         const int64_t first = block * SAMPLE_BLOCK, rest = columns - first;
         const uint32_t *words = mask ? mask + first / 32 : nullptr;
         return sample_weights(x + first, rest < SAMPLE_BLOCK ? rest : SAMPLE_BLOCK, words, top, scale, weights);
     };
     const int64_t num_blocks = (columns + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK;
     double total = 0;
-    for (int64_t block = 0; block < num_blocks; block++) total += sums[block] = weigh(block);
+    for (int64_t block = 0; block < num_blocks; block++) total += sums[block] = sum_block(block);
     const double point = uniform * total;
     int64_t chosen = 0;
     double before = 0, mass = 0;  // of the blocks before the chosen one, and before this one
     for (int64_t block = 0; block < num_blocks && mass <= point; mass += sums[block++])
         if (sums[block] > 0) chosen = block, before = mass;
-    weigh(chosen);
+    sum_block(chosen);
     int64_t at = 0;
     mass = before;
     for (int64_t i = 0; i < SAMPLE_BLOCK && chosen * SAMPLE_BLOCK + i < columns && mass <= point; mass += weights[i++])

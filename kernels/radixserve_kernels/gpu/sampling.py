@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from radixserve_kernels.gpu import argmax
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl
 from radixserve_kernels.gpu.threshold_search import (
     BLOCK,
     MAX_GATHERED,
@@ -191,7 +191,7 @@ def sample(
     uniform: Tensor,
     out: Tensor,
     finite: Tensor,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.sample`: out [S] int64 and finite [S] bool are written."""
     num_rows, num_blocks = len(logits), argmax.blocks_of(logits)
     row_max = logits.new_empty(num_rows)
@@ -221,7 +221,7 @@ def sample(
     sampling = gathering | {"uniform_ptr": uniform, "out_ptr": out}
     return [
         *argmax.argmax(logits, row_max, out, finite),
-        Launch(threshold_kernel, (num_rows, num_blocks), arguments, 8),
-        Launch(gather_kernel, (num_rows, num_blocks), gathering, 8),
-        Launch(sample_kernel, (num_rows,), sampling, 8),
+        KernelLaunch(threshold_kernel, (num_rows, num_blocks), arguments, 8),
+        KernelLaunch(gather_kernel, (num_rows, num_blocks), gathering, 8),
+        KernelLaunch(sample_kernel, (num_rows,), sampling, 8),
     ]

@@ -20,7 +20,7 @@ from radixserve.server.reasoning_tokens import count_reasoning
 from radixserve.server.rendering import tokenizer_of
 from radixserve.server.responses.builder import ResponseBuilder, said
 from radixserve.server.responses.schema import ResponseRequest
-from radixserve.server.responses.store import StoredResponse, go_on
+from radixserve.server.responses.store import StoredResponse, next_response
 from radixserve.server.responses.translate import (
     chat_fields,
     check_calls,
@@ -68,7 +68,7 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
             caller = caller_of(request)
             namespace = caller.namespace(body.cache_salt)
             inputs = shown_items(items, builder.response_id)
-            stored = go_on(known, namespace, response, inputs, [*new, said(parts)])
+            stored = next_response(known, namespace, response, inputs, [*new, said(parts)])
             server.responses.put(caller.tenant, stored)
         return response
 

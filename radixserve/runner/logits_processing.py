@@ -24,7 +24,7 @@ from radixserve.schedule import SampleOutput, SampleSpec
 IndexArray = NDArray[np.int64]
 
 
-def change_logits(
+def process_logits(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None = None
 ) -> Tensor:
     """All changes but those of logits_processors: [S, V] float32 -> [S, V]; a copy if there are
@@ -206,13 +206,13 @@ def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     outputs = [specs[row].token_ids[specs[row].num_prompt :] for row in rows]
     flat = logits.flatten().clone()
 
-    cells, _, of_row = _cells(rows, everything, vocab_size)
+    cells, _, of_row = _flat_indices(rows, everything, vocab_size)
     index = torch.from_numpy(cells).to(logits.device)
     penalty = column(params, lambda p: p.repetition_penalty, logits)[of_row]
     seen = flat[index]
     flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
-    cells, counts, of_row = _cells(rows, outputs, vocab_size)
+    cells, counts, of_row = _flat_indices(rows, outputs, vocab_size)
     index = torch.from_numpy(cells).to(logits.device)
     times = torch.from_numpy(counts).to(logits)
     flat[index] -= column(params, lambda p: p.frequency_penalty, logits)[of_row] * times
@@ -220,7 +220,7 @@ def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     return flat.view_as(logits)
 
 
-def _cells(
+def _flat_indices(
     rows: Sequence[int], tokens: Sequence[NDArray[np.int32]], vocab_size: int
 ) -> tuple[IndexArray, IndexArray, IndexArray]:
     """The distinct (row, token) cells of flattened [S, V] logits that `tokens` of `rows` name.
