@@ -4,15 +4,11 @@
 
 Prompts of 8,192 tokens: a prefix of 4,096 that many replicas hold, a conversation of turns of 64
 tokens that one replica holds, and one new turn. Then conversations take turns: the last turn of one
-is dropped, another one gets one, in batches of 64 events. Where ai-dynamo-runtime is installed its
-index is given the same in blocks of 64 tokens; a look-up there is hashing and matching, in its
-threads, too. All times are CPU times of the process.
+is dropped, another one gets one, in batches of 64 events. All times are CPU times of the process.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,8 +66,6 @@ def main() -> None:
     prefixes = np.random.default_rng(0).integers(0, 50_000, (32, NUM_TURNS, TURN), np.int32)
     world = World(prefixes, args.replicas, per_replica)
     found = measure(world, args.choices)
-    if importlib.util.find_spec("dynamo") is not None:
-        found |= measure_dynamo(world, args.choices)
     print_table(args, ("", "value"), [*found.items()])
 
 
@@ -116,7 +110,7 @@ def churn(world: World, number: int, router: TreeRouter) -> tuple[str, EventBatc
         events.append(Removed(node, TURN))
         events.append(Stored(node + 10**9, world.node(at, last - 1), "", tokens))
     name = f"r{replica}"
-    first = router.index.stands_at(name) + turn * BATCH
+    first = router.index.next_event(name) + turn * BATCH
     return name, EventBatch(1, first, events)
 
 
@@ -124,39 +118,6 @@ def pick(world: World, number: int) -> tuple[int, int]:
     """Replica and conversation of a request."""
     rng = np.random.default_rng((number, 3))
     return int(rng.integers(world.num_replicas)), int(rng.integers(world.per_replica))
-
-
-def measure_dynamo(world: World, num_choices: int) -> dict[str, float]:
-    from dynamo.llm import RadixTree, compute_block_hash_for_seq
-
-    tree, ids = RadixTree(), iter(range(10**12))
-
-    def event_of(data: dict[str, object]) -> bytes:
-        event = {"event_id": next(ids), "data": data, "dp_rank": 0}
-        return json.dumps(event).encode()
-
-    def store(tokens: IntArray) -> bytes:
-        hashes = compute_block_hash_for_seq(tokens.tolist(), TURN)
-        chained, blocks = 0, []
-        for local in hashes:
-            chained = hash((chained, local)) & (2**63 - 1)
-            blocks.append({"block_hash": chained, "tokens_hash": local})
-        return event_of({"stored": {"parent_hash": None, "blocks": blocks}})
-
-    def look_up(tokens: list[int]) -> None:
-        tree.find_matches(compute_block_hash_for_seq(tokens, TURN))
-
-    for replica in range(world.num_replicas):
-        for at in range(world.per_replica):
-            tree.apply_event(replica, store(world.prompt(replica, at)[:-TURN]))
-    choose = []
-    for number in range(num_choices):
-        tokens = world.prompt(*pick(world, number)).tolist()
-        choose.append(timed(look_up, tokens))
-    return {
-        "ai-dynamo-runtime: look-up us, median": 1e6 * float(np.median(choose)),
-        "ai-dynamo-runtime: p99": 1e6 * float(np.quantile(choose, 0.99)),
-    }
 
 
 def timed(call: Callable[..., object], *args: object) -> float:

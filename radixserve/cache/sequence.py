@@ -128,10 +128,6 @@ class CacheSequence(ABC):
         """Its namespace was reset: what it commits is not found by others."""
         return self._namespace.is_dead
 
-    def pages_wanted(self, num_tokens: int) -> int:
-        """New pages that `extend` by that many tokens would take."""
-        return self._allocator.pages_for(self.length + num_tokens) - len(self._pages)
-
     def take_page_table_delta(self) -> tuple[IntArray, int]:
         """The page ids, as `pages`, and the first index that may differ from the last call's
         answer, 0 at the first call.

@@ -273,16 +273,12 @@ class TestCommit:
         assert len(pages) == -(-20 // cache.page_size)
         assert seq.tokens.tolist() == list(range(60))
 
-    def test_pages_wanted(self, kind: Kind) -> None:
+    def test_extend_takes_as_many_pages_as_it_must(self, kind: Kind) -> None:
         cache = kind.for_tokens(200)
         seq = put(cache, list(range(20)))
         for count in (0, 1, 12, 13, 50):
-            wanted = seq.pages_wanted(count)
-            assert wanted == -(-(20 + count) // cache.page_size) - len(seq.pages)
-        before = len(seq.pages)
-        wanted = seq.pages_wanted(30)
-        seq.extend([7] * 30)
-        assert len(seq.pages) - before == wanted
+            seq.extend([7] * count)
+            assert len(seq.pages) == -(-seq.length // cache.page_size)
 
 
 class TestForkAndTruncate:
