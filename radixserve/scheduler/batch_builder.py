@@ -22,10 +22,10 @@ _PLACEHOLDER_TOKEN: IntArray = np.array([PLACEHOLDER], np.int32)
 
 
 class BatchBuilder:
-    """Collects rows. `budget`: prefill tokens left of `chunked_prefill_size`."""
+    """Collects rows. `token_budget`: prefill tokens left of `chunked_prefill_size`."""
 
-    def __init__(self, step: int, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, step: int, token_budget: int) -> None:
+        self.token_budget = token_budget
         self.is_out_of_pages = False  # a request found no free page: none is admitted
         self.num_ending = 0  # running requests whose last row is in flight
         self.states: list[RequestState] = []  # of each row
@@ -59,7 +59,7 @@ class BatchBuilder:
             self._num_decode += 1
         else:
             self._num_prefill += num_tokens
-            self.budget -= num_tokens
+            self.token_budget -= num_tokens
         request = state.request
         targets = None if request.logprob_targets is None else _targets(state, start, end)
         num_known, spec = state.tokens.size, None

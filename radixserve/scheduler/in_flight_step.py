@@ -71,13 +71,13 @@ def plan_ahead(
             num_pages += length % size == 0
         else:
             prefills.append((state, left))
-    chunks, budget = [], batch.budget
+    chunks, token_budget = [], batch.token_budget
     for state, left in prefills:
-        if count := min(budget, left):
+        if count := min(token_budget, left):
             assert state.sequence is not None
             length = state.sequence.length
             num_pages += -(-(length + count) // size) - -(-length // size)
-            budget -= count
+            token_budget -= count
             chunks.append((state, count))
     if num_pages > cache.num_obtainable(num_pages):
         return False

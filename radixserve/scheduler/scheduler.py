@@ -278,7 +278,8 @@ class Scheduler:
             if state.sequence is None:  # preempted for one before it
                 continue
             is_prefill = at >= len(decodes)
-            wanted = min(batch.budget, len(state.tokens) - state.committed) if is_prefill else 1
+            left = len(state.tokens) - state.committed
+            wanted = min(batch.token_budget, left) if is_prefill else 1
             if wanted:
                 count = self._allocate(state, wanted, batch)
                 if count:
