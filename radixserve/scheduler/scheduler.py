@@ -278,8 +278,9 @@ class Scheduler:
             if state.sequence is None:  # preempted for one before it
                 continue
             is_prefill = at >= len(decodes)
-            left = len(state.tokens) - state.committed
-            wanted = min(batch.token_budget, left) if is_prefill else 1
+            wanted = 1
+            if is_prefill:
+                wanted = min(batch.token_budget, len(state.tokens) - state.committed)
             if wanted:
                 count = self._allocate(state, wanted, batch)
                 if count:
