@@ -138,10 +138,10 @@ def main() -> int:
                 timeit.timeit(partial(rt.compile_grammar, one), number=1)
                 for one in (StructuredOutput(regex="a"), form)
             )
-            draws = [measure(rt, report, form, args, temperature) for temperature in (0.0, 1.0)]
-            data = {"table_s": table_s, "compile_s": compile_s, "draws": draws}
+            found = [measure(rt, report, form, args, temperature) for temperature in (0.0, 1.0)]
+            data = {"table_s": table_s, "compile_s": compile_s, "temperatures": found}
     line = f"tokens as a trie {table_s:.2f} s, once; the schema {1e3 * compile_s:.2f} ms, once"
-    is_kept = all(one["share"] <= MOST for one in data["draws"])
+    is_kept = all(one["share"] <= MOST for one in data["temperatures"])
     verdict = f"{'ok' if is_kept else 'FAILED'}: a form costs at most {MOST:.0%} of a step"
     report.finish("structured-cpu", data, tail=[line, verdict])
     return int(not is_kept)

@@ -57,7 +57,7 @@ def main() -> None:
     (args.out / "img").mkdir(parents=True, exist_ok=True)
     for name in args.only:
         path = args.traces / f"{name}.jsonl.gz"
-        if name not in SIZES or not path.exists():
+        if not path.exists():
             say(f"{name}: skipped, there is no {path}")
             continue
         start = time.perf_counter()

@@ -30,7 +30,7 @@ LogitsProcessor = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams(StrictFields):
-    """How a request's tokens are drawn and when it ends. Checked when made (InvalidRequest).
+    """How a request's tokens are sampled and when it ends. Checked when made (InvalidRequest).
 
     max_tokens            most tokens to generate
     min_tokens            end tokens and stop strings are ignored before this many
@@ -43,7 +43,7 @@ class SamplingParams(StrictFields):
     presence_penalty      subtracted once from the logit of a token in the output
     frequency_penalty     subtracted for each occurrence in the output
     logit_bias            {token id: number added to its logit, -100 to 100}
-    allowed_token_ids     the only tokens that may be drawn; None: all
+    allowed_token_ids     the only tokens that may be sampled; None: all
     bad_words             strings that are not generated: of each, as it is tokenised with and
                           without a space before it, the last token is forbidden where the output
                           ends with the others
@@ -51,7 +51,7 @@ class SamplingParams(StrictFields):
                           as {"regex": "[0-9]+"}. What cannot continue it is forbidden after all
                           other changes. The answer ends, with finish_reason "stop", when nothing
                           can follow, also before min_tokens; where it may end, end tokens may be
-                          drawn
+                          sampled
     logits_processors     Python functions f(output ids, logits) -> logits, or f(prompt ids, output
                           ids, logits), called in order before all other changes; logits are a
                           float32 tensor [vocabulary]. Slow: each is called for every token while no
@@ -63,8 +63,8 @@ class SamplingParams(StrictFields):
     ignore_eos            continue after the model's end tokens
     seed                  makes the request reproducible whatever runs beside it
     n                     completions a prompt, computed once; each with a random stream of its own
-    best_of               draw this many, return the n with the highest cumulative log-probability
-    logprobs              None, or how many of the best tokens to report besides the one drawn
+    best_of               sample this many, return the n with the highest cumulative log-probability
+    logprobs              None, or how many of the best tokens to report besides the one sampled
     prompt_logprobs       None, or how many of the best tokens to report besides each token of the
                           prompt; what is cached of it is computed again
     skip_special_tokens   leave special tokens out of the text
@@ -168,7 +168,7 @@ class SamplingParams(StrictFields):
         return self.is_greedy and self.logprobs is None and not self._changes_more
 
     @cached_property
-    def draws_plainly(self) -> bool:
+    def is_temperature_only(self) -> bool:
         """Whether a temperature, 0 included, decides of what the structured output allows, and
         nothing else is asked for."""
         has_filter = self.min_p > 0 or self.top_p < 1 or self.top_k > 0
@@ -210,7 +210,7 @@ class SamplingParams(StrictFields):
 
     @cached_property
     def allowed_array(self) -> NDArray[np.int64]:
-        """[k] the tokens that may be drawn; empty: all."""
+        """[k] the tokens that may be sampled; empty: all."""
         return np.array(self.allowed_token_ids or (), np.int64)
 
 
@@ -309,9 +309,9 @@ class Request:
     max_len: int  # most tokens of prompt and output together
     session: str = ""  # the cache session that claims what it leaves cached; "": none
     logprob_targets: IntArray | None = None
-    # [k] token ids to score, one after each of the last k tokens; no token is drawn then
+    # [k] token ids to score, one after each of the last k tokens; no token is sampled then
     also_generate: bool = False
-    # `logprob_targets` are scored after each of the k tokens before the last, then tokens are drawn
+    # `logprob_targets` are scored after each of the k tokens before the last, then it generates
     beams: BeamParams | None = None  # it is a beam search, without targets
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     is_prefetch: bool = False  # computed for later requests; no caller's prompt
@@ -325,8 +325,8 @@ class Request:
 
     @property
     def num_candidates(self) -> int:
-        """Best tokens wanted after each beam, 0 where one is drawn. Enough for `width` beams to go
-        on even where every beam's best tokens end it."""
+        """Best tokens wanted after each beam, 0 where one is sampled. Enough for `width` beams to
+        go on even where every beam's best tokens end it."""
         if self.beams is None:
             return 0
         return max(2, 1 + len(self.end_ids)) * self.beams.width

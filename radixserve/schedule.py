@@ -35,16 +35,16 @@ class SampleSpec(NamedTuple):
     token_ids: IntArray  # [n] prompt and output so far; a view, read it within the step. Where
     # params.is_greedy_only it may lack the latest ones
     banned_ids: tuple[int, ...]  # end tokens that min_tokens still forbids
-    num_candidates: int = 0  # of a beam: the best tokens wanted; none is drawn then
-    num_placeholders: int = 0  # tokens that `token_ids` lacks: the step before this one draws them
+    num_candidates: int = 0  # of a beam: the best tokens wanted; none is sampled then
+    num_placeholders: int = 0  # tokens that `token_ids` lacks: the step before samples them
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token ids of each of params.bad_words
     matcher: Matcher | None = None  # of params.structured; the sampler alone moves it
     is_greedy_only: bool = False  # the best logit decides and nothing else is asked for, which the
     # other fields tell as well: hundreds of rows are asked in each step
 
     @property
-    def num_drawn(self) -> int:
-        """Tokens drawn before this one; wrong where params.is_greedy_only, see `token_ids`."""
+    def num_sampled(self) -> int:
+        """Tokens sampled before this one; wrong where params.is_greedy_only, see `token_ids`."""
         return len(self.token_ids) + self.num_placeholders - self.num_prompt
 
     @property
@@ -65,7 +65,7 @@ class ScheduledRequest(NamedTuple):
     page_ids: IntArray  # [ceil((start + n) / page_size)] pages of positions [0, start + n)
     sample: SampleSpec | None  # None: a prefill chunk that does not reach the last token
     logprob_targets: IntArray | None = None
-    # [k] token ids to score, one after each of the row's last k tokens; where a token is drawn as
+    # [k] token ids to score, one after each of the row's last k tokens; where a token is sampled as
     # well, after each of the k tokens before the last one
     num_top_logprobs: int = 0  # best tokens to report with each score
     future_index: int = -1
@@ -132,7 +132,7 @@ class SampleOutput(NamedTuple):
     token_id: int
     logprob: float | None  # when the request asked for logprobs
     top_logprobs: tuple[tuple[int, float], ...]  # best first, as many as asked for
-    error: str | None = None  # why no token could be drawn; the row's K/V is not to be kept
+    error: str | None = None  # why no token could be sampled; the row's K/V is not to be kept
     scores: tuple[float, ...] = ()  # log-probabilities of the row's targets; token_id is -1 where
     # nothing else was asked for
     top_scores: tuple[tuple[tuple[int, float], ...], ...] = ()  # the best tokens in their places

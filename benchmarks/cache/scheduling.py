@@ -32,7 +32,7 @@ LINES = {  # by name: what is timed
     "arrival": "one more",
     "admit": "the running one has ended",
 }
-_DRAWN = SampleOutput(5, None, ())
+_SAMPLED = SampleOutput(5, None, ())
 
 
 def scheduling_pass(bench: Bench) -> Iterator[Figure]:
@@ -104,8 +104,8 @@ class _Queue:
         schedule = made[0]
         assert schedule is not None
         self._running = schedule.rows[0].request_id
-        drawn = tuple(None if row.sample is None else _DRAWN for row in schedule.rows)
-        self._scheduler.update(schedule, ModelRunnerOutput(drawn, {}))
+        sampled = tuple(None if row.sample is None else _SAMPLED for row in schedule.rows)
+        self._scheduler.update(schedule, ModelRunnerOutput(sampled, {}))
         return spent
 
     def end_running(self) -> None:

@@ -257,7 +257,7 @@ _INTERFACE: dict[str, tuple[Any, tuple[Any, ...]]] = {  # of cpu/library.cpp
         _NUMBER,
         (_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER),
     ),
-    "draw": (
+    "sample": (
         _NUMBER,
         (
             *(_POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER),

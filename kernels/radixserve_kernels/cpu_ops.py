@@ -15,7 +15,7 @@ from torch import Tensor
 
 from radixserve_kernels.cpu_library import DTYPE_FLAGS, CpuLibraryError, cpu_library
 
-_DRAW_BLOCK = 256  # as in cpu/draw.h
+_SAMPLE_BLOCK = 256  # as in cpu/sample.h
 _VECTORS = {512: "AVX-512", 256: "AVX2"}  # their bits
 
 
@@ -66,7 +66,7 @@ def argmax_allowed(
     return list(ids), num_broken
 
 
-def draw(
+def sample(
     logits: Tensor,
     bitmask: NDArray[np.int32],
     mask_of: NDArray[np.int64],
@@ -74,16 +74,16 @@ def draw(
     uniform: NDArray[np.float64],
 ) -> tuple[list[int], int]:
     """`argmax_allowed` where the temperature [S] is 0 or the best logit is not finite, else a token
-    drawn: the first up to which more than `uniform` [S], in (0, 1), of the probability lies."""
+    sampled: the first up to which more than `uniform` [S], in (0, 1), of the probability lies."""
     num_rows, size = logits.shape
     assert len(temperature) == len(uniform) == num_rows, "one number a row"
     ids = (ctypes.c_int64 * num_rows)()
-    sums = np.empty((num_rows, -(-size // _DRAW_BLOCK)))
+    sums = np.empty((num_rows, -(-size // _SAMPLE_BLOCK)))
     scratch = (temperature.ctypes.data, uniform.ctypes.data, sums.ctypes.data, ids)
     library = cpu_library()
     library.radixserve_set_threads(torch.get_num_threads())
     num_broken = _with_masks(
-        library.radixserve_draw, logits.contiguous(), bitmask, mask_of, *scratch
+        library.radixserve_sample, logits.contiguous(), bitmask, mask_of, *scratch
     )
     return list(ids), num_broken
 

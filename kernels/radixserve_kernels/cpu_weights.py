@@ -143,8 +143,8 @@ class PackedWeight:
 
     @property
     def num_columns(self) -> int:
-        further = 0 if self._next is None else self._next.num_columns
-        return int(self.record.columns) + further
+        next_columns = 0 if self._next is None else self._next.num_columns
+        return int(self.record.columns) + next_columns
 
     def __call__(self, x: Tensor) -> Tensor:
         """`x @ weight.T + bias`: x [M, K], returns [M, N]."""

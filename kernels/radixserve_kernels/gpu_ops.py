@@ -26,9 +26,9 @@ from radixserve_kernels.gpu import reference
 from radixserve_kernels.gpu.records import (
     LONG_ROW_KEYS,
     MIN_SPLIT_KEYS,
+    AttentionOutput,
+    KVSplit,
     PagedKeys,
-    Result,
-    Split,
 )
 
 MIN_CAPABILITY = (8, 0)  # Ampere
@@ -36,7 +36,7 @@ PROGRAMS_PER_SM = 2  # that keep a multiprocessor's share of the memory busy
 MAX_SPLITS, MAX_LONG_SPLITS = 64, 8
 
 cpu_launcher: Callable[[Any], None] | None = None
-"""Runs the kernels' `Launch`es for CPU tensors; None: gpu/reference.py computes them."""
+"""Runs the kernels' `KernelLaunch`es for CPU tensors; None: gpu/reference.py computes them."""
 
 
 def unsupported_reason() -> str:
@@ -269,8 +269,8 @@ def decode(
     place among its row's; sinks are left to `add_sinks`.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
-    result = Result(_like(q, out), lse)
-    split = Split(num_splits, fixed_splits or num_splits, workspace)
+    result = AttentionOutput(_like(q, out), lse)
+    split = KVSplit(num_splits, fixed_splits or num_splits, workspace)
     _run(q, "decode", "decode", q, keys, _scale(q, scale), split, result, features)
     return result.out
 
@@ -303,7 +303,7 @@ def extend(
     and chunks with causal only.
     """
     keys = PagedKeys(k_slots, v_slots, kv_indptr, kv_indices, last_page_len, page_size)
-    result, split = Result(_like(q, out), lse), Split(num_splits, num_splits, workspace)
+    result, split = AttentionOutput(_like(q, out), lse), KVSplit(num_splits, num_splits, workspace)
     most = len(q) if max_q is None else max_q
     arguments = (q, keys, qo_indptr, _scale(q, scale), causal, most, split, result, features)
     _run(q, "extend", "extend", *arguments)
@@ -367,7 +367,7 @@ def sample(
     uniform: Tensor,
     finite: Tensor | None = None,
 ) -> Tensor:
-    """Draw a token a row: temperature, min_p, top_k, top_p, inverse of the distribution; int64 [S].
+    """Sample a token a row: temperature, min_p, top_k, top_p, inverse distribution; int64 [S].
 
     logits [S, V] float32; temperature [S] float32 (0: the argmax); top_k [S] int32 (0, or
     V and more: all); top_p [S] float64 (1: all); min_p [S] float32 (0: all); uniform [S] float64 in

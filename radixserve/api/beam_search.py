@@ -10,7 +10,7 @@ from typing import Any
 from radixserve.arrays import IntArray
 from radixserve.checks import shown
 from radixserve.engine.beam_group import StopCheck
-from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import InvalidRequest
 from radixserve.output import Beam, Completion, Finish, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
@@ -41,7 +41,7 @@ def read_options(
 ) -> tuple[SamplingParams, BeamParams]:
     """The records of a search from themselves or from their fields, `beam_width` for the width.
 
-    Raises InvalidRequest: also for what has no meaning without drawing, such as top_p.
+    Raises InvalidRequest: also for what has no meaning without sampling, such as top_p.
     """
     rest = {name: value for name, value in fields.items() if value is not None}
     beam_fields = {name: rest.pop(name) for name in _BEAM_FIELDS if name in rest}
@@ -58,7 +58,7 @@ def read_options(
     default = SamplingParams()
     refused = [name for name in _REFUSED if getattr(params, name) != getattr(default, name)]
     if refused and (refused != ["temperature"] or params.temperature):
-        raise InvalidRequest(f"a beam search does not draw: {', '.join(refused)} cannot be given")
+        raise InvalidRequest(f"a beam search does not sample: {', '.join(refused)} cannot be given")
     return replace(params, temperature=0.0), beams or BeamParams(
         **{_BEAM_FIELDS[name]: value for name, value in beam_fields.items()}
     )
@@ -105,8 +105,8 @@ def stop_check(tokenizer: Tokenizer, stops: Sequence[str]) -> StopCheck:
     return is_stopped
 
 
-class BeamTicket(Ticket):
-    """The way back of a beam search: one event, a tuple of Completions, best first."""
+class BeamCollector(OutputCollector):
+    """Collects the outputs of a beam search: one event, a tuple of Completions, best first."""
 
     def __init__(
         self, request: Request, tokenizer: Tokenizer | None, notify: Callable[[Event], None]
@@ -156,7 +156,7 @@ class BeamTicket(Ticket):
         # A stop string ends a beam at any length.
         request = replace(self.request, params=replace(self.request.params, min_tokens=0))
         events: list[Event] = []
-        Ticket(request, self._tokenizer, events.append, streams=False).push(output)
+        OutputCollector(request, self._tokenizer, events.append, streams=False).push(output)
         (completion,) = events
         assert isinstance(completion, Completion)
         return completion

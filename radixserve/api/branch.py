@@ -343,7 +343,7 @@ def generate_all(
     """`Branch.generate` of several branches of one Runtime, in one batch.
 
     Forks that stand where they were made and have equal params are computed like the samples of
-    `n`: what they share once, but for its last token, and number i draws with the seed + i. All
+    `n`: what they share once, but for its last token, and number i samples with the seed + i. All
     move, or after an error none. `params`: for all, or one each.
     """
     each = params_for(params, len(branches))

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Self, TypeVar, cast
 
-from radixserve.api.beam_search import BeamTicket
+from radixserve.api.beam_search import BeamCollector
 from radixserve.api.loop_waker import LoopWaker, LoopWakers
 from radixserve.engine.core_client import EngineCoreClient
-from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import RequestFailed, request_failed
 from radixserve.output import Chunk, Completion, join_chunks
 from radixserve.request import Request
@@ -51,10 +51,10 @@ class RequestHandle(Generic[Output]):
         self._finish: Callable[[list[Output]], Any] | None = finish
         self._queue = _EventQueue(wakers)
         self._last: dict[int, Output] = {}  # request's index -> its last output
-        self._tickets = [
-            Ticket(request, tokenizer, partial(self._queue.put, at), streams=streams)
+        self._collectors = [
+            OutputCollector(request, tokenizer, partial(self._queue.put, at), streams=streams)
             if request.beams is None
-            else BeamTicket(request, tokenizer, partial(self._queue.put, at))
+            else BeamCollector(request, tokenizer, partial(self._queue.put, at))
             for at, request in enumerate(requests)
         ]
 
@@ -79,19 +79,19 @@ class RequestHandle(Generic[Output]):
 
     def __len__(self) -> int:
         """Requests in all."""
-        return len(self._tickets)
+        return len(self._collectors)
 
     def __enter__(self) -> Self:
         try:
-            self._core.submit(self._tickets)
+            self._core.submit(self._collectors)
         except BaseException:  # Ctrl-C
-            self._core.abandon(self._tickets)
+            self._core.abandon(self._collectors)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._has_ended:
-            self._core.abandon(self._tickets)
+            self._core.abandon(self._collectors)
 
     def __iter__(self) -> Self:
         return self
@@ -121,16 +121,16 @@ class RequestHandle(Generic[Output]):
 
     def abort(self) -> None:
         """End what has not ended, with finish_reason "abort"; its outputs still come."""
-        self._core.abandon(self._tickets)
+        self._core.abandon(self._collectors)
 
     @property
     def has_generated(self) -> bool:
-        """Whether any of the requests has drawn a token."""
-        return any(ticket.token_ids for ticket in self._tickets)
+        """Whether any of the requests has sampled a token."""
+        return any(collector.token_ids for collector in self._collectors)
 
     @property
     def _has_ended(self) -> bool:
-        return len(self._last) == len(self._tickets)
+        return len(self._last) == len(self._collectors)
 
     def _take(self, at: int, event: Event) -> Output:
         if isinstance(event, RequestFailed) and self._owners is not None:
@@ -148,7 +148,7 @@ class RequestHandle(Generic[Output]):
 
     def result(self) -> Any:
         """What `get` returns, after all have ended."""
-        outputs = [self._last[at] for at in range(len(self._tickets))]
+        outputs = [self._last[at] for at in range(len(self._collectors))]
         return outputs if self._finish is None else self._finish(outputs)
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from radixserve.api.branch import Branch
 from radixserve.api.chat import ChatSession
 from radixserve.api.client import EngineClient
-from radixserve.api.generation import Generation
-from radixserve.api.hinting import Hinting
+from radixserve.api.generation_mixin import GenerationMixin
+from radixserve.api.hints_mixin import HintsMixin
 from radixserve.api.loop_waker import LoopWakers
 from radixserve.api.request_builder import RequestBuilder, sequence_limit
 from radixserve.api.request_handle import RequestHandle
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parent.parent / "models" / "demo"
 
 
-class Runtime(Generation, Hinting):
+class Runtime(GenerationMixin, HintsMixin):
     """A model with its engine, running until `close`.
 
         with Runtime("demo") as rt:
@@ -303,7 +303,7 @@ class Runtime(Generation, Hinting):
 
     def cache_snapshot(self, view: SnapshotView | None = None) -> dict[str, Any]:
         """A bounded snapshot of a cache in use and its requests, cheap for a tree of any size: see
-        `PrefixCache.snapshot` and `RequestViews.take`; "counters": of all requests and pages;
+        `PrefixCache.snapshot` and `RequestSnapshots.take`; "counters": of all requests and pages;
         "at": when, on the monotonic clock; "engine_s": processor time of the engine's thread."""
         return self._core.call(messages.TakeSnapshot(view or SnapshotView()))
 

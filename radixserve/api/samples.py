@@ -16,8 +16,8 @@ NUM_SEEDS = 2**63
 def fan_out(request: Request, ids: Sequence[str]) -> list[Request]:
     """`request` as `params.num_samples` requests for one completion each; `ids`: of the others.
 
-    In-batch prefix sharing computes their prompt once. Number i draws what a request of its own
-    with the seed + i (modulo 2**63) would draw.
+    In-batch prefix sharing computes their prompt once. Number i samples what a request of its own
+    with the seed + i (modulo 2**63) would sample.
     """
     params = request.params
     if params.num_samples == 1:

@@ -37,9 +37,9 @@ __all__ = ["Judge", "Likelihood", "Node", "Sample", "Scored", "SearchTree", "Ver
 
 @dataclass(frozen=True)
 class Sample:
-    """Expand by `n` continuations that the model draws, each with a random stream of its own.
+    """Expand by `n` continuations that the model samples, each with a random stream of its own.
 
-    With a seed in `params` continuation number i of a search draws with the seed + i. `stop`
+    With a seed in `params` continuation number i of a search samples with the seed + i. `stop`
     strings end a thought; the model's own end token ends the path.
     """
 
@@ -222,22 +222,22 @@ class _Search:
             node.release()
 
     def expand(self) -> list[Node]:
-        """The children of all nodes of the beam, those that the model draws in one batch."""
+        """The children of all nodes of the beam, those that the model samples in one batch."""
         children: list[Node] = []
-        drawn: list[tuple[Node, SamplingParams]] = []
+        sampled: list[tuple[Node, SamplingParams]] = []
         for node in self.beam:
             wanted = self._wanted(node)
             if isinstance(wanted, Sample):
                 params = self._params(wanted)
                 kids = [self._add(node, node.branch) for _ in range(wanted.n)]
-                drawn += [(kid, params) for kid in kids]
+                sampled += [(kid, params) for kid in kids]
             else:
                 kids = [self._propose(node, thought) for thought in wanted]
             node.state = "expanded" if kids else "end"
             children += kids
-        done = generate_all([kid.branch for kid, _ in drawn], [params for _, params in drawn])
+        done = generate_all([kid.branch for kid, _ in sampled], [params for _, params in sampled])
         _check_not_aborted(done)
-        for (kid, _), completion in zip(drawn, done, strict=True):
+        for (kid, _), completion in zip(sampled, done, strict=True):
             kid.place(completion=completion)
         return children
 

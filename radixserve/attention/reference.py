@@ -3,7 +3,7 @@
 The reference that the other backends are tested against, and the CPU's backend where there is no
 compiler. It is plain: K and V are gathered by slot, pages that rows share are read once a row.
 
-Each row's new tokens are cut into blocks of queries. Blocks of as many queries and of similar
+Each row's new tokens are cut into blocks of queries. QueryBlocks of as many queries and of similar
 numbers of keys are padded to one call of scaled_dot_product_attention, in which the query heads of
 a K/V head become query positions: [B, Hkv, G * N, D] against [B, Hkv, K, D], so that K and V are
 never repeated.
@@ -42,7 +42,7 @@ CALL_KEYS = 1 << 15  # K/V tokens gathered for one call, padding included, unles
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class QueryBlocks:
     """B blocks of queries, of one or several rows, in the order of their numbers of keys."""
 
     row: IndexArray  # [B]
@@ -115,7 +115,7 @@ class ReferenceBackend(AttentionBackend):
             out.index_copy_(0, call.tokens, found.reshape(-1, *q.shape[1:]))
         return out
 
-    def _pad(self, batch: ForwardBatch, blocks: Blocks, members: slice) -> PaddedCall:
+    def _pad(self, batch: ForwardBatch, blocks: QueryBlocks, members: slice) -> PaddedCall:
         """The blocks `members`, all of N queries, in one call."""
         host = batch.host
         row, num_keys = blocks.row[members], blocks.num_keys[members][:, None]
@@ -181,7 +181,7 @@ def attend_in_full(
     return weights.to(values.dtype) @ values
 
 
-def cut_blocks(host: AttentionMetadata) -> Blocks:
+def cut_blocks(host: AttentionMetadata) -> QueryBlocks:
     """Every new token once; those of a row in blocks of BLOCK_QUERIES and a rest."""
     num_new = np.diff(host.qo_indptr)
     count = -(-num_new // BLOCK_QUERIES)  # blocks of each row
@@ -191,10 +191,10 @@ def cut_blocks(host: AttentionMetadata) -> Blocks:
     num_keys = host.start[row] + done + num_queries
     order = np.lexsort((num_keys, num_queries))
     first_token = host.qo_indptr[row] + done
-    return Blocks(*(array[order] for array in (row, first_token, num_queries, num_keys)))
+    return QueryBlocks(*(array[order] for array in (row, first_token, num_queries, num_keys)))
 
 
-def group_blocks(blocks: Blocks) -> list[slice]:
+def group_blocks(blocks: QueryBlocks) -> list[slice]:
     """Neighbouring blocks for one call each: of as many queries, and padded to at most twice their
     keys or SHORT_KEYS, and to CALL_KEYS in all."""
     groups: list[slice] = []

@@ -128,10 +128,6 @@ class CacheSequence(ABC):
         """Its namespace was reset: what it commits is not found by others."""
         return self._namespace.is_dead
 
-    def pages_wanted(self, num_tokens: int) -> int:
-        """New pages that `extend` by that many tokens would take."""
-        return self._allocator.pages_for(self.length + num_tokens) - len(self._pages)
-
     def take_page_table_delta(self) -> tuple[IntArray, int]:
         """The page ids, as `pages`, and the first index that may differ from the last call's
         answer, 0 at the first call.
@@ -254,9 +250,8 @@ class CacheSequence(ABC):
         return NO_STATE
 
     def step_states(self, *, is_ahead: bool) -> tuple[int, int]:
-        """The states that the step of its last tokens reads and writes, one or two; once a step,
-        after `take_checkpoints` of all sequences in it. is_ahead: the last one is a placeholder,
-        before which the sequence may turn out to end."""
+        """The states that the step of its last tokens reads and writes; once a step, after all
+        `take_checkpoints`. is_ahead: the sequence may turn out to end before its last token."""
         del is_ahead
         return NO_STATE, NO_STATE
 
@@ -265,8 +260,8 @@ class CacheSequence(ABC):
         del length
 
     def take_checkpoints(self, start: int) -> tuple[tuple[int, int], ...]:
-        """(length, state id) of states to be kept while the tokens [start, self.length) are
-        computed, ascending; as many as there is room for. `commit` publishes them."""
+        """(length, state id), ascending, of states kept while the tokens [start, self.length) are
+        computed, as many as there is room for. `commit` publishes them."""
         del start
         return ()
 
@@ -282,10 +277,8 @@ class CacheSequence(ABC):
     def copy_from(self, source: CacheSequence) -> int:
         """Go on with the pages of `source`, a sequence of another namespace over the same tokens
         and more in whole pages, copied before this one is used. `source` belongs to this sequence
-        from now on. Only before anything else is appended. Returns the tokens copied.
-
-        Raises OutOfPages, and changes nothing, when there is not enough, and InvalidRequest where
-        the cache cannot: HashBlockCache.
+        from now on. Only before anything else is appended. Returns the tokens copied; raises
+        OutOfPages, and changes nothing, or InvalidRequest where the cache cannot: HashBlockCache.
         """
         del source
         raise InvalidRequest("this cache does not copy between namespaces: use RadixCache")

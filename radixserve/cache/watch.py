@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 
-Place = tuple[Hashable, bytes]  # a node, block key or namespace, and the token looked for there
+WatchKey = tuple[Hashable, bytes]  # a node, block key or namespace, and the token looked for there
 
 
 class PrefixWatch(ABC):
@@ -19,7 +19,7 @@ class PrefixWatch(ABC):
 
     def __init__(self, registry: WatchRegistry) -> None:
         self._registry = registry
-        self.places: frozenset[Place] = frozenset()  # where its answer may change
+        self.places: frozenset[WatchKey] = frozenset()  # where its answer may change
         self.cached_len = 0  # tokens in the cache, at most all but the last one
 
     @property
@@ -37,9 +37,9 @@ class PrefixWatch(ABC):
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        self._rest_on(frozenset())
+        self._watch_at(frozenset())
 
-    def _rest_on(self, places: frozenset[Place]) -> None:
+    def _watch_at(self, places: frozenset[WatchKey]) -> None:
         if places != self.places:
             self._registry.move(self, self.places, places)
             self.places = places
@@ -58,7 +58,7 @@ class WatchRegistry:
         """Open watches."""
         return len({w for tokens in self.watched.values() for ws in tokens.values() for w in ws})
 
-    def move(self, watch: PrefixWatch, old: frozenset[Place], new: frozenset[Place]) -> None:
+    def move(self, watch: PrefixWatch, old: frozenset[WatchKey], new: frozenset[WatchKey]) -> None:
         """Move `watch` from the places `old` to the places `new`. O(places)."""
         watched = self.watched
         for place, token in old - new:

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from radixserve.engine.ticket import Ticket
+from radixserve.engine.output_collector import OutputCollector
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 
 
 class OpenRequest:
-    """It has not ended. Its ticket has the tokens that came so far, from all its replicas."""
+    """It has not ended. Its collector has the tokens that came so far, from all its replicas."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
+    def __init__(self, collector: OutputCollector) -> None:
+        self.collector = collector
         self.id = ""  # by which the replica knows it: another one wherever it goes
         self.replica: str | None = None  # where it runs; None: it waits for one
         self.num_lost = 0  # replicas that ended under it
@@ -28,12 +28,12 @@ class OpenRequest:
     @property
     def request_id(self) -> str:
         """By which its caller knows it."""
-        return self.ticket.request.request_id
+        return self.collector.request.request_id
 
     def rest(self) -> Request:
         """The request for what its caller does not have yet."""
-        known = self.ticket.token_ids
-        request = replace(self.ticket.request, request_id=self.id, grammar=None)
+        known = self.collector.token_ids
+        request = replace(self.collector.request, request_id=self.id, grammar=None)
         if not known or request.beams is not None:
             return request
         if request.logprob_targets is not None:  # the prompt's scores come with the end
@@ -64,12 +64,12 @@ class OpenRequest:
             )
         if output.finish is not None and self._has_moved:
             output = output._replace(finish=self._whole(output, output.finish))
-        self._has_stopped |= self.ticket.push(output)
+        self._has_stopped |= self.collector.push(output)
 
     def _whole(self, output: RequestOutput, finish: Finish) -> Finish:
         """As of one engine that made all of the answer."""
         usage = finish.usage
-        if self.ticket.request.beams is None:
-            usage = usage.with_answer(len(self.ticket.token_ids) + len(output.token_ids))
-        total_s = time.time() - self.ticket.made_at
+        if self.collector.request.beams is None:
+            usage = usage.with_answer(len(self.collector.token_ids) + len(output.token_ids))
+        total_s = time.time() - self.collector.made_at
         return replace(finish, usage=usage, metrics=replace(finish.metrics, total_s=total_s))

@@ -14,11 +14,11 @@ from ray import serve
 from radixserve.checks import check_int
 from radixserve.cluster import frontends
 from radixserve.cluster.autoscaling import LOAD, serve_config
+from radixserve.cluster.cluster_client import DRAIN_S, SILENCE_S, ClusterClient
 from radixserve.cluster.ray_router import ReplicaRequestRouter
-from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.replica import EngineReplica, ReplicaReport
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
-from radixserve.cluster.worker import DRAIN_S, SILENCE_S, ClusterWorker
 from radixserve.config import EngineConfig
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
@@ -49,7 +49,7 @@ class ReplicaDeployment:
 
     async def reports(
         self, replica: str, frontend: str, stream: int
-    ) -> AsyncGenerator[Report, None]:
+    ) -> AsyncGenerator[ReplicaReport, None]:
         self._check(replica)
         async for report in self._replica.reports(frontend, stream):
             yield report
@@ -76,7 +76,7 @@ class _RayLink:
     async def facts(self) -> EngineFacts:
         return await self._handle.ask.remote(self.name, "facts")
 
-    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
+    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[ReplicaReport, None]:
         call = self._handle.options(method_name="reports", stream=True)
         found = call.remote(self.name, frontend, stream)
         try:
@@ -150,7 +150,7 @@ def start_replicas(
             num_cpus = min(num_cpus, ray.cluster_resources().get("CPU", 1) / most)
     name = name or f"radixserve-{uuid.uuid4().hex[:8]}"
     num_gpus = config.tensor_parallel_size if config.device.startswith("cuda") else 0
-    worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s)
+    client = ClusterClient(TreeReplicaRouter(), silence_s=silence_s)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled")
     made: Any = serve.deployment(ReplicaDeployment)
@@ -167,7 +167,7 @@ def start_replicas(
     )
 
     def note(names: Sequence[str]) -> None:
-        worker.set_replicas([_RayLink(handle, one) for one in names])
+        client.set_replicas([_RayLink(handle, one) for one in names])
 
     def close() -> None:
         frontends.forget(name)
@@ -181,8 +181,8 @@ def start_replicas(
     try:
         handle = serve.run(app, name=name, route_prefix=None)
         handle.name.remote("").result()  # the first call makes the router, which says who is there
-        return ClusterRuntime(worker, config, close)
+        return ClusterRuntime(client, config, close)
     except BaseException:
-        worker.close()
+        client.close()
         close()
         raise

@@ -16,7 +16,7 @@ from radixserve.api.runtime import Runtime
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import AbortRequests, Message, TakeEvents
-from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead
 from radixserve.output import EngineStatus, RequestOutput
 from radixserve.request import Request
@@ -27,7 +27,7 @@ _MAX_EVENTS = 100_000  # in one report
 FRONTEND_TIMEOUT_S = 30.0  # a frontend that says nothing for so long has ended
 
 
-class Report(NamedTuple):
+class ReplicaReport(NamedTuple):
     """What a replica tells a frontend: all that came since the last report, in order."""
 
     outputs: list[RequestOutput]
@@ -57,7 +57,7 @@ class EngineReplica:
     async def facts(self) -> EngineFacts:
         return self._runtime.facts
 
-    async def reports(self, frontend: str, stream: int) -> AsyncIterator[Report]:
+    async def reports(self, frontend: str, stream: int) -> AsyncIterator[ReplicaReport]:
         """`stream`: its number, which `submit` names, too."""
         self._drop(frontend)
         found = self._frontends[frontend] = _Frontend(stream, self._runtime.wakers)
@@ -68,7 +68,7 @@ class EngineReplica:
                     found.asking = asyncio.create_task(self._take_events(found))
                 outputs, failures = found.take_outputs(), found.take_failures()
                 events, settled = found.take_events(), found.take_settled()
-                yield Report(outputs, failures, self._runtime.status(), events, settled)
+                yield ReplicaReport(outputs, failures, self._runtime.status(), events, settled)
         finally:
             if found.asking is not None:
                 found.asking.cancel()
@@ -214,14 +214,14 @@ class _ReplicaRuntime(Runtime):
 
     def submit_for(self, frontend: _Frontend, requests: Sequence[Request]) -> None:
         """Blocks while grammars are compiled."""
-        tickets = []
+        collectors = []
         for request in requests:
             structured = request.params.structured_output
             if structured is not None:
                 request = replace(request, grammar=self._builder.grammars.compile(structured))
             frontend.open_ids.add(request.request_id)
-            tickets.append(_RelayTicket(request, self.tokenizer, frontend))
-        self._core.submit(tickets)
+            collectors.append(_RelayCollector(request, self.tokenizer, frontend))
+        self._core.submit(collectors)
 
     def end(self, request_ids: Sequence[str]) -> None:
         self._core.post(AbortRequests(tuple(request_ids)))
@@ -233,7 +233,7 @@ class _ReplicaRuntime(Runtime):
         return await asyncio.wrap_future(self._core.ask(message))
 
 
-class _RelayTicket(Ticket):
+class _RelayCollector(OutputCollector):
     """Hands outputs on; makes text only to find stop strings."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, frontend: _Frontend) -> None:

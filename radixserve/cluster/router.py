@@ -8,7 +8,7 @@ import numpy as np
 
 from radixserve.arrays import IntArray
 from radixserve.cache import EventSnapshot
-from radixserve.cluster.replica import Report
+from radixserve.cluster.replica import ReplicaReport
 from radixserve.request import Request
 from radixserve.routing.tree_router import TreeRouter
 
@@ -20,7 +20,7 @@ class Router(Protocol):
 
     def remove(self, replica: str) -> None: ...
 
-    def update(self, replica: str, report: Report) -> None:
+    def update(self, replica: str, report: ReplicaReport) -> None:
         """What the replica says of its load and its cache."""
         ...
 
@@ -61,7 +61,7 @@ class TreeReplicaRouter:
             of = self._router.of_request
             self._num_output = {key: n for key, n in self._num_output.items() if of(key)}
 
-    def update(self, replica: str, report: Report) -> None:
+    def update(self, replica: str, report: ReplicaReport) -> None:
         for output in report.outputs:
             if output.token_ids and output.request_id in self._num_output:
                 self._router.start(output.request_id)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from radixserve.api.loop_waker import LoopWakers
 from radixserve.api.runtime import Runtime
-from radixserve.cluster.worker import ClusterWorker
+from radixserve.cluster.cluster_client import ClusterClient
 from radixserve.config import EngineConfig
 
 START_TIMEOUT_S = 600.0
@@ -20,16 +20,16 @@ class ClusterRuntime(Runtime):
     """
 
     def __init__(
-        self, worker: ClusterWorker, config: EngineConfig, close: Callable[[], object]
+        self, client: ClusterClient, config: EngineConfig, close: Callable[[], object]
     ) -> None:
         """`config`: that of the replicas; `close` is called when the Runtime is closed. Raises
         TimeoutError where no replica reports."""
         self.config = config
-        self._use(worker.facts(START_TIMEOUT_S), worker, LoopWakers())
-        self._finalizer = weakref.finalize(self, _close, worker, close)
+        self._use(client.facts(START_TIMEOUT_S), client, LoopWakers())
+        self._finalizer = weakref.finalize(self, _close, client, close)
 
 
-def _close(worker: ClusterWorker, close: Callable[[], object]) -> None:
-    if not worker.is_forked:
-        worker.close()
+def _close(client: ClusterClient, close: Callable[[], object]) -> None:
+    if not client.is_forked:
+        client.close()
         close()

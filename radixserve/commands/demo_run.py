@@ -181,10 +181,13 @@ def run_demo(
         return Part(title, tuple(answers), seconds)
 
     system = {"role": "system", "content": SYSTEM_PROMPT}
-    openings = [(first, [system, _said("user", first)]) for first, _ in CONVERSATIONS]
+    openings = [(first, [system, _message("user", first)]) for first, _ in CONVERSATIONS]
     first_turn = run_part("First questions, one after another", [[one] for one in openings])
     followups = [
-        (second, [*opening, _said("assistant", answer.completion.text), _said("user", second)])
+        (
+            second,
+            [*opening, _message("assistant", answer.completion.text), _message("user", second)],
+        )
         for (_, second), (_, opening), answer in zip(
             CONVERSATIONS, openings, first_turn.answers, strict=True
         )
@@ -197,7 +200,7 @@ def run_demo(
     return DemoRun((first_turn, second_turn, run_part(title, [openings])), tree)
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 

@@ -155,12 +155,12 @@ def _attention_backends() -> dict[str, dict[str, Any]]:
             if device.type == "cpu" and version is not None:
                 reason = f"installed, but there is no CUDA device: {cuda_unavailable_reason()}"
         usable = not reason
-        why = reason or _why(name, device.type)
+        why = reason or _unsupported_reason(name, device.type)
         found[name] = {"version": version, "usable": usable, "used": usable, "why": why}
     return found
 
 
-def _why(name: str, device: str) -> str:
+def _unsupported_reason(name: str, device: str) -> str:
     """A line about a usable backend."""
     if name == "triton" and device == "cpu":
         return "its kernels' references in PyTorch, only where it is asked for: slow, for tests"
@@ -297,7 +297,7 @@ def _model_lines(model: dict[str, Any]) -> dict[str, str]:
         "KV pool": pool,
         **({"states": format_bytes(states)} if states else {}),
         "page size": str(model["page_size"]),
-        "runs on": _where(model),
+        "runs on": _runs_on(model),
     }
 
 
@@ -316,7 +316,7 @@ def _forms(model: dict[str, Any]) -> str:
     return f"{', '.join(shares)}; the others and activations in {model['dtype']}"
 
 
-def _where(model: dict[str, Any]) -> str:
+def _runs_on(model: dict[str, Any]) -> str:
     sizes = model["graph_sizes"]
     graphs = f"graphs of decode steps of up to {sizes[-1]} rows" if sizes else "no graphs"
     return f"{model['device']}, {graphs}, {'overlap' if model['overlap'] else 'no overlap'}"

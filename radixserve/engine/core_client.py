@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from radixserve.engine.messages import Answer, Message
-from radixserve.engine.ticket import Ticket
+from radixserve.engine.output_collector import OutputCollector
 from radixserve.output import EngineStatus
 
 
@@ -31,7 +31,7 @@ class EngineCoreClient(Protocol):
         """Whether this is the copy in a forked process, which does nothing."""
         ...
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
+    def submit(self, collectors: Sequence[OutputCollector]) -> None:
         """Queue requests so that they arrive together. Returns at once; never raises."""
         ...
 
@@ -39,7 +39,7 @@ class EngineCoreClient(Protocol):
         """End requests (all when None) with finish_reason "abort"; returns how many were open."""
         ...
 
-    def abandon(self, tickets: Sequence[Ticket]) -> None:
+    def abandon(self, collectors: Sequence[OutputCollector]) -> None:
         """End requests whose caller has left: returns at once, never raises."""
         ...
 

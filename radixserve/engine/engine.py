@@ -6,7 +6,7 @@ schedules the next step while the device computes the present one:
     host     schedule 1, launch 1 | schedule 2, launch 2, update 1 | schedule 3, launch 3, update 2
     device                        | step 1                         | step 2
 
-The token that a row of step 1 draws goes into step 2 on the device; the host sees it in update 1.
+The token that a row of step 1 samples goes into step 2 on the device; the host sees it in update 1.
 A step that cannot be planned before the answer to the one in flight waits for it.
 """
 
@@ -254,7 +254,7 @@ class Engine:
         start, collects = time.thread_time(), gc.isenabled()
         gc.disable()  # the records hold no cycle; a collection would visit every node of the tree
         try:
-            found = {**self._cache.snapshot(view), **self._scheduler.view_requests(view)}
+            found = {**self._cache.snapshot(view), **self._scheduler.snapshot_requests(view)}
         finally:
             if collects:
                 gc.enable()
@@ -353,7 +353,7 @@ class Engine:
             return None
         answers = search.answers()
         if not answers:
-            error = request_failed("no token can be drawn: none is possible")
+            error = request_failed("no token can be sampled: none is possible")
             return self.finish(request_id, "error", error)
         return self.finish(request_id, answers[0].reason)
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from radixserve.engine import messages
 from radixserve.engine.engine import Engine
+from radixserve.engine.message_handler import handle_message
 from radixserve.engine.messages import (
     AbandonRequests,
     AbortRequests,
@@ -22,7 +22,7 @@ from radixserve.engine.messages import (
     Answer,
     Message,
 )
-from radixserve.engine.ticket import Ticket
+from radixserve.engine.output_collector import OutputCollector
 from radixserve.engine.trace_recorder import TraceRecorder
 from radixserve.errors import (
     EngineDead,
@@ -58,7 +58,7 @@ class Readers(Protocol):
 class EngineThread:
     """Steps the engine while there is work and carries out messages between two steps.
 
-    When the thread ends, by `close` or by a failure, every open ticket and every pending call gets
+    When the thread ends, by `close` or by a failure, every open request and every pending call gets
     EngineDead.
     """
 
@@ -79,8 +79,10 @@ class EngineThread:
             queue.SimpleQueue()
         )
         self._submissions = itertools.count()
-        self._submitted: dict[int, Sequence[Ticket]] = {}  # by submission, until it is added
-        self._tickets: dict[str, Ticket] = {}  # by request id; the engine's thread only
+        self._submitted: dict[
+            int, Sequence[OutputCollector]
+        ] = {}  # by submission, until it is added
+        self._collectors: dict[str, OutputCollector] = {}  # by request id; the engine's thread only
         # Guards `_death` and puts into the inbox. Reentrant: the garbage collector may close a
         # forgotten stream, which calls `abandon`, in the middle of another call.
         self._lock = threading.RLock()
@@ -95,19 +97,19 @@ class EngineThread:
 
     # -- called from any thread ---------------------------------------------------------------
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
+    def submit(self, collectors: Sequence[OutputCollector]) -> None:
         """Queue requests so that they arrive together. Returns at once; never raises.
 
-        All of them are queued or, for instance when an id is in use, none: then every ticket
+        All of them are queued or, for instance when an id is in use, none: then every collector
         carries the error.
         """
         number = next(self._submissions)
-        for ticket in tickets:
-            ticket.submission = number
-        self._submitted[number] = tickets
+        for collector in collectors:
+            collector.submission = number
+        self._submitted[number] = collectors
         with self._lock:
-            self._count_unread(tickets, 1)
-        if not self.post(AddRequests(number, tuple(ticket.request for ticket in tickets))):
+            self._count_unread(collectors, 1)
+        if not self.post(AddRequests(number, tuple(collector.request for collector in collectors))):
             self._refuse(self._submitted.pop(number))
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
@@ -115,10 +117,10 @@ class EngineThread:
         ids = None if request_ids is None else tuple(request_ids)
         return self.call(AbortRequests(ids))
 
-    def abandon(self, tickets: Sequence[Ticket]) -> None:
+    def abandon(self, collectors: Sequence[OutputCollector]) -> None:
         """End requests whose caller has left: returns at once, never raises."""
-        if tickets:
-            self.post(AbandonRequests(tickets[0].submission))
+        if collectors:
+            self.post(AbandonRequests(collectors[0].submission))
 
     def post(self, message: Message[Any]) -> bool:
         """Have `message` carried out soon; False where the thread has ended.
@@ -236,8 +238,8 @@ class EngineThread:
         with self._lock:
             self._death = death
         self._wake_readers()
-        self._refuse(list(self._tickets.values()))
-        self._tickets.clear()
+        self._refuse(list(self._collectors.values()))
+        self._collectors.clear()
         try:
             self._engine.fail_all(death)
         except Exception:
@@ -268,7 +270,7 @@ class EngineThread:
             return None
         if isinstance(message, AbandonRequests):
             number = message.submission
-            self._abort([name for name, t in self._tickets.items() if t.submission == number])
+            self._abort([name for name, t in self._collectors.items() if t.submission == number])
             return None
         if reply is not None and not reply.set_running_or_notify_cancel():
             return None  # its caller has left
@@ -283,64 +285,34 @@ class EngineThread:
         return None
 
     def _answer(self, message: Message[Any]) -> Any:
-        engine = self._engine
-        match message:
-            case AbortRequests(request_ids):
-                return self._abort(list(self._tickets) if request_ids is None else request_ids)
-            case messages.LookUpPrompt(token_ids, namespace, compare_namespaces):
-                return engine.lookup(token_ids, namespace, compare_namespaces=compare_namespaces)
-            case messages.GetStats():
-                return engine.stats()
-            case messages.DumpTree(max_nodes, namespace):
-                return engine.tree(max_nodes, namespace)
-            case messages.PreviewEviction(count):
-                return engine.eviction_preview(count)
-            case messages.TakeSnapshot(view):
-                return engine.snapshot(view)
-            case messages.TakeEvents(with_snapshot):
-                return engine.take_events(with_snapshot=with_snapshot)
-            case messages.ResetCache(namespace):
-                return engine.reset_cache(namespace)
-            case messages.GetHeld(owner):
-                return engine.held_by_hints(owner)
-            case messages.ApplyHints(hints):
-                return [engine.hint(one) for one in hints]
-            case messages.CheckCache():
-                return engine.check()
-            case messages.ClaimSessions(claims):
-                for claim in claims:
-                    engine.claim(claim.name, claim.tokens, claim.namespace)
-            case messages.CloseSession(name, successors, reopened):
-                for claim in successors:
-                    engine.claim(claim.name, claim.tokens, claim.namespace)
-                engine.close_session(name)
-                if reopened is not None:
-                    engine.claim(name, reopened.tokens, reopened.namespace)
-        return None
+        if isinstance(message, AbortRequests):
+            ids = message.request_ids
+            return self._abort(list(self._collectors) if ids is None else ids)
+        return handle_message(self._engine, message)
 
     def _add(self, message: AddRequests) -> None:
-        tickets = self._submitted.pop(message.submission)
+        collectors = self._submitted.pop(message.submission)
         try:
-            self._add_all(tickets, message)
+            self._add_all(collectors, message)
         finally:
             with self._lock:
-                self._count_unread(tickets, -1)
+                self._count_unread(collectors, -1)
                 self._note_status(is_idle=False)
 
-    def _add_all(self, tickets: Sequence[Ticket], message: AddRequests) -> None:
+    def _add_all(self, collectors: Sequence[OutputCollector], message: AddRequests) -> None:
         error: RadixServeError | None = None
         for request in message.requests:
-            if request.request_id in self._tickets:
+            if request.request_id in self._collectors:
                 error = InvalidRequest(f"request id {request.request_id!r} is in use")
         if error is not None:
-            for ticket in tickets:
-                ticket.fail(error)
+            for collector in collectors:
+                collector.fail(error)
             return
-        pairs = list(zip(tickets, message.requests, strict=True))
-        for ticket, request in pairs:  # all of them before one can fail: `_die` answers these
-            self._tickets[request.request_id] = ticket
-        for ticket, request in pairs:
-            self._engine.add(request, ticket.is_stopped)
+        pairs = list(zip(collectors, message.requests, strict=True))
+        for collector, request in pairs:  # all of them before one can fail: `_die` answers these
+            self._collectors[request.request_id] = collector
+        for collector, request in pairs:
+            self._engine.add(request, collector.is_stopped)
 
     def _note_status(self, *, is_idle: bool) -> None:
         now, stats = time.monotonic(), self._status.stats
@@ -350,15 +322,17 @@ class EngineThread:
         running, waiting, tokens = counts["running"], counts["waiting"], counts["waiting_tokens"]
         self._status = EngineStatus(True, is_idle, now, running, waiting, tokens, stats)
 
-    def _count_unread(self, tickets: Sequence[Ticket], sign: int) -> None:
-        self._num_unread[0] += sign * len(tickets)
-        self._num_unread[1] += sign * sum(len(ticket.request.token_ids) for ticket in tickets)
+    def _count_unread(self, collectors: Sequence[OutputCollector], sign: int) -> None:
+        self._num_unread[0] += sign * len(collectors)
+        self._num_unread[1] += sign * sum(
+            len(collector.request.token_ids) for collector in collectors
+        )
 
-    def _refuse(self, tickets: Sequence[Ticket]) -> None:
+    def _refuse(self, collectors: Sequence[OutputCollector]) -> None:
         """The thread has ended, or is about to."""
         assert self._death is not None
-        for ticket in tickets:
-            ticket.fail(fresh(self._death))
+        for collector in collectors:
+            collector.fail(fresh(self._death))
 
     def _abort(self, request_ids: Sequence[str]) -> int:
         outputs = [self._engine.abort(request_id) for request_id in request_ids]
@@ -368,20 +342,22 @@ class EngineThread:
         return sum(output is not None for output in outputs)
 
     def _deliver(self, output: RequestOutput) -> None:
-        ticket = self._tickets[output.request_id]
+        collector = self._collectors[output.request_id]
         try:
-            must_stop = ticket.push(output)
+            must_stop = collector.push(output)
         except Exception as error:  # its text cannot be made: only this request suffers
             _log.exception("request %s failed", output.request_id)
-            ticket.fail(request_failed(f"the request's text could not be made: {error!r}", error))
+            collector.fail(
+                request_failed(f"the request's text could not be made: {error!r}", error)
+            )
             self._engine.abort(output.request_id)
-            del self._tickets[output.request_id]
+            del self._collectors[output.request_id]
             return
         if output.finish is not None:
-            del self._tickets[output.request_id]
+            del self._collectors[output.request_id]
             if self._recorder is not None:
-                done = ticket.request, ticket.token_ids, output.finish
-                self._recorder.record(*done, arrived_at=ticket.made_at)
+                done = collector.request, collector.token_ids, output.finish
+                self._recorder.record(*done, arrived_at=collector.made_at)
         elif must_stop:
             last = self._engine.finish(output.request_id, "stop")
             if last is not None:

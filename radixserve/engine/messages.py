@@ -27,7 +27,7 @@ class Message(Generic[Answer]):
 class AddRequests(Message[None]):
     """Queue requests so that they arrive together: all of them or, after an error, none."""
 
-    submission: int  # names the caller's tickets; an id of a request may be used again
+    submission: int  # names the caller's collectors; an id of a request may be used again
     requests: tuple[Request, ...]
 
 

@@ -2,7 +2,7 @@
 
 The state is a function of the answer's tokens: `sync` brings a matcher to any answer, by consuming
 what is new and rolling back what is gone. So preempted requests, beams that take another's place
-and tokens that were drawn for nothing need no bookkeeping elsewhere.
+and tokens that were sampled for nothing need no bookkeeping elsewhere.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class PendingMasks:
         self._batch: MaskBatch = _workers().start([partial(_compute, *one) for one in work])
 
     def get(self) -> Bitmask:
-        """[n, words] int32: bit t % 32 of word t // 32 says whether token t may be drawn."""
+        """[n, words] int32: bit t % 32 of word t // 32 says whether token t may be sampled."""
         slow = self._batch.finish()
         rows = self._rows
         if slow:

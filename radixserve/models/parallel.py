@@ -30,7 +30,7 @@ class TPGroup(Protocol):
     The tensor calls may be part of a CUDA graph; their results are equal in every rank to the bit.
     """
 
-    rank: int  # 0 draws the tokens
+    rank: int  # 0 samples the tokens
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class _Run:
                 self._admitted.setdefault(int(row.request_id))
                 self._ledger.note(int(row.request_id), row.start, row.end)
             clock.now += self._serving.step.seconds(schedule)
-            drawn = ModelRunnerOutput(tuple(self._draw(row) for row in schedule.rows), {})
-            for output in scheduler.update(schedule, drawn):
+            sampled = ModelRunnerOutput(tuple(self._sample_rows(row) for row in schedule.rows), {})
+            for output in scheduler.update(schedule, sampled):
                 self._note_output(output)
 
     def result(self, seconds: float) -> ScheduledResult:
@@ -158,7 +158,7 @@ class _Run:
             )
         )
 
-    def _draw(self, row: ScheduledRequest) -> SampleOutput | None:
+    def _sample_rows(self, row: ScheduledRequest) -> SampleOutput | None:
         """The recorded token of a row, and token 0 after them."""
         if row.sample is None:
             return None

@@ -77,7 +77,7 @@ class TokenIndex:
         """Its events count from the next snapshot on: some are missing, or none has come."""
         return self._holders[replica].cursor.is_lost
 
-    def stands_at(self, replica: str) -> int:
+    def next_event(self, replica: str) -> int:
         """The number of its next event."""
         return self._holders[replica].cursor.end
 

@@ -37,7 +37,7 @@ class CpuModelRunner(SingleDeviceRunner):
         parts = load_on_device(model_path, config, torch.device("cpu"), tp_group)
         super().__init__(parts, config)
         self._window_table: WindowTable | None = None
-        self._draws = tp_group is None or tp_group.rank == 0
+        self._is_sampling = tp_group is None or tp_group.rank == 0
         self.num_states = choose_num_states(config, self.info)
         size = self._pool_size(parts.backend_name, tp_group)
         self.pool = KVPool(self.info, size, config.page_size, self._device)
@@ -63,7 +63,7 @@ class CpuModelRunner(SingleDeviceRunner):
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        """Copy page prefixes, run every row through the model in one forward, draw the tokens.
+        """Copy page prefixes, run every row through the model in one forward, sample the tokens.
 
         Where it raises ValueError the page prefixes and states were copied.
         """
@@ -90,9 +90,8 @@ class CpuModelRunner(SingleDeviceRunner):
         begun = begin_masks(specs, self.info.vocab_size)
         logits = self.model.forward(batch, self.backend)  # [S, V]
         computed = time.perf_counter()
-        outputs = (
-            _sample_rows(logits, inputs, begun) if self._draws else (None,) * len(schedule.rows)
-        )
+        num_rows = len(schedule.rows)
+        outputs = _sample_rows(logits, inputs, begun) if self._is_sampling else (None,) * num_rows
         seconds = {
             "prepare": prepared - began,
             "forward": computed - prepared,
@@ -114,15 +113,15 @@ def _sample_rows(
         outputs = sample(logits, specs, begun)
         if len(outputs) == len(rows):
             return tuple(outputs)
-        drawn = iter(outputs)
-        return tuple(None if row.sample is None else next(drawn) for row in rows)
+        sampled = iter(outputs)
+        return tuple(None if row.sample is None else next(sampled) for row in rows)
     first, counts = inputs.logit_ranges()
     last = (first + counts - 1).tolist()
     sources = [at for at, row in zip(last, rows, strict=True) if row.sample is not None]
-    drawn = iter(sample(logits[sources], specs, begun))
+    sampled = iter(sample(logits[sources], specs, begun))
     answers: list[SampleOutput | None] = []
     for row, begin in zip(rows, first.tolist(), strict=True):
-        output = None if row.sample is None else next(drawn)
+        output = None if row.sample is None else next(sampled)
         if row.logprob_targets is not None:
             targets = row.logprob_targets
             scored = score(logits[begin : begin + len(targets)], targets, row.num_top_logprobs)

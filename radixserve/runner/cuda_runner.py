@@ -59,7 +59,7 @@ GRAPH_PAGES = 1 << 24  # page ids of a decode step's rows, shared ones once a ro
 
 @dataclass(frozen=True, slots=True)
 class DeferredSample:
-    """Draws that are not queued yet: masks may need tokens that the host does not know."""
+    """Sampling that is not queued yet: masks may need tokens that the host does not know."""
 
     plan: SamplePlan
     logits: Tensor
@@ -71,7 +71,7 @@ class DeferredSample:
 class PendingStep:
     """A queued step. Collect it once."""
 
-    sample: PendingSample | None  # None: nothing is drawn here, or not yet
+    sample: PendingSample | None  # None: nothing is sampled here, or not yet
     num_outputs: int
     deferred: DeferredSample | None = None  # queued when the step before is collected
     error: Exception | None = None  # of queueing that: `collect` raises it
@@ -107,13 +107,13 @@ class CudaModelRunner(SingleDeviceRunner):
                 to_load = replace(config, attention_backend="triton")
         parts = load_on_device(model_path, to_load, device, tp_group)
         super().__init__(parts, config)
-        self._tp_group, self._draws = tp_group, tp_group is None or tp_group.rank == 0
+        self._tp_group, self._samples = tp_group, tp_group is None or tp_group.rank == 0
         self._queue = DeviceQueue(device) if queue is None else queue
         self._graphs = DecodeGraphs()
         self._piecewise: PiecewiseGraphs | None = None
         self._tokens = torch.zeros(0, dtype=torch.int64, device=device)  # of the last step
         self._is_known = np.zeros(0, bool)  # which of them the device has
-        self._deferred: PendingStep | None = None  # the last step, while its draws are not queued
+        self._deferred: PendingStep | None = None  # the last step, while its sampling is not queued
         with self._queue.active():
             self._start(parts.backend_name)
         self._describe(self._graphs.sizes, max(self._piecewise.sizes) if self._piecewise else 0)
@@ -122,7 +122,7 @@ class CudaModelRunner(SingleDeviceRunner):
 
     @torch.inference_mode()
     def launch(self, schedule: SchedulerOutput) -> PendingStep:
-        """Queue a step: page prefixes are copied, all rows go through the model, tokens are drawn.
+        """Queue a step: page prefixes are copied, rows go through the model, tokens are sampled.
 
         A row's `future_index` means an output of the schedule launched before. Raises EngineDead,
         as `collect` does, once the device is out of order.
@@ -142,8 +142,8 @@ class CudaModelRunner(SingleDeviceRunner):
 
     @torch.inference_mode()
     def collect(self, pending: PendingStep) -> ModelRunnerOutput:
-        """Wait for a launched step and read what it drew; then queue the draws of the step after it
-        that wait for these tokens."""
+        """Wait for a launched step and read what it sampled; then queue the sampling that
+        waits for these tokens."""
         with self._queue.active(), self._checked():
             if pending is self._deferred:
                 self._sample_deferred(None)
@@ -181,9 +181,9 @@ class CudaModelRunner(SingleDeviceRunner):
         if graph is not None:
             inputs = inputs.padded(graph.num_rows)
         future = inputs.future_tokens()
-        assert self._is_known[future[1]].all(), "a token was drawn on the host"
+        assert self._is_known[future[1]].all(), "a token was sampled on the host"
         plan = None
-        if self._draws:
+        if self._samples:
             plan = plan_samples(inputs, self.info.vocab_size)
         extra = {} if plan is None else self._sampler.plan(plan, schedule.rows)
         masks = None
@@ -218,7 +218,7 @@ class CudaModelRunner(SingleDeviceRunner):
             if plan.awaits_tokens:
                 pending.deferred, self._deferred = deferred, pending
             else:
-                pending.sample = self._queue_draws(deferred, masks)
+                pending.sample = self._queue_sampling(deferred, masks)
         pending.seconds["prepare"] = prepared - began
         pending.seconds["forward"] = computed - prepared
         pending.seconds["sample"] = time.perf_counter() - computed
@@ -239,7 +239,7 @@ class CudaModelRunner(SingleDeviceRunner):
         return PendingStep(None, num_rows)
 
     def _sample_deferred(self, previous: Sequence[SampleOutput | None] | None) -> None:
-        """Queue the draws that were left, if there are any. previous: the outputs of the step
+        """Queue the sampling that was left, if any was. previous: the outputs of the step
         before; None where it failed, and its requests with it."""
         pending, self._deferred = self._deferred, None
         if pending is not None:
@@ -247,18 +247,18 @@ class CudaModelRunner(SingleDeviceRunner):
             began = time.perf_counter()
             try:
                 masks = begin_device_masks(pending.deferred.plan, self.info.vocab_size, previous)
-                pending.sample = self._queue_draws(pending.deferred, masks)
+                pending.sample = self._queue_sampling(pending.deferred, masks)
             except Exception as error:  # of that step, not of the one that is collected now
                 pending.error = error
                 self._is_known = np.zeros(pending.num_outputs, bool)
             pending.deferred = None
             pending.seconds["sample"] += time.perf_counter() - began
 
-    def _queue_draws(self, draws: DeferredSample, masks: StepMasks | None) -> PendingSample:
-        plan = draws.plan
+    def _queue_sampling(self, deferred: DeferredSample, masks: StepMasks | None) -> PendingSample:
+        plan = deferred.plan
         sample = self._sampler.launch(
-            *(draws.logits, plan, draws.device_tensors, self._tokens),
-            in_graph_buffer=draws.in_graph_buffer,
+            *(deferred.logits, plan, deferred.device_tensors, self._tokens),
+            in_graph_buffer=deferred.in_graph_buffer,
             masks=None if masks is None else masks.get(),
         )
         self._tokens = sample.tokens

@@ -140,8 +140,8 @@ class BatchUploader:
         if num_in_order:
             tensors["input_ids"][:num_in_order].copy_(previous[:num_in_order])
         elif len(future[0]):
-            drawn = previous.index_select(0, tensors["future_outputs"])
-            tensors["input_ids"].index_copy_(0, tensors["future_places"], drawn)
+            sampled = previous.index_select(0, tensors["future_outputs"])
+            tensors["input_ids"].index_copy_(0, tensors["future_places"], sampled)
         return self._forward_batch(batch, tensors), tensors
 
     def upload_padding(self, num_rows: int) -> ForwardBatch:

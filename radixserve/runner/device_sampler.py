@@ -1,6 +1,6 @@
 """From logits to tokens on the device, without waiting for them: `launch`, then `collect`.
 
-Draws what sampler.py draws. The tokens stay on the device too, where the next step can take them
+Samples as sampler.py does. The tokens stay on the device too, where the next step can take them
 before the host has seen them.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.runner.grammar_masks import GrammarMasks
-from radixserve.runner.logit_changes import add_bias, forbid
+from radixserve.runner.logits_processing import add_bias, forbid
 from radixserve.runner.sample_plan import SamplePlan
 from radixserve.runner.sampler import sample, score_tensors, scored_output, with_scores
 from radixserve.runner.token_counts import TokenCounts
@@ -26,19 +26,19 @@ from radixserve.schedule import SampleOutput, ScheduledRequest, new_tuple
 from radixserve_kernels import gpu_ops
 
 _PLAIN = SampleOutput(0, None, ())[1:]
-_BROKEN = SampleOutput(-1, None, (), "no token can be drawn: the best logit is not finite")
+_BROKEN = SampleOutput(-1, None, (), "no token can be sampled: the best logit is not finite")
 _Top = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PendingSample:
-    """One step's queued draws and scores."""
+    """A step's queued sampling and scoring."""
 
     plan: SamplePlan
-    tokens: Tensor  # [num_outputs] int64 on the device, 0 where the host draws or none can be drawn
-    transfer: PendingD2H  # drawn tokens; log-probabilities; then each scoring's
-    logits: Tensor | None  # [S, V] of the step, kept for the draws on the host
-    masks: GrammarMasks | None  # of the draws with a grammar
+    tokens: Tensor  # [num_outputs] int64 on the device, 0 where the host samples or none is
+    transfer: PendingD2H  # sampled tokens; log-probabilities; then each scoring's
+    logits: Tensor | None  # [S, V] of the step, kept for the rows sampled on the host
+    masks: GrammarMasks | None  # of the rows with a grammar
 
 
 class DeviceSampler:
@@ -66,21 +66,22 @@ class DeviceSampler:
         in_graph_buffer: bool,
         masks: GrammarMasks | None = None,
     ) -> PendingSample:
-        """Queue all draws. logits [S, V] float32; in_graph_buffer: the next step overwrites them.
+        """Queue all rows. logits [S, V] float32; in_graph_buffer: the next step overwrites them.
 
         tensors: the arrays of `self.plan` on the device. previous [n] int64: the tokens that the
-        previous step drew, by output. masks: of the draws with a grammar.
+        previous step sampled, by output. masks: of the rows with a grammar.
         """
-        drawn_from = logits[: plan.num_drawn]
+        sampled_logits = logits[: plan.num_sampled]
         if not plan.is_whole:
-            drawn_from = logits.index_select(0, tensors["draw_rows"])
-        changed = self._penalize(add_bias(drawn_from, tensors), plan, tensors, previous)
+            sampled_logits = logits.index_select(0, tensors["sampled_rows"])
+        changed = self._penalize(add_bias(sampled_logits, tensors), plan, tensors, previous)
         changed = forbid(changed, tensors, previous)
         if masks is not None:
-            changed = self._mask(changed if changed is not drawn_from else changed.clone(), masks)
-        token_ids, is_finite = _draw(changed, tensors)
+            own = changed.clone() if changed is sampled_logits else changed
+            changed = self._mask(own, masks)
+        token_ids, is_finite = _sample_rows(changed, tensors)
         if plan.penalized:
-            penalized = token_ids.index_select(0, tensors["penalty_draws"])
+            penalized = token_ids.index_select(0, tensors["penalized_rows"])
             self._counts.add(penalized, tensors["penalty_slots"])
         tokens = token_ids
         if plan.has_gaps:
@@ -88,7 +89,7 @@ class DeviceSampler:
             tokens.index_copy_(0, tensors["outputs"], token_ids)
         results = [torch.where(is_finite, token_ids, self._no_token)]
         if len(plan.wants_logprobs):
-            results += _logprobs(drawn_from, token_ids, plan, tensors)
+            results += _logprobs(sampled_logits, token_ids, plan, tensors)
         results += _scores(logits, plan, tensors)
         kept = None
         if plan.host_sampled:
@@ -100,13 +101,13 @@ class DeviceSampler:
         plan, transfer = pending.plan, pending.transfer
         transfer.event.wait()
         arrays = iter(transfer.arrays)
-        drawn = _read_draws(plan, arrays)
+        sampled = _read_samples(plan, arrays)
         if pending.masks is not None:
-            pending.masks.note_outputs(drawn)
-        outputs: list[SampleOutput | None] = list(drawn)
+            pending.masks.note_outputs(sampled)
+        outputs: list[SampleOutput | None] = list(sampled)
         if plan.has_gaps:
             outputs = [None] * plan.num_outputs
-            for at, output in zip(plan.outputs.tolist(), drawn, strict=True):
+            for at, output in zip(plan.outputs.tolist(), sampled, strict=True):
                 outputs[at] = output
         if pending.logits is not None:
             _sample_on_host(plan, pending.logits, outputs)
@@ -118,7 +119,7 @@ class DeviceSampler:
         return tuple(outputs)
 
     def _mask(self, logits: Tensor, masks: GrammarMasks) -> Tensor:
-        """Logits [n, V] of the draws, changed in place."""
+        """Logits [n, V] of the sampled rows, changed in place."""
         rows = np.array(masks.rows, np.int64)
         arrays: dict[str, NDArray[Any]] = {"bitmask": masks.bitmask, "rows": rows}
         sent = self._bitmasks.send(arrays)
@@ -128,17 +129,17 @@ class DeviceSampler:
     def _penalize(
         self, logits: Tensor, plan: SamplePlan, tensors: dict[str, Tensor], previous: Tensor
     ) -> Tensor:
-        """Logits [n, V] of the draws, after penalties; a copy if there are any."""
+        """Logits [n, V] of the sampled rows, after penalties; a copy if there are any."""
         if not plan.penalized:
             return logits
-        if len(plan.penalized) == plan.num_drawn:
+        if len(plan.penalized) == plan.num_sampled:
             return self._counts.apply(logits, tensors, previous)
-        draws = tensors["penalty_draws"]
-        changed = self._counts.apply(logits.index_select(0, draws), tensors, previous)
-        return logits.index_copy(0, draws, changed)
+        rows = tensors["penalized_rows"]
+        changed = self._counts.apply(logits.index_select(0, rows), tensors, previous)
+        return logits.index_copy(0, rows, changed)
 
 
-def _draw(logits: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _sample_rows(logits: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Token ids [n] int64, 0 where the best logit is not finite, and whether it is [n] bool."""
     if "temperature" not in tensors:
         return gpu_ops.argmax(logits)
@@ -158,10 +159,10 @@ def _draw(logits: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _logprobs(
     logits: Tensor, token_ids: Tensor, plan: SamplePlan, tensors: dict[str, Tensor]
 ) -> list[Tensor]:
-    """Logprobs of the draws that request them: own [m], best [m, K] and their ids."""
-    draws = tensors["logprob_draws"]
-    logprobs = logits.index_select(0, draws).log_softmax(-1)
-    own = logprobs.gather(1, token_ids.index_select(0, draws)[:, None])[:, 0]
+    """Logprobs of the rows that request them: own [m], best [m, K] and their ids."""
+    rows = tensors["logprob_rows"]
+    logprobs = logits.index_select(0, rows).log_softmax(-1)
+    own = logprobs.gather(1, token_ids.index_select(0, rows)[:, None])[:, 0]
     most = int(plan.num_top_logprobs.max())
     return [own, *logprobs.topk(most, -1)] if most else [own]
 
@@ -179,8 +180,8 @@ def _scores(logits: Tensor, plan: SamplePlan, tensors: dict[str, Tensor]) -> lis
     return found
 
 
-def _read_draws(plan: SamplePlan, arrays: Iterator[NDArray[Any]]) -> list[SampleOutput]:
-    """The device draws, in their order."""
+def _read_samples(plan: SamplePlan, arrays: Iterator[NDArray[Any]]) -> list[SampleOutput]:
+    """The outputs of the rows sampled on the device, in their order."""
     token_ids = next(arrays)
     values = zip(token_ids.tolist(), *map(itertools.repeat, _PLAIN), strict=False)
     outputs = [new_tuple(SampleOutput, one) for one in values]
@@ -203,8 +204,7 @@ def _read_draws(plan: SamplePlan, arrays: Iterator[NDArray[Any]]) -> list[Sample
 
 
 def _sample_on_host(plan: SamplePlan, logits: Tensor, outputs: list[SampleOutput | None]) -> None:
-    places = torch.tensor([draw.logit for draw in plan.host_sampled], device=logits.device)
-    specs = [draw.spec for draw in plan.host_sampled]
-    drawn = sample(logits.index_select(0, places), specs)
-    for draw, output in zip(plan.host_sampled, drawn, strict=True):
-        outputs[draw.output] = output
+    places = torch.tensor([row.logit for row in plan.host_sampled], device=logits.device)
+    sampled = sample(logits.index_select(0, places), [row.spec for row in plan.host_sampled])
+    for row, output in zip(plan.host_sampled, sampled, strict=True):
+        outputs[row.output] = output

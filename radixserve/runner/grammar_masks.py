@@ -1,7 +1,7 @@
 """What the grammars of a step's answers allow: bitmasks, made on the host while the step runs.
 
-The sampler alone moves the matchers: before a draw to the tokens that the answer has, after it to
-the token that was drawn.
+The sampler alone moves the matchers: before a row is sampled to the tokens that the answer
+has, after it to the sampled token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from radixserve_kernels.cpu_library import is_loaded
 class GrammarMasks:
     """Grammars and masks of the rows that have one."""
 
-    rows: tuple[int, ...]  # [m] their indices among the step's draws
+    rows: tuple[int, ...]  # [m] their indices among the step's sampled rows
     matchers: tuple[GrammarMatcher, ...]  # [m]
-    bitmask: Bitmask  # [m, words] bit t % 32 of word t // 32: token t may be drawn
+    bitmask: Bitmask  # [m, words] bit t % 32 of word t // 32: token t may be sampled
 
     def select(self, rows: Sequence[int]) -> GrammarMasks:
-        """The masks of the draws `rows`, which are renumbered 0, 1, 2 ..."""
+        """The masks of `rows`, which are renumbered 0, 1, 2 ..."""
         place = {row: at for at, row in enumerate(self.rows)}
         kept = [(at, place[row]) for at, row in enumerate(rows) if row in place]
         picked = [one for _, one in kept]
@@ -38,7 +38,7 @@ class GrammarMasks:
         return GrammarMasks(tuple(at for at, _ in kept), matchers, self.bitmask[picked])
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Logits [S, V] with what may not be drawn at -inf; a copy."""
+        """Logits [S, V] with what may not be sampled at -inf; a copy."""
         if not self.rows:
             return logits
         if logits.is_cpu and is_loaded():
@@ -50,24 +50,25 @@ class GrammarMasks:
         return some if len(some) == len(logits) else logits.index_copy(0, index, some)
 
     def best_tokens(self, logits: Tensor) -> tuple[list[int], int]:
-        """`cpu_ops.argmax` of logits [S, V] among what may be drawn; -1 where that is nothing."""
+        """`cpu_ops.argmax` of logits [S, V] among what may be sampled; -1 where that is nothing."""
         return cpu_ops.argmax_allowed(logits, self.bitmask, self._mask_of(len(logits)))
 
-    def draw(
+    def sample(
         self, logits: Tensor, temperature: NDArray[np.float32], uniform: NDArray[np.float64]
     ) -> tuple[list[int], int]:
-        """`cpu_ops.draw` of logits [S, V] among what may be drawn."""
-        return cpu_ops.draw(logits, self.bitmask, self._mask_of(len(logits)), temperature, uniform)
+        """`cpu_ops.sample` of logits [S, V] among what may be sampled."""
+        mask_of = self._mask_of(len(logits))
+        return cpu_ops.sample(logits, self.bitmask, mask_of, temperature, uniform)
 
     def _mask_of(self, num_rows: int) -> NDArray[np.int64]:
-        """[S] the place of each draw's mask, -1 for none."""
+        """[S] the place of each row's mask, -1 for none."""
         mask_of = np.full(num_rows, -1, np.int64)
         mask_of[list(self.rows)] = range(len(self.rows))
         return mask_of
 
     def note_outputs(self, outputs: list[SampleOutput]) -> None:
-        """Move the matchers to what was drawn; an answer that is at its end says so, one that
-        cannot go on has an error. Beams, which draw later, stay where they are."""
+        """Move the matchers to what was sampled; an answer that is at its end says so, one that
+        cannot go on has an error. Beams, which sample later, stay where they are."""
         for row, matcher in zip(self.rows, self.matchers, strict=True):
             output = outputs[row]
             if matcher.error is not None:
@@ -80,7 +81,7 @@ class GrammarMasks:
 
 
 class StepMasks:
-    """The masks of a step's draws, begun before its forward pass or while it runs."""
+    """The masks of a step's sampled rows, begun before its forward pass or while it runs."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class StepMasks:
         vocab_size: int,
         last_tokens: Mapping[int, int] | None = None,
     ) -> None:
-        """specs: of the draws, in their order. last_tokens: the last token of those that a step in
-        flight drew, by the draw's index; a draw that is missing there has no mask, as its request
+        """specs: of the sampled rows, in their order. last_tokens: by row the last token of those
+        that a step in flight sampled; a row that is missing there has no mask, as its request
         has ended."""
         rows: list[int] = []
         matchers: list[GrammarMatcher] = []
@@ -99,7 +100,7 @@ class StepMasks:
                 continue
             answer = spec.token_ids[spec.num_prompt :]
             if spec.num_placeholders:
-                assert last_tokens is not None, "a step in flight draws the token before"
+                assert last_tokens is not None, "a step in flight samples the token before"
                 if row not in last_tokens:
                     continue
                 answer = np.append(answer, np.int32(last_tokens[row]))

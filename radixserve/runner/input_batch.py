@@ -207,7 +207,7 @@ def build_forward_batch(
 
 
 def num_logits(requests: Sequence[ScheduledRequest]) -> IndexArray:
-    """[R] after how many of each row's last tokens a token is drawn or scored."""
+    """[R] after how many of each row's last tokens a token is sampled or scored."""
     return np.array(
         [
             (row.sample is not None)

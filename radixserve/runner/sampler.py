@@ -17,22 +17,22 @@ from torch import Tensor
 
 from radixserve.arrays import IntArray
 from radixserve.request import SamplingParams
-from radixserve.runner.grammar_masks import GrammarMasks, StepMasks, begin_masks
-from radixserve.runner.logit_changes import change_logits, column, run_processors
-from radixserve.runner.plain_draws import (
-    best_of_all,
+from radixserve.runner.cpu_sampler import (
     broken_output,
-    draw_plainly,
-    draws_plainly,
-    uniform_numbers,
+    is_temperature_only,
+    sample_greedy,
+    sample_temperature_only,
 )
+from radixserve.runner.grammar_masks import GrammarMasks, StepMasks, begin_masks
+from radixserve.runner.logits_processing import column, process_logits, run_processors
+from radixserve.runner.random_stream import uniform_numbers
 from radixserve.schedule import Candidates, SampleOutput, SampleSpec
 from radixserve_kernels.cpu_library import is_loaded
 
 TOP_P_CANDIDATES = 512  # sorted first for top_p; more of them only where they fall short
 SCORED_AT_ONCE = 512  # rows of logits
-DRAWN_AT_ONCE = 1 << 19  # logits on the CPU: what is made of them stays in its caches
-BLOCK = 256  # tokens whose probabilities are summed first when a token is drawn
+SAMPLED_AT_ONCE = 1 << 19  # logits on the CPU: what is made of them stays in its caches
+BLOCK = 256  # tokens whose probabilities are summed first when a token is sampled
 BEST_BLOCK = 64  # tokens whose largest value is taken first when the best ones are listed
 
 SampleFunction = Callable[[Tensor, Sequence[SampleSpec], GrammarMasks | None], list[SampleOutput]]
@@ -45,17 +45,17 @@ _NUM_CANDIDATES, _MATCHER = attrgetter("num_candidates"), attrgetter("matcher")
 def sample(
     logits: Tensor, specs: Sequence[SampleSpec], begun: StepMasks | None = None
 ) -> list[SampleOutput]:
-    """SampleFunction one token a row, or list the best ones where they are asked for (of a beam).
+    """Sample one token a row, or list the best ones where they are asked for (of a beam).
 
-    logits [S, V] float32, row r for specs[r]; left unchanged. Order: what logit_changes.py does,
-    temperature, min_p, top_k, top_p, draw. Log-probabilities are those of `logits` themselves. A
-    row without a finite best logit gets an error instead of a token; the others are not touched.
+    logits [S, V] float32, row r for specs[r]; left unchanged. Order: logits_processing.py, then
+    temperature, min_p, top_k, top_p, the sampling. Log-probabilities are those of `logits`.
+    A row without a finite best logit gets an error instead of a token; others are not touched.
     begun: the masks of the specs' grammars, where they are being computed already.
     """
     if not specs:
         return []
     if logits.is_cpu and are_greedy_only(specs):
-        return best_of_all(logits)
+        return sample_greedy(logits)
     if begun is None:
         begun = begin_masks(specs, logits.shape[1])
     masks = None if begun is None else begun.get()
@@ -72,52 +72,52 @@ def _sample(
     is_native = logits.is_cpu and is_loaded()
     kinds: dict[SampleFunction, list[int]] = {}
     for row, spec in enumerate(specs):
-        draw: SampleFunction = best_candidates if spec.num_candidates else _draw_in_parts
-        if is_native and draws_plainly(spec):
-            draw = draw_plainly
-        kinds.setdefault(draw, []).append(row)
+        function: SampleFunction = best_candidates if spec.num_candidates else _sample_in_parts
+        if is_native and is_temperature_only(spec):
+            function = sample_temperature_only
+        kinds.setdefault(function, []).append(row)
     if len(kinds) == 1:
         return next(iter(kinds))(logits, specs, masks)
     outputs = [SampleOutput(-1, None, ())] * len(specs)
-    for draw, rows in kinds.items():
+    for function, rows in kinds.items():
         index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
         own = None if masks is None else masks.select(rows)
-        drawn = draw(logits.index_select(0, index), [specs[row] for row in rows], own)
-        for row, output in zip(rows, drawn, strict=True):
+        sampled = function(logits.index_select(0, index), [specs[row] for row in rows], own)
+        for row, output in zip(rows, sampled, strict=True):
             outputs[row] = output
     return outputs
 
 
-def _draw_in_parts(
+def _sample_in_parts(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
 ) -> list[SampleOutput]:
     outputs: list[SampleOutput] = []
-    num_rows = max(1, DRAWN_AT_ONCE // logits.shape[1]) if logits.is_cpu else len(specs)
+    num_rows = max(1, SAMPLED_AT_ONCE // logits.shape[1]) if logits.is_cpu else len(specs)
     for first in range(0, len(specs), num_rows):
         rows = slice(first, first + num_rows)
         own = None if masks is None else masks.select(range(len(specs))[rows])
-        outputs += _draw(logits[rows], specs[rows], own)
+        outputs += _sample_rows(logits[rows], specs[rows], own)
     return outputs
 
 
-def _draw(
+def _sample_rows(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
 ) -> list[SampleOutput]:
     processed, failed = run_processors(logits, specs)
-    changed = change_logits(processed, specs, masks)
+    changed = process_logits(processed, specs, masks)
     best = changed.amax(-1)  # [S] NaN where any logit is
     broken = (~best.isfinite()).nonzero()[:, 0].tolist()
-    if broken:  # nothing can be drawn there, and nothing there may disturb the other rows
+    if broken:  # nothing can be sampled there, and nothing there may disturb the other rows
         changed = changed.index_fill(0, torch.tensor(broken, device=logits.device), 0.0)
     rows = [row for row, spec in enumerate(specs) if not spec.params.is_greedy]
     if len(rows) == len(specs):
-        token_ids = draw_tokens(changed, specs)  # [S]
+        token_ids = sample_tokens(changed, specs)  # [S]
     else:
         token_ids = changed.argmax(-1)
         if rows:
             index = torch.tensor(rows, device=logits.device)
-            drawn = draw_tokens(changed.index_select(0, index), [specs[row] for row in rows])
-            token_ids.index_copy_(0, index, drawn)
+            sampled = sample_tokens(changed.index_select(0, index), [specs[row] for row in rows])
+            token_ids.index_copy_(0, index, sampled)
     outputs = _outputs(logits, token_ids, specs)
     for row in broken:
         outputs[row] = broken_output(float(best[row]))
@@ -169,7 +169,7 @@ def scored_output(
 
 
 def with_scores(output: SampleOutput | None, scored: SampleOutput) -> SampleOutput:
-    """The output of a row that was drawn from (or not, None) and scored."""
+    """The output of a row that was sampled from (or not, None) and scored."""
     if output is None or scored.error is not None:
         return scored
     return output._replace(scores=scored.scores, top_scores=scored.top_scores)
@@ -197,7 +197,7 @@ def best_candidates(
     norm = logits.logsumexp(-1, keepdim=True)  # [S, 1]
     num_best = min(max(spec.num_candidates for spec in specs), logits.shape[1])
     if any(spec.banned_ids or spec.params.changes_logits for spec in specs):
-        changed = change_logits(logits - norm, specs, masks)
+        changed = process_logits(logits - norm, specs, masks)
         scores, token_ids = best_tokens(changed, num_best)
         own = logits.gather(1, token_ids) - norm
     else:  # the best logits are the best tokens
@@ -255,11 +255,11 @@ def _top_logprobs(
     }
 
 
-def draw_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Temperature, filters and one draw a row: logits [S, V] -> token ids [S] int64.
+def sample_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+    """Temperature, filters and one token a row: logits [S, V] -> token ids [S] int64.
 
-    The draw inverts the cumulative distribution in the order of the vocabulary, so that tokens of
-    nearly equal probability never trade places.
+    The sampling inverts the cumulative distribution in the order of the vocabulary, so that tokens
+    of nearly equal probability never trade places.
     """
     params = [spec.params for spec in specs]
     temperature = column(params, lambda p: p.temperature, logits)[:, None]

@@ -13,26 +13,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from radixserve.runner.sample_plan import Draw
+from radixserve.runner.sample_plan import SampledRow
 from radixserve.schedule import ScheduledRequest
 
 
 class TokenCounts:
-    """Per slot (`req_pool_idx`) and token id: whether the prompt has it, how often it was drawn.
+    """Per slot (`req_pool_idx`) and token id: whether the prompt has it, how often it was sampled.
 
-    5 bytes a slot and token id, allocated when a request with a penalty first draws. A slot is
+    5 bytes a slot and token id, allocated when a request with a penalty first samples. A slot is
     filled from `SampleSpec.token_ids` when another request takes it; after that every token that
-    the device draws is added there.
+    the device samples is added there.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._num_slots, self._vocab_size, self._device = num_slots, vocab_size, device
         self._in_prompt = torch.empty(0)  # [num_slots, V] bool
-        self._num_drawn = torch.empty(0)  # [num_slots, V] int32
+        self._num_sampled = torch.empty(0)  # [num_slots, V] int32
         self._counted: dict[int, tuple[str, int]] = {}  # by slot: request, number of its tokens
 
     def plan(
-        self, requests: Sequence[ScheduledRequest], penalized: Sequence[Draw]
+        self, requests: Sequence[ScheduledRequest], penalized: Sequence[SampledRow]
     ) -> dict[str, NDArray[Any]]:
         """Arrays for `apply`, to fill the slots that do not hold their request; for every step.
 
@@ -42,65 +42,65 @@ class TokenCounts:
             for row in requests:
                 if not row.first_new_page:
                     self._counted.pop(row.req_pool_idx, None)
-        stale, prompts, drawn, future = [], [], [], []
-        for draw in penalized:
-            slot, spec = draw.request.req_pool_idx, draw.spec
-            known = draw.request.request_id, len(spec.token_ids) + spec.num_placeholders
+        stale, prompts, sampled, future = [], [], [], []
+        for sampled_row in penalized:
+            slot, spec = sampled_row.request.req_pool_idx, sampled_row.spec
+            known = sampled_row.request.request_id, len(spec.token_ids) + spec.num_placeholders
             if self._counted.get(slot) != known:
                 first = slot * self._vocab_size
                 ids = spec.token_ids.astype(np.int64) + first
                 stale.append(slot)
                 prompts.append(ids[: spec.num_prompt])
-                drawn.append(ids[spec.num_prompt :])
+                sampled.append(ids[spec.num_prompt :])
                 if spec.num_placeholders:
                     assert spec.num_placeholders == 1, "more than one step is in flight"
-                    future.append((first, draw.request.future_index))
+                    future.append((first, sampled_row.request.future_index))
             self._counted[slot] = known[0], known[1] + 1
         if not stale:
             return {}
         arrays: dict[str, NDArray[Any]] = {
             "stale_slots": np.array(stale, np.int64),
             "prompt_places": np.concatenate(prompts),
-            "drawn_places": np.concatenate(drawn),
+            "sampled_places": np.concatenate(sampled),
         }
         if future:
             arrays["counted_first"], arrays["counted_outputs"] = np.array(future, np.int64).T
         return arrays
 
     def apply(self, logits: Tensor, tensors: dict[str, Tensor], previous: Tensor) -> Tensor:
-        """Logits [m, V] of the draws with penalties, as `apply_penalties` changes them.
+        """Logits [m, V] of the rows with penalties, as `apply_penalties` changes them.
 
         tensors: the arrays of `plan` and of `SamplePlan` on the device. previous: the tokens that
-        the previous step drew, by output.
+        the previous step sampled, by output.
         """
         if "stale_slots" in tensors:
             self._fill(tensors, previous)
         slots = tensors["penalty_slots"]
-        num_drawn = self._num_drawn.index_select(0, slots)
-        is_seen = self._in_prompt.index_select(0, slots) | (num_drawn > 0)
+        num_sampled = self._num_sampled.index_select(0, slots)
+        is_seen = self._in_prompt.index_select(0, slots) | (num_sampled > 0)
         repetition = tensors["repetition"][:, None]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(is_seen, repeated, logits)
-        logits = logits - tensors["frequency"][:, None] * num_drawn.to(logits.dtype)
-        return logits - tensors["presence"][:, None] * (num_drawn > 0).to(logits.dtype)
+        logits = logits - tensors["frequency"][:, None] * num_sampled.to(logits.dtype)
+        return logits - tensors["presence"][:, None] * (num_sampled > 0).to(logits.dtype)
 
     def add(self, token_ids: Tensor, slots: Tensor) -> None:
-        """Count a token [m] int64 that was drawn in each of slots [m]."""
+        """Count a token [m] int64 that was sampled in each of slots [m]."""
         self._add(slots * self._vocab_size + token_ids)
 
     def _fill(self, tensors: dict[str, Tensor], previous: Tensor) -> None:
-        if not len(self._num_drawn):
+        if not len(self._num_sampled):
             shape = self._num_slots, self._vocab_size
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
-            self._num_drawn = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._num_sampled = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._in_prompt.index_fill_(0, tensors["stale_slots"], False)
-        self._num_drawn.index_fill_(0, tensors["stale_slots"], 0)
+        self._num_sampled.index_fill_(0, tensors["stale_slots"], 0)
         self._in_prompt.view(-1).index_fill_(0, tensors["prompt_places"], True)
-        self._add(tensors["drawn_places"])
+        self._add(tensors["sampled_places"])
         if "counted_first" in tensors:
-            drawn = previous.index_select(0, tensors["counted_outputs"])
-            self._add(tensors["counted_first"] + drawn)
+            sampled = previous.index_select(0, tensors["counted_outputs"])
+            self._add(tensors["counted_first"] + sampled)
 
     def _add(self, places: Tensor) -> None:
         ones = torch.ones_like(places, dtype=torch.int32)
-        self._num_drawn.view(-1).index_add_(0, places, ones)
+        self._num_sampled.view(-1).index_add_(0, places, ones)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from radixserve.cache import PrefixCache
 from radixserve.errors import OutOfPages
 from radixserve.scheduler.batch_builder import BatchBuilder
+from radixserve.scheduler.cross_namespace_prefixes import CrossNamespacePrefixes
 from radixserve.scheduler.in_batch_sharing import InBatchSharing
 from radixserve.scheduler.page_budget import PageBudget
 from radixserve.scheduler.request_state import RequestState
 from radixserve.scheduler.running_requests import RunningRequests
-from radixserve.scheduler.shared_prefixes import SharedPrefixes
 from radixserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -25,7 +25,7 @@ class Admission:
         waiting: WaitingQueue,
         running: RunningRequests,
         page_budget: PageBudget,
-        shared: SharedPrefixes,
+        shared: CrossNamespacePrefixes,
         max_running_requests: int,
         clock: Callable[[], float],
     ) -> None:
@@ -39,15 +39,15 @@ class Admission:
 
     def admit(self, batch: BatchBuilder) -> None:
         """Start waiting requests in order, looking past those that cannot start now."""
-        waiting, budget = self._waiting, self._page_budget
+        waiting, page_budget = self._waiting, self._page_budget
         if batch.is_out_of_pages or not waiting or not self.has_slots(batch):
             return
         waiting.refresh()
-        outstanding = budget.num_outstanding()
+        outstanding = page_budget.num_outstanding()
         spare = self._cache.num_available - outstanding
         if self.is_short(spare):
             return  # no need to scan the queue
-        window_pages = budget.num_window_pages()
+        window_pages = page_budget.num_window_pages()
         forgets = self._cache.window_size or self._cache.num_states
         sharing = InBatchSharing(
             self._running if self._cache.sharing_enabled else (),
@@ -57,14 +57,14 @@ class Admission:
             if self._cache.sharing_enabled and sharing.must_wait(state):
                 waiting.note_waits(state)
                 continue
-            if budget.fits(state, spare, window_pages) and self._start(state, batch):
+            if page_budget.fits(state, spare, window_pages) and self._start(state, batch):
                 sharing.add(state)
                 if not self.has_slots(batch):
                     return
-                outstanding += budget.pages_ahead(state)
+                outstanding += page_budget.pages_ahead(state)
                 spare = self._cache.num_available - outstanding
-                window_pages = budget.num_window_pages()
-            if self._running and not budget.may_fit_any(spare, window_pages):
+                window_pages = page_budget.num_window_pages()
+            if self._running and not page_budget.may_fit_any(spare, window_pages):
                 return  # no later candidate fits either
 
     def _usable_len(self, state: RequestState) -> int:
@@ -73,7 +73,7 @@ class Admission:
 
     def has_slots(self, batch: BatchBuilder) -> bool:
         num_running = len(self._running) - batch.num_ending
-        return batch.budget > 0 and num_running < self._max_running_requests
+        return batch.token_budget > 0 and num_running < self._max_running_requests
 
     def _start(self, state: RequestState, batch: BatchBuilder) -> bool:
         """Lock its cached prefix, plan its first chunk; False and no change if pages are short."""
@@ -86,7 +86,7 @@ class Admission:
         copied = self._shared.copy_into(sequence, prefix)
         if state.lookup is None:
             state.cached_on_arrival += copied
-        wanted = min(batch.budget, len(state.tokens) - sequence.cached_len)
+        wanted = min(batch.token_budget, len(state.tokens) - sequence.cached_len)
         state.sequence = sequence
         count = max(1, self._page_budget.num_fitting(state, wanted))
         try:

@@ -18,7 +18,7 @@ def check(
     """AssertionError names the first broken invariant. `parked`: arrivals. O(requests)."""
     for name, state in requests.items():
         search = state.search
-        rests = search is not None and (  # drawn, or the leader of a search that lost its own beam
+        rests = search is not None and (  # sampled, or the leader of a search without its own beam
             state.arrival in search.samples or all(beam is not state for beam in search.beams)
         )
         is_active = state in running or state.arrival in parked

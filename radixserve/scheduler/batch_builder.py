@@ -22,15 +22,15 @@ _PLACEHOLDER_TOKEN: IntArray = np.array([PLACEHOLDER], np.int32)
 
 
 class BatchBuilder:
-    """Collects rows. `budget`: prefill tokens left of `chunked_prefill_size`."""
+    """Collects rows. `token_budget`: prefill tokens left of `chunked_prefill_size`."""
 
-    def __init__(self, step: int, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, step: int, token_budget: int) -> None:
+        self.token_budget = token_budget
         self.is_out_of_pages = False  # a request found no free page: none is admitted
         self.num_ending = 0  # running requests whose last row is in flight
         self.states: list[RequestState] = []  # of each row
         self.sequences: list[CacheSequence] = []  # of each row
-        self.on_host: list[tuple[RequestState, CacheSequence]] = []  # of rows that draw there
+        self.on_host: list[tuple[RequestState, CacheSequence]] = []  # of rows that sample there
         self._step = step
         self._rows: list[ScheduledRequest] = []
         self._planned: set[RequestState] = set()  # see `has`
@@ -59,7 +59,7 @@ class BatchBuilder:
             self._num_decode += 1
         else:
             self._num_prefill += num_tokens
-            self.budget -= num_tokens
+            self.token_budget -= num_tokens
         request = state.request
         targets = None if request.logprob_targets is None else _targets(state, start, end)
         num_known, spec = state.tokens.size, None
@@ -99,7 +99,7 @@ class BatchBuilder:
         future_indices: Sequence[int],
     ) -> None:
         """Compute the last token of each state's sequence, a placeholder: the token that output
-        `future_indices[i]` of the step in flight draws. Before all other rows."""
+        `future_indices[i]` of the step in flight samples. Before all other rows."""
         assert not self._rows
         self._num_decode = len(states)
         self.states += states
@@ -146,7 +146,7 @@ def _targets(state: RequestState, start: int, end: int) -> IntArray | None:
 
 def _sample_spec(state: RequestState, num_placeholders: int = 0) -> SampleSpec:
     """The sampler's input; kept in `greedy_only_spec` for a greedy request from min_tokens on.
-    `num_placeholders` tokens are drawn by the step in flight."""
+    `num_placeholders` tokens are sampled by the step in flight."""
     request = state.request
     banned: tuple[int, ...] = ()
     min_tokens_pending = state.num_output + num_placeholders < request.params.min_tokens

@@ -59,18 +59,18 @@ class BeamSearches:
         arrivals belong to the search, too."""
         state.search = BeamSearch(state)
 
-    def note_sample(self, state: RequestState, drawn: SampleOutput) -> tuple[SampleOutput, ...]:
+    def note_sample(self, state: RequestState, sampled: SampleOutput) -> tuple[SampleOutput, ...]:
         """A beam was sampled: the samples of all beams of its search, once it has all of them."""
         search = state.search
         assert search is not None
-        search.samples[state.arrival] = drawn
+        search.samples[state.arrival] = sampled
         if len(search.samples) < len(search.beams):
             return ()
         samples = tuple(search.samples[beam.arrival] for beam in search.beams)
         search.samples = {}
         return samples
 
-    def park_drawn(self, search: BeamSearch) -> None:
+    def park_sampled(self, search: BeamSearch) -> None:
         """Stop those that wait for the other beams of their search."""
         for state in search.beams:
             if state.arrival in search.samples and state in self._running:
@@ -78,7 +78,7 @@ class BeamSearches:
                 self.parked[state.arrival] = state
 
     def unpark(self, state: RequestState) -> None:
-        """Release its pages. Its draw is kept: it waits only for its search."""
+        """Release its pages. Its sample is kept: it waits only for its search."""
         assert state.sequence is not None
         state.sequence.release()
         state.sequence = None
@@ -86,7 +86,7 @@ class BeamSearches:
 
     def unpark_out_of_turn(self) -> None:
         """Release the pages of parked beams while others of their search wait for some: their turn
-        comes again after those have drawn. O(parked beams, and those of their searches)."""
+        comes again after those have sampled. O(parked beams, and those of their searches)."""
         searches = {id(state.search): state.search for state in self.parked.values()}
         short = {
             key

@@ -19,15 +19,15 @@ Scored = tuple[RequestState, ScheduledRequest, SampleOutput]
 class CommittedRows(NamedTuple):
     """The rows of a step whose requests had not ended, by what is left to be done for them."""
 
-    states: list[RequestState]  # those that drew
-    draws: list[SampleOutput]  # what each of them drew
-    scored: list[Scored]  # those whose targets were scored; they may have drawn, too
+    states: list[RequestState]  # those that sampled
+    samples: list[SampleOutput]  # what each of them sampled
+    scored: list[Scored]  # those whose targets were scored; they may have sampled, too
     failed: list[tuple[RequestState, SampleOutput]]  # nothing was published of them
 
 
 def commit_rows(
     step: InFlightStep,
-    drawn: Sequence[SampleOutput | None],
+    sampled: Sequence[SampleOutput | None],
     cache: PrefixCache,
     waiting: WaitingQueue,
     counts: SchedulerStats,
@@ -38,10 +38,10 @@ def commit_rows(
     """
     states: list[RequestState] = []
     decodes: list[CacheSequence] = []
-    draws: list[SampleOutput] = []
+    samples: list[SampleOutput] = []
     others: list[int] = []  # rows
     num_decode = step.num_decode
-    rows = zip(range(num_decode), step.states, step.sequences, drawn, strict=False)
+    rows = zip(range(num_decode), step.states, step.sequences, sampled, strict=False)
     for at, state, sequence, one in rows:
         if (
             state.sequence is sequence
@@ -51,7 +51,7 @@ def commit_rows(
         ):
             states.append(state)
             decodes.append(sequence)
-            draws.append(one)
+            samples.append(one)
         else:
             others.append(at)
     cache.commit_next(decodes, [state.tokens.last for state in states])
@@ -59,10 +59,10 @@ def commit_rows(
     for state in states:
         if state.waiters:
             waiting.note_woken(wake_waiters(state))
-    found = CommittedRows(states, draws, [], [])
+    found = CommittedRows(states, samples, [], [])
     others += range(num_decode, len(step.states))
     for at in others:
-        state, row, other = step.states[at], step.schedule.rows[at], drawn[at]
+        state, row, other = step.states[at], step.schedule.rows[at], sampled[at]
         if state.sequence is not step.sequences[at]:  # it has ended
             counts.discarded_tokens += len(row.token_ids)
         elif other is not None and other.error is not None:
@@ -75,7 +75,7 @@ def commit_rows(
                 found.scored.append((state, row, other))
             if other is not None and row.sample is not None:
                 states.append(state)
-                draws.append(other)
+                samples.append(other)
     return found
 
 

@@ -15,8 +15,8 @@ from sortedcontainers import SortedDict
 from radixserve.arrays import IntArray
 from radixserve.cache import CacheSequence, CacheSession, PrefixCache
 from radixserve.hint import Hint, HintAnswer, HintLimits, join_answers
+from radixserve.scheduler.cross_namespace_prefixes import CrossNamespacePrefixes, begins_with
 from radixserve.scheduler.sessions import Sessions
-from radixserve.scheduler.shared_prefixes import SharedPrefixes, begins_with
 
 MAX_KEPT = 4096  # pins and retains at a time
 MAX_KEPT_OF_OWNER = 1024
@@ -55,7 +55,7 @@ class Hints:
     def __init__(self, cache: PrefixCache, sessions: Sessions, limits: HintLimits) -> None:
         self._cache = cache
         self._sessions = sessions
-        self.shared = SharedPrefixes(cache)
+        self.shared = CrossNamespacePrefixes(cache)
         self._limits = limits
         self._kept: dict[int, GrantedHint] = {}  # by number
         self._by_end: SortedDict = SortedDict()  # (end, number) -> GrantedHint
@@ -180,7 +180,7 @@ class Hints:
             if not over:
                 break
             self._end_claim(kept)
-            reason = self._why_over(hint)
+            reason = self._over_limit_reason(hint)
             fitting = kept.tokens[: max(0, len(kept.tokens) - over)]
             kept.tokens = fitting[: self._usable_pages(hint, fitting)]
             if not len(kept.tokens):
@@ -302,7 +302,7 @@ class Hints:
         if sequence is not None:
             sequence.release()
 
-    def _why_over(self, hint: Hint) -> str:
+    def _over_limit_reason(self, hint: Hint) -> str:
         budget = hint.budget_tokens
         own = "" if budget is None else f"the budget of {budget} tokens, or "
         share = f"the share of the pool that hints may hold ({self._limits.max_share:g})"

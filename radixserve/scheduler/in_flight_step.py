@@ -21,7 +21,7 @@ class InFlightStep:
         self.states = batch.states  # each row's request
         self.sequences = batch.sequences  # and its sequence at that time
         self.num_decode = schedule.num_decode_tokens  # leading rows, of one token each
-        self._on_host = batch.on_host  # those that draw on the host
+        self._on_host = batch.on_host  # those that sample on the host
 
     def active_rows(self) -> Iterator[RequestState]:
         """Requests whose sequence is still that of the row; ending one may end others."""
@@ -32,7 +32,7 @@ class InFlightStep:
     def decides_next(self) -> bool:
         """Whether the next step cannot be planned before this one's output.
 
-        It has beams, which begin, end and share pages by what was drawn, or draws by a caller's
+        It has beams, which begin, end and share pages by what was sampled, or samples by a caller's
         function. All other sampling depends only on the number of tokens before, penalties on token
         counts that the runner keeps, and bad words on a last token that the device compares.
         """
@@ -51,7 +51,7 @@ def plan_ahead(
     """
     if step.decides_next:
         return False
-    drawn: list[RequestState] = []  # the step in flight draws the next token
+    sampled: list[RequestState] = []  # the step in flight samples the next token
     decodes: list[RequestState] = []
     prefills: list[tuple[RequestState, int]] = []
     num_pages, size = 0, cache.page_size
@@ -64,27 +64,27 @@ def plan_ahead(
             running.free_slot(state)
             batch.num_ending += 1
         elif left <= 0:
-            drawn.append(state)
+            sampled.append(state)
             num_pages += length % size == 0
         elif left == 1 and state.is_scored:
             decodes.append(state)
             num_pages += length % size == 0
         else:
             prefills.append((state, left))
-    chunks, budget = [], batch.budget
+    chunks, token_budget = [], batch.token_budget
     for state, left in prefills:
-        if count := min(budget, left):
+        if count := min(token_budget, left):
             assert state.sequence is not None
             length = state.sequence.length
             num_pages += -(-(length + count) // size) - -(-length // size)
-            budget -= count
+            token_budget -= count
             chunks.append((state, count))
     if num_pages > cache.num_obtainable(num_pages):
         return False
-    sequences = [state.sequence for state in drawn if state.sequence is not None]
+    sequences = [state.sequence for state in sampled if state.sequence is not None]
     cache.append_placeholder(sequences)
     output_of = dict(zip(step.states, range(len(step.states)), strict=True))
-    batch.add_placeholders(drawn, sequences, [output_of[state] for state in drawn])
+    batch.add_placeholders(sampled, sequences, [output_of[state] for state in sampled])
     for state in decodes:
         _extend(batch, state, 1, is_decode=True)
     for state, count in chunks:

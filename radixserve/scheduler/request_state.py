@@ -45,11 +45,11 @@ class TargetScores:
         self.num_scored = 0  # leading targets whose scores are known
         self.of_prompt: list[PromptScore] = []  # kept for the end where it generates, too
 
-    def note(self, drawn: SampleOutput, *, keep: bool) -> None:
-        self.num_scored += len(drawn.scores)
+    def note(self, sample: SampleOutput, *, keep: bool) -> None:
+        self.num_scored += len(sample.scores)
         if keep:
-            tops = drawn.top_scores or ((),) * len(drawn.scores)
-            self.of_prompt += map(PromptScore, drawn.scores, tops)
+            tops = sample.top_scores or ((),) * len(sample.scores)
+            self.of_prompt += map(PromptScore, sample.scores, tops)
 
 
 class Times:
@@ -133,7 +133,7 @@ class RequestState:
         self.cached_on_arrival = prefix_watch.cached_len
         self.num_reused = 0  # prompt tokens that this request never computed
         self.scores = None if request.logprob_targets is None else TargetScores()
-        self.matcher: Matcher | None = None  # of its answer, from the first draw on
+        self.matcher: Matcher | None = None  # of its answer, from the first sample on
         self.greedy_only_spec: SampleSpec | None = None  # of a request that needs no other one
         self.num_prompt_done = 0  # prompt tokens whose K/V was available to it
         self.times = Times(now)
@@ -148,7 +148,7 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last token is still to be computed, and another one drawn."""
+        """Only its last token is still to be computed, and another one sampled."""
         sequence = self.sequence
         if sequence is None or sequence.committed_len != len(self.tokens) - 1:
             return False
@@ -165,8 +165,8 @@ class RequestState:
         return num_known + 1 >= self.length_limit
 
     def append(self, token_id: int, *, is_complete: bool) -> str | None:
-        """Take a drawn token; why the request ends with it, None where it goes on. is_complete: its
-        grammar allows nothing after it."""
+        """Take a sampled token; why the request ends with it, None where it goes on. is_complete:
+        its grammar allows nothing after it."""
         self.tokens.append(token_id)
         if is_complete:
             return "stop"
@@ -175,21 +175,21 @@ class RequestState:
             return "stop"
         return "length" if self.tokens.size >= self.length_limit else None
 
-    def append_forced(self, drawn: SampleOutput) -> tuple[SampleOutput, str | None]:
-        """Take a drawn token and those forced after it, up to the end; `drawn` without the others,
-        and why the request ends."""
-        forced = drawn.forced_ids
-        reason = self.append(drawn.token_id, is_complete=False)
+    def append_forced(self, sample: SampleOutput) -> tuple[SampleOutput, str | None]:
+        """Take a sampled token and those forced after it, up to the end; returns `sample` without
+        the others, and why the request ends."""
+        forced = sample.forced_ids
+        reason = self.append(sample.token_id, is_complete=False)
         for at, token_id in enumerate(forced):
             if reason is not None:
-                return drawn._replace(forced_ids=forced[:at]), reason
+                return sample._replace(forced_ids=forced[:at]), reason
             is_last = at == len(forced) - 1
-            reason = self.append(token_id, is_complete=drawn.is_complete and is_last)
-        return drawn, reason
+            reason = self.append(token_id, is_complete=sample.is_complete and is_last)
+        return sample, reason
 
     @property
     def is_scored(self) -> bool:
-        """Whether nothing is left to be scored before tokens are drawn."""
+        """Whether nothing is left to be scored before tokens are sampled."""
         targets, scores = self.request.logprob_targets, self.scores
         if targets is None or scores is None:
             return True
@@ -232,14 +232,14 @@ class RequestState:
             completion_tokens=self.num_output,
         )
 
-    def output(self, drawn: SampleOutput | None, finish: Finish | None) -> RequestOutput:
-        """One step's output: the token that was drawn, if any, and the end, if it ended."""
-        if drawn is None:
+    def output(self, sample: SampleOutput | None, finish: Finish | None) -> RequestOutput:
+        """One step's output: the token that was sampled, if any, and the end, if it ended."""
+        if sample is None:
             return RequestOutput(self.request_id, (), (), (), finish)
-        if drawn.logprob is None:
-            token_ids: tuple[int, ...] = (drawn.token_id,)
-            if drawn.forced_ids:
-                token_ids += drawn.forced_ids
+        if sample.logprob is None:
+            token_ids: tuple[int, ...] = (sample.token_id,)
+            if sample.forced_ids:
+                token_ids += sample.forced_ids
             return new_tuple(RequestOutput, (self.request_id, token_ids, (), (), finish, (), ()))
-        top = dict(drawn.top_logprobs)
-        return RequestOutput(self.request_id, (drawn.token_id,), (drawn.logprob,), (top,), finish)
+        top = dict(sample.top_logprobs)
+        return RequestOutput(self.request_id, (sample.token_id,), (sample.logprob,), (top,), finish)

@@ -21,7 +21,7 @@ from radixserve.hint import HintLimits
 from radixserve.output import Finish, RequestOutput
 from radixserve.request import Request
 from radixserve.schedule import ModelRunnerOutput, SampleOutput, ScheduledRequest, SchedulerOutput
-from radixserve.scheduler import audit, request_views
+from radixserve.scheduler import audit, request_snapshots
 from radixserve.scheduler.admission import Admission
 from radixserve.scheduler.batch_builder import BatchBuilder
 from radixserve.scheduler.beam_searches import BeamSearches, Child
@@ -55,7 +55,7 @@ class Scheduler:
         self._chunked_prefill_size = chunked_prefill_size
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        self.view_requests = request_views.RequestViews(self._requests, clock).take
+        self.snapshot_requests = request_snapshots.RequestSnapshots(self._requests, clock).take
         self._waiting = WaitingQueue(cache, policy, max_overtake)
         self._running = RunningRequests(max_running_requests)
         self.page_tables = self._running.page_tables
@@ -166,7 +166,7 @@ class Scheduler:
         while batch.is_empty and self._beams.parked:  # they hold pages that the others need
             self._preempt_parked(max(self._beams.parked.values(), key=lambda s: s.priority_key))
             batch = self._new_batch()
-        while batch.is_empty and self._requests and self._make_way():
+        while batch.is_empty and self._requests and self._give_up_hints():
             batch = self._new_batch()
         if batch.is_empty:
             assert not self._requests, "requests are left but none can continue"
@@ -199,7 +199,7 @@ class Scheduler:
         return batch
 
     def update(self, schedule: SchedulerOutput, output: ModelRunnerOutput) -> list[RequestOutput]:
-        """The step was computed: publish its tokens, append drawn tokens, end finished requests.
+        """The step was computed: publish its tokens, append sampled tokens, end finished requests.
 
         Steps are updated in the order in which they were dispatched.
         """
@@ -215,13 +215,13 @@ class Scheduler:
         for state, row, one in rows.scored:
             outputs += self._note_scores(state, row, one)
         searches: dict[int, BeamSearch] = {}
-        for state, one in zip(rows.states, rows.draws, strict=True):
+        for state, one in zip(rows.states, rows.samples, strict=True):
             if (search := state.search) is not None:
                 searches[search.leader.arrival] = search
                 samples = self._beams.note_sample(state, one)
                 if samples:
-                    drawn_id = search.leader.request_id
-                    outputs.append(RequestOutput(drawn_id, (), (), (), None, (), samples))
+                    leader_id = search.leader.request_id
+                    outputs.append(RequestOutput(leader_id, (), (), (), None, (), samples))
             elif state.sequence is not None:  # else another row has ended its search
                 outputs.append(self._append(state, one))
                 self.counts.generated_tokens += 1
@@ -229,7 +229,7 @@ class Scheduler:
             assert not self._in_flight, "beams are chosen while a step is in flight"
             if search.leader.times.first_token is None:
                 search.leader.times.first_token = self._clock()
-            self._beams.park_drawn(search)
+            self._beams.park_sampled(search)
         return outputs
 
     def continue_beams(self, request_id: str, children: Sequence[Child]) -> None:
@@ -243,24 +243,24 @@ class Scheduler:
         self._waiting.add(state, is_returning=True)
 
     def _note_scores(
-        self, state: RequestState, row: ScheduledRequest, drawn: SampleOutput
+        self, state: RequestState, row: ScheduledRequest, sampled: SampleOutput
     ) -> list[RequestOutput]:
         assert state.scores is not None
-        state.scores.note(drawn, keep=state.request.also_generate)
+        state.scores.note(sampled, keep=state.request.also_generate)
         if state.request.also_generate:  # reported when the request finishes
             return []
         finish = self._close(state, "stop") if row.end == state.num_prompt else None
-        return [RequestOutput(state.request_id, (), drawn.scores, (), finish)]
+        return [RequestOutput(state.request_id, (), sampled.scores, (), finish)]
 
-    def _append(self, state: RequestState, drawn: SampleOutput) -> RequestOutput:
-        if drawn.forced_ids:
-            drawn, reason = state.append_forced(drawn)
-            self.counts.generated_tokens += len(drawn.forced_ids)
+    def _append(self, state: RequestState, sampled: SampleOutput) -> RequestOutput:
+        if sampled.forced_ids:
+            sampled, reason = state.append_forced(sampled)
+            self.counts.generated_tokens += len(sampled.forced_ids)
         else:
-            reason = state.append(drawn.token_id, is_complete=drawn.is_complete)
+            reason = state.append(sampled.token_id, is_complete=sampled.is_complete)
         if state.times.first_token is None:
             state.times.first_token = self._clock()
-        return state.output(drawn, None if reason is None else self._close(state, reason))
+        return state.output(sampled, None if reason is None else self._close(state, reason))
 
     # -- running requests ---------------------------------------------------------------------
 
@@ -278,7 +278,9 @@ class Scheduler:
             if state.sequence is None:  # preempted for one before it
                 continue
             is_prefill = at >= len(decodes)
-            wanted = min(batch.budget, len(state.tokens) - state.committed) if is_prefill else 1
+            wanted = 1
+            if is_prefill:
+                wanted = min(batch.token_budget, len(state.tokens) - state.committed)
             if wanted:
                 count = self._allocate(state, wanted, batch)
                 if count:
@@ -305,7 +307,7 @@ class Scheduler:
                     return 0
                 self._preempt(victim)
 
-    def _make_way(self) -> bool:
+    def _give_up_hints(self) -> bool:
         """Nothing can go on: end prefetches, else unlock a pin. False where there is neither."""
         prefetches = [one for one in self._requests.values() if one.request.is_prefetch]
         for state in prefetches:
@@ -369,7 +371,7 @@ class Scheduler:
         if state.sequence is None:
             if state.producer is not None:
                 state.producer.waiters.remove(state)
-            if state in self._waiting:  # else: a beam that has drawn
+            if state in self._waiting:  # else: a beam that has sampled
                 self._waiting.remove(state)
         elif state in self._running:
             state.sequence.release()

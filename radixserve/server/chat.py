@@ -13,7 +13,7 @@ from starlette.responses import Response
 from radixserve.output import Chunk, Completion
 from radixserve.server import logprobs
 from radixserve.server.chat_turn import ChatTurn, finish_reason
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.json_response import answer, dump
 from radixserve.server.output_parser import Delta, ParsedAnswer, ToolCallDelta
 from radixserve.server.schema import ChatRequest
@@ -80,7 +80,7 @@ class _ResponseBuilder:
             choice["token_ids"] = one.token_ids
         return choice
 
-    async def events(self, generation: Generation) -> AsyncIterator[str]:
+    async def events(self, generation: HttpGeneration) -> AsyncIterator[str]:
         """A text of server-sent events for all that came meanwhile."""
         turn = self._turn
         usage = StreamUsage(self._body.stream_options, [turn.prompt.token_ids], turn.params.n)

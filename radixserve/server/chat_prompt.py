@@ -43,7 +43,7 @@ class ChatPrompt:
         if not self.is_whole or not server.config.max_conversations or not one.text:
             return
         if answer.content == one.text:
-            said, text = _said(server, self.token_ids, one)
+            said, text = _answer_of(server, self.token_ids, one)
             found = RenderedChat(self.text + text, self._with(said), one.text)
         else:
             known = await in_thread_if(
@@ -138,7 +138,7 @@ async def read_chat(
     return ChatPrompt(namespace, rendered, ids, is_whole=keep_last is None)
 
 
-def _said(server: Server, prompt: IntArray, one: Completion) -> tuple[list[int], str]:
+def _answer_of(server: Server, prompt: IntArray, one: Completion) -> tuple[list[int], str]:
     """The most tokens of an answer whose text is part of it, and that text: all of them but an end
     token, fewer where a stop string has cut the text; none where that cut more than `_LONGEST_CUT`.
     """

@@ -13,7 +13,7 @@ from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
 from radixserve.server.chat_prompt import ChatPrompt, read_chat
 from radixserve.server.errors import ApiError
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.output_parser import Delta, OutputParser, OutputParserConfig, ParsedAnswer
 from radixserve.server.sampling import check_stream, keep_last, read_sampling
 from radixserve.server.schema import ChatRequest
@@ -36,7 +36,7 @@ class ChatTurn:
         prompt: ChatPrompt,
         params: SamplingParams,
         parser_config: OutputParserConfig,
-        generation: Generation,
+        generation: HttpGeneration,
         *,
         streams: bool,
     ) -> None:
@@ -74,7 +74,7 @@ class ChatTurn:
             fields = {"grammar": parser_config.grammar, "jump_forward": jumps}
             params = replace(params, structured=await compile_structured(server, fields, "tools"))
         streams = check_stream(body, params)
-        generation = Generation(
+        generation = HttpGeneration(
             server, request, [prompt.token_ids], params, body, namespace, streams=streams
         )
         return cls(server, prompt, params, parser_config, generation, streams=streams)

@@ -95,13 +95,15 @@ def _play(runtime: Runtime) -> Played:
     for number, (first, second) in enumerate(_CHATS, 1):
         history = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": first}]
         text = ask(f"chat {number}, first turn: {first}", history)
-        history += [_said("assistant", text), _said("user", second)]
+        history += [_message("assistant", text), _message("user", second)]
         text = ask(f"chat {number}, second turn: {second}", history)
-        history.append(_said("assistant", text))
+        history.append(_message("assistant", text))
     for number, branch in enumerate(_BRANCHES, 1):
-        ask(f"branch {number} of chat {len(_CHATS)}: {branch}", [*history, _said("user", branch)])
+        ask(
+            f"branch {number} of chat {len(_CHATS)}: {branch}", [*history, _message("user", branch)]
+        )
     return found, ids
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}

@@ -15,7 +15,7 @@ from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
 from radixserve.server import logprobs
 from radixserve.server.errors import ApiError
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.json_response import answer, dump
 from radixserve.server.prompts import read_prompts
 from radixserve.server.sampling import check_stream, keep_last, read_sampling
@@ -52,7 +52,7 @@ async def complete(request: Request, body: CompletionRequest) -> Response:
     params = builder.params(namespace)
     params = await with_structured(server, body, params)
     streams = check_stream(body, params)
-    generation = Generation(server, request, prompts, params, body, namespace, streams=streams)
+    generation = HttpGeneration(server, request, prompts, params, body, namespace, streams=streams)
     if streams:
         return EventStream(generation, builder.events)
     with generation:
@@ -160,7 +160,7 @@ class _ResponseBuilder:
 
     # -- streams ------------------------------------------------------------------------------
 
-    async def events(self, generation: Generation) -> AsyncIterator[str]:
+    async def events(self, generation: HttpGeneration) -> AsyncIterator[str]:
         """A text of server-sent events for all that came meanwhile."""
         size = self._num_samples
         usage = StreamUsage(self._body.stream_options, self._prompts, size)

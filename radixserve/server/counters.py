@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from radixserve.output import Completion
-from radixserve.server.timing import COARSE, FINE, Timing
+from radixserve.server.histogram import COARSE, FINE, Histogram
 
 
 class ServerCounters:
@@ -14,10 +14,10 @@ class ServerCounters:
 
     def __init__(self) -> None:
         self.timings = {
-            "ttft": Timing(FINE),
-            "inter_token": Timing(FINE),
-            "total": Timing(COARSE),
-            "queue": Timing(COARSE),
+            "ttft": Histogram(FINE),
+            "inter_token": Histogram(FINE),
+            "total": Histogram(COARSE),
+            "queue": Histogram(COARSE),
         }
         self.finished: Counter[str] = Counter()  # completions by finish_reason
         self.rejected: Counter[str] = Counter()  # requests by the code of their error

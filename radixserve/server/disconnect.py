@@ -47,7 +47,7 @@ class CancelOnDisconnect:
 
     @property
     def has_generated(self) -> bool:
-        """A token has been drawn."""
+        """A token has been sampled."""
         return False
 
     def end(self, error: Exception) -> None:

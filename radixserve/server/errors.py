@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from radixserve.checks import shown
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
-from radixserve.server.unsupported_fields import why_refused
+from radixserve.server.unsupported_fields import unsupported_reason
 
 TYPES = {
     400: "invalid_request_error",
@@ -120,7 +120,7 @@ def of_validation(first: Mapping[str, Any], where: str = "") -> ApiError:
         return ApiError(400, "the body must be a JSON object", code="invalid_json")
     name = _joined(place, where)
     if kind == "extra_forbidden":
-        return ApiError(400, why_refused(name), param=name, code="unsupported_field")
+        return ApiError(400, unsupported_reason(name), param=name, code="unsupported_field")
     if kind == "missing":
         return ApiError(400, f"{name} is required", param=name)
     if kind == "value_error":

@@ -13,7 +13,7 @@ from radixserve.arrays import IntArray
 from radixserve.output import Completion
 from radixserve.request import SamplingParams
 from radixserve.server.errors import ApiError
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.json_response import answer
 from radixserve.server.prompts import read_prompts
 from radixserve.server.sampling import keep_last, read_sampling
@@ -50,7 +50,7 @@ async def generate(request: Request, body: GenerateRequest) -> Response:
     params = await with_structured(server, body, params)
     if body.stream and (is_list or params.num_samples > 1):
         raise ApiError(400, "stream takes one prompt and n=1", param="stream")
-    generation = Generation(
+    generation = HttpGeneration(
         server, request, prompts, params, body, namespace, streams=bool(body.stream)
     )
     builder = _ResponseBuilder(body, request_id_of(request), is_native=name != "prompt")
@@ -125,7 +125,7 @@ class _ResponseBuilder:
             meta |= _logprobs(one.token_ids, one.logprobs, one.top_logprobs)
         return {"text": one.text, "output_ids": one.token_ids, "meta_info": meta}
 
-    async def events(self, generation: Generation) -> AsyncIterator[str]:
+    async def events(self, generation: HttpGeneration) -> AsyncIterator[str]:
         """SGLang's events carry the whole text so far; those of the short protocol what is new."""
         text, ids = "", list[int]()
         async for ((_, chunk),) in generation.chunks():

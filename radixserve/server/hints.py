@@ -47,7 +47,7 @@ async def hints(request: Request, body: HintsRequest) -> Response:
     for one, given, found in zip(made, body.hints, answers, strict=True):
         if one.verb == "demote" and given.session_id is not None and found.answer == "accepted":
             server.sessions.close(one.namespace, given.session_id)
-    return answer({"object": "list", "data": told(server, answers)})
+    return answer({"object": "list", "data": answers_body(server, answers)})
 
 
 async def _read(server: Server, caller: Caller, given: PrefixHint, place: str) -> Hint:
@@ -105,7 +105,7 @@ def check_count(given: Sequence[object], name: str) -> None:
         raise ApiError(400, f"{name} takes at most {MAX_HINTS} hints, got {len(given)}", param=name)
 
 
-def told(server: Server, answers: Sequence[HintAnswer]) -> list[dict[str, Any]]:
+def answers_body(server: Server, answers: Sequence[HintAnswer]) -> list[dict[str, Any]]:
     """The answers as JSON; counts them."""
     for one in answers:
         server.counters.hints[one.verb, one.answer] += 1
@@ -113,7 +113,7 @@ def told(server: Server, answers: Sequence[HintAnswer]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnHints:
+class RequestHints:
     """Hints of a request for its own prompts; they take effect when it has ended."""
 
     server: Server
@@ -131,10 +131,12 @@ class OwnHints:
             join_answers(hint.verb, answers[at * size : (at + 1) * size])
             for at, hint in enumerate(self.hints)
         ]
-        return told(self.server, joined)
+        return answers_body(self.server, joined)
 
 
-def own_hints(request: Request, given: Sequence[CacheHint] | None, namespace: str) -> OwnHints:
+def request_hints(
+    request: Request, given: Sequence[CacheHint] | None, namespace: str
+) -> RequestHints:
     """`cache_hints` of a request. Raises ApiError."""
     server, caller = server_of(request), caller_of(request)
     check_count(given or (), "cache_hints")
@@ -147,4 +149,4 @@ def own_hints(request: Request, given: Sequence[CacheHint] | None, namespace: st
             )
             raise ApiError(400, message, param=f"{place}.verb")
         made.append(_hint(server, caller, one, namespace, place))
-    return OwnHints(server, tuple(made))
+    return RequestHints(server, tuple(made))

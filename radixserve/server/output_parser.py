@@ -120,7 +120,7 @@ class OutputParser:
     def feed(self, text: str) -> Delta:
         """The parts that became certain with this text."""
         if self._config.is_plain:
-            return Delta(self._said(text))
+            return Delta(self._content(text))
         reasoning = ""
         if self._think is not None:
             reasoning, text = self._think.feed(text)
@@ -137,7 +137,7 @@ class OutputParser:
         rest = self._text(self._content_filter.finish())
         if not self._follows_call:
             rest += self._space
-        return delta + Delta(self._said(rest))
+        return delta + Delta(self._content(rest))
 
     def answer(self) -> ParsedAnswer:
         """All that was returned so far."""
@@ -167,14 +167,14 @@ class OutputParser:
         parts: list[str | ToolCallDelta] = []
         for piece in pieces:
             if isinstance(piece, Call):
-                parts += self._said(self._text(self._content_filter.finish()))
+                parts += self._content(self._text(self._content_filter.finish()))
                 parts += self._call(piece)
             else:
-                parts += self._said(self._text(self._content_filter.feed(piece)))
+                parts += self._content(self._text(self._content_filter.feed(piece)))
         self._reasoning.append(reasoning)
         return Delta(tuple(parts), reasoning)
 
-    def _said(self, content: str) -> tuple[str, ...]:
+    def _content(self, content: str) -> tuple[str, ...]:
         """As a part of the answer; none where it is empty."""
         if not content:
             return ()

@@ -17,7 +17,7 @@ class InFlight(Protocol):
 
     @property
     def has_generated(self) -> bool:
-        """A token has been drawn."""
+        """A token has been sampled."""
         ...
 
     def end(self, error: Exception) -> None:

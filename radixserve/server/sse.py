@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from radixserve.server.disconnect import ClientGone
 from radixserve.server.errors import ApiError, as_api_error
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.json_response import dump
 
 DONE = "data: [DONE]\n\n"
@@ -41,8 +41,8 @@ class EventStream(Response):
 
     def __init__(
         self,
-        generation: Generation,
-        frames: Callable[[Generation], AsyncIterator[str]],
+        generation: HttpGeneration,
+        frames: Callable[[HttpGeneration], AsyncIterator[str]],
         *,
         done: str = DONE,
         failed: Callable[[ApiError], str] = _failed,

@@ -63,7 +63,7 @@ def without_no_ops(fields: Any, known: Container[str]) -> Any:
     }
 
 
-def why_refused(name: str) -> str:
+def unsupported_reason(name: str) -> str:
     if name.rpartition(".")[2] in _UNSUPPORTED:
         return f"{name} is not supported by this server"
     return f"unknown field {name}"

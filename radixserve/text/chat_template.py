@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}` marks what the assistant says; it renders as its content."""
 
     tags = {"generation"}
@@ -102,7 +102,7 @@ def render(
 @functools.lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(

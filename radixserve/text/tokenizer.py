@@ -231,8 +231,9 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Incremental detokenisation: pieces of whole characters, which joined are the text.
 
-    The text is the same however the tokens come: one by one, or all at once. Decodes a short window
-    a step, so a token costs the same however long the text is.
+    Bytes of a UTF-8 character that is not complete yet wait for the next token. The text is the
+    same however the tokens come: one by one, or all at once. Decodes a short window a step, so a
+    token costs the same however long the text is.
     """
 
     def __init__(

@@ -391,9 +391,9 @@ class TestAnswers:
             ({"beams": BeamParams(), "beam_width": 3}, "beams or beam_width, not both"),
             ({"params": {"max_tokens": 3}}, "params must be SamplingParams"),
             ({"beams": 4}, "beams must be BeamParams"),
-            ({"params": SamplingParams(top_p=0.5)}, "does not draw: top_p"),
-            ({"temperature": 0.5}, "does not draw: temperature"),
-            ({"params": SamplingParams(n=2)}, "does not draw: n "),
+            ({"params": SamplingParams(top_p=0.5)}, "does not sample: top_p"),
+            ({"temperature": 0.5}, "does not sample: temperature"),
+            ({"params": SamplingParams(n=2)}, "does not sample: n "),
             ({"beam_with": 3}, "unknown.*beam_with.*allowed"),
         ):
             with pytest.raises(InvalidRequest, match=message):

@@ -184,7 +184,7 @@ class Program:
         branch.extend(outs[0].token_ids)
 
     def search_beside(self, branch: Branch) -> None:
-        """Two searches and twins at once."""
+        """Two searches and samples at once."""
         prompt, width, count = (
             branch.tokens.tolist(),
             self.rng.randint(2, 5),
@@ -199,10 +199,10 @@ class Program:
                 self.rt.agenerate(other[:-1] or other, greedy_params(count, n=2)),
             )
 
-        searched, _, twins = asyncio.run(run())
+        searched, _, samples = asyncio.run(run())
         self.model.check_beams(prompt, searched, width)
-        for twin in twins:
-            self.model.check(other[:-1] or other, twin)
+        for one in samples:
+            self.model.check(other[:-1] or other, one)
 
     def abort_search(self, branch: Branch) -> None:
         """The search of a branch is given up at any time."""

@@ -94,7 +94,7 @@ class TestPlainTemplates:
                 elif before[-1] == new[0]:  # the model has said <|end|> itself
                     new = new[1:]
                 assert tokens == [*before, *new, *out.token_ids]
-                # the last token of the answer before was drawn, but never read
+                # the last token of the answer before was sampled, but never read
                 assert out.usage.computed_tokens == len(new) + (1 if before else 0)
                 assert out.usage.cached_tokens == max(0, len(before) - 1)
                 before = tokens
@@ -241,7 +241,7 @@ class TestTemplatesThatRewrite:
 
     @staticmethod
     def find_thinking(tiny_folder: Path, opening: str) -> tuple[str, SamplingParams]:
-        """A letter in the middle of the first answer, and how that was drawn."""
+        """A letter in the middle of the first answer, and how that was sampled."""
         with Runtime(str(tiny_folder), num_pages=1024) as rt:
             for seed in range(200):
                 params = params_of(14, temperature=1.0, seed=seed, ignore_eos=True)
@@ -289,8 +289,8 @@ class TestTemplatesThatRewrite:
             chat.send("abc")
             with pytest.warns(HistoryRewritten):
                 chat.send("xyz")
-            for twin in chat.fork(2):
-                twin.send("more")
+            for other in chat.fork(2):
+                other.send("more")
 
 
 class TestHistory:
@@ -382,8 +382,8 @@ class TestHistory:
                 chat.send("x")
             with pytest.raises(InvalidRequest, match="answering"):
                 chat.undo()
-            (twin,) = chat.fork()
-            assert twin.history == []
+            (other,) = chat.fork()
+            assert other.history == []
             if is_interrupt:
                 with pytest.raises(KeyboardInterrupt):
                     stream.throw(KeyboardInterrupt)
@@ -395,7 +395,7 @@ class TestHistory:
             assert chat.tokens.tolist()[-len(ids) :] == ids
             before = len(chat.tokens)
             assert chat.send("Go on.").usage.cached_tokens in (before, before - 1)
-            again = twin.send(QUESTIONS[0])
+            again = other.send(QUESTIONS[0])
             assert again.token_ids[: len(ids)] == ids
             assert again.usage.computed_tokens == 1
 

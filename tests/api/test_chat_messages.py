@@ -69,11 +69,11 @@ def test_several_messages_and_added_ones(rt: Runtime, tmp_path: Path) -> None:
             {"role": "tool", "content": "y"},
         ]
         assert chat.tokens.tolist() == []
-        twin = chat.fork()[0]
+        other = chat.fork()[0]
         first = chat.send("two")
         wanted = ids_of(rt, "<s>S\n<u>one\n<t>x\n<t>y\n<u>two\n<a>")
         assert chat.tokens.tolist() == wanted + first.token_ids
-        assert twin.send("two").token_ids == first.token_ids
+        assert other.send("two").token_ids == first.token_ids
         second = chat.send([{"role": "tool", "content": "p"}, {"role": "tool", "content": "q"}])
         assert second.usage.cached_tokens == len(wanted) + 5  # all but the last token said
         tokens = chat.tokens.tolist()

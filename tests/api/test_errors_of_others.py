@@ -59,7 +59,7 @@ def test_weights_that_are_not_finite(
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level(logging.WARNING, "radixserve"), Runtime(copy, num_pages=64) as rt:
         assert "values that are not finite in model.norm.weight" in caplog.text
-        with pytest.raises(RequestFailed, match="no token can be drawn: the best logit is"):
+        with pytest.raises(RequestFailed, match="no token can be sampled: the best logit is"):
             rt.generate([1, 2], GREEDY)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that change what may be drawn, where a text ends and how it is cut: on both runners,
+"""Parameters that change what may be sampled, where a text ends and how it is cut: on both runners,
 with the cache cold and warm, alone and in a batch."""
 
 from __future__ import annotations
@@ -134,12 +134,12 @@ def test_a_processor_that_fails_ends_its_request_only(rt: Runtime) -> None:
         runs = (rt.agenerate(PROMPT, one) for one in each)
         return await asyncio.gather(*runs, return_exceptions=True)
 
-    bad, greedy, drawn = asyncio.run(main())
+    bad, greedy, sampled = asyncio.run(main())
     assert isinstance(bad, RequestFailed)
     assert "a function of logits_processors failed: KeyError('mine')" in str(bad)
     assert isinstance(bad.__cause__, KeyError)
     assert greedy.token_ids == ids_of(rt)
-    assert drawn.token_ids == ids_of(rt, temperature=0.9)
+    assert sampled.token_ids == ids_of(rt, temperature=0.9)
     with pytest.raises(RequestFailed, match=r"must return a tensor \[288\] of logits, got \[1\]"):
         rt.generate(PROMPT, params(logits_processors=[lambda _, logits: logits[:1]]))
     with pytest.raises(RequestFailed, match="got NoneType"):
@@ -148,7 +148,7 @@ def test_a_processor_that_fails_ends_its_request_only(rt: Runtime) -> None:
 
 def test_nothing_left_to_draw(rt: Runtime) -> None:
     assert rt.tokenizer is not None
-    with pytest.raises(RequestFailed, match="no token can be drawn"):
+    with pytest.raises(RequestFailed, match="no token can be sampled"):
         rt.generate(PROMPT, params(allowed_token_ids=[65], bad_words=[rt.tokenizer.decode([65])]))
     assert len(ids_of(rt)) == 12
 

@@ -301,7 +301,7 @@ def test_a_small_cache_gives_the_same_tree(folder: Path, page_size: int, cache: 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.long)
                                                for n in range(3, 60))])  # fmt: skip
 def test_what_is_drawn_is_what_cold_requests_draw(folder: Path, page_size: int, seed: int) -> None:
-    """Random trees of drawn and proposed thoughts in a cache that is too small for them."""
+    """Random trees of sampled and proposed thoughts in a cache that is too small for them."""
 
     def expand(node: Node) -> Sample | list[str]:
         rng = random.Random(f"{seed} {node.path_tokens.tolist()}")

@@ -273,16 +273,12 @@ class TestCommit:
         assert len(pages) == -(-20 // cache.page_size)
         assert seq.tokens.tolist() == list(range(60))
 
-    def test_pages_wanted(self, kind: Kind) -> None:
+    def test_extend_takes_as_many_pages_as_it_must(self, kind: Kind) -> None:
         cache = kind.for_tokens(200)
         seq = put(cache, list(range(20)))
         for count in (0, 1, 12, 13, 50):
-            wanted = seq.pages_wanted(count)
-            assert wanted == -(-(20 + count) // cache.page_size) - len(seq.pages)
-        before = len(seq.pages)
-        wanted = seq.pages_wanted(30)
-        seq.extend([7] * 30)
-        assert len(seq.pages) - before == wanted
+            seq.extend([7] * count)
+            assert len(seq.pages) == -(-seq.length // cache.page_size)
 
 
 class TestForkAndTruncate:
@@ -291,18 +287,18 @@ class TestForkAndTruncate:
         cache = kind.for_tokens(400)
         seq = put(cache, list(range(length)))
         seq.extend([1, 2, 3])  # not committed: not the fork's
-        twin = seq.fork()
+        forked = seq.fork()
         cache.check()
         whole, extra = divmod(length, cache.page_size)
-        assert twin.length == twin.committed_len == twin.cached_len == length
-        assert twin.tokens.tolist() == list(range(length))
-        assert twin.pages[:whole].tolist() == seq.pages[:whole].tolist()
-        assert [(dst, n) for _, dst, n in twin.cow_copies] == (
-            [(int(twin.pages[whole]), extra)] if extra else []
+        assert forked.length == forked.committed_len == forked.cached_len == length
+        assert forked.tokens.tolist() == list(range(length))
+        assert forked.pages[:whole].tolist() == seq.pages[:whole].tolist()
+        assert [(dst, n) for _, dst, n in forked.cow_copies] == (
+            [(int(forked.pages[whole]), extra)] if extra else []
         )
-        assert twin.num_private == (1 if extra else 0)
+        assert forked.num_private == (1 if extra else 0)
         seq.truncate(length)
-        for one, token in ((seq, 500), (twin, 600)):
+        for one, token in ((seq, 500), (forked, 600)):
             tokens = [token + i for i in range(20)]
             one.extend(tokens)
             one.commit(length + 20)
@@ -332,17 +328,17 @@ class TestForkAndTruncate:
         """Its copy is still to be made: the source must stay, whoever lets go of it."""
         cache = kind.for_tokens(64)
         seq = put(cache, list(range(21)))
-        twin = seq.fork()
-        sources = [source for source, _, _ in twin.cow_copies]
+        forked = seq.fork()
+        sources = [source for source, _, _ in forked.cow_copies]
         seq.release()
         other = cache.acquire([9] * 64)
         other.extend([9] * (cache.num_available * cache.page_size))
         cache.check()
         assert not set(other.pages.tolist()) & set(sources)
-        assert twin.tokens.tolist() == list(range(21))
+        assert forked.tokens.tolist() == list(range(21))
         other.release()
-        twin.commit(21)
-        twin.release()
+        forked.commit(21)
+        forked.release()
         cache.check()
         assert cache.stats()["pages_locked"] == 0
 
@@ -368,22 +364,22 @@ class TestForkAndTruncate:
         cache = kind.for_tokens(400)
         seq = put(cache, list(range(42)))
         for length in (42, 41, 37, 33, 32):
-            twin = seq.fork()
-            twin.extend([7] * 10)
-            twin.truncate(length)
+            forked = seq.fork()
+            forked.extend([7] * 10)
+            forked.truncate(length)
             extra = length % cache.page_size
-            assert [n for _, _, n in twin.cow_copies] == ([extra] if extra else [])
+            assert [n for _, _, n in forked.cow_copies] == ([extra] if extra else [])
             cache.check()
-            twin.release()
+            forked.release()
 
     def test_a_cut_behind_a_pending_copy_leaves_it_whole(self, kind: Kind) -> None:
         cache = kind.for_tokens(400)
         seq = put(cache, list(range(41)))
-        twin = seq.fork()
-        copies = list(twin.cow_copies)
-        twin.extend([7] * 40)
-        twin.truncate(65)  # in a page behind the one that the copy fills
-        assert twin.cow_copies == copies
+        forked = seq.fork()
+        copies = list(forked.cow_copies)
+        forked.extend([7] * 40)
+        forked.truncate(65)  # in a page behind the one that the copy fills
+        assert forked.cow_copies == copies
         cache.check()
 
     def test_bad_lengths_are_refused(self, kind: Kind) -> None:

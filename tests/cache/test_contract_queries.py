@@ -37,16 +37,16 @@ class TestReset:
         assert new.cached_len == 0
         assert not new.is_stale
         assert not set(new.pages.tolist()) & set(seq.pages.tolist())
-        twin = seq.fork()
-        assert twin.is_stale
-        for one in (seq, twin):
+        forked = seq.fork()
+        assert forked.is_stale
+        for one in (seq, forked):
             one.extend(list(range(100, 140)))
             one.commit(140)
             cache.check()
         other.truncate(37)
         cache.check()
         assert cache.lookup(list(range(141))).cached_len == kind.found(100)  # by the new one
-        for one in (seq, other, twin):
+        for one in (seq, other, forked):
             one.release()
             cache.check()
         stats = cache.stats()

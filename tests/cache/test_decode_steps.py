@@ -47,11 +47,11 @@ class Side:
         for seq, token_id in zip(self.seqs, token_ids, strict=True):
             if seq in known:
                 seq.extend([token_id])
-        drawn = [seq for seq in self.seqs if seq not in known]
+        sampled = [seq for seq in self.seqs if seq not in known]
         if self.is_batched:
-            self.cache.append_placeholder(drawn)
+            self.cache.append_placeholder(sampled)
             return
-        for seq in drawn:
+        for seq in sampled:
             seq.append_placeholders(1)
 
     def land(self, token_ids: list[int]) -> None:

@@ -220,9 +220,9 @@ class TestSharedHeads:
         cache = HashBlockCache(10, 16)
         seq = put(cache, list(range(21)))
         assert seq.num_private == 1
-        twin = seq.fork()
-        assert (seq.num_private, twin.num_private) == (0, 1)
-        assert twin.cow_copies == [(int(seq.pages[1]), int(twin.pages[1]), 5)]
+        forked = seq.fork()
+        assert (seq.num_private, forked.num_private) == (0, 1)
+        assert forked.cow_copies == [(int(seq.pages[1]), int(forked.pages[1]), 5)]
         assert cache.stats()["nodes"] == 1  # and nobody finds it
         seq.extend(list(range(21, 32)))  # behind the head that is still to be copied
         seq.commit(32)
@@ -231,19 +231,19 @@ class TestSharedHeads:
         seq.release()
         cache.evict(1000)
         assert cache.stats()["nodes"] == 2, "the source of a copy was dropped"
-        twin.commit(21)
+        forked.commit(21)
         cache.evict(1000)
         assert cache.stats()["nodes"] == 1
-        twin.release()
+        forked.release()
         cache.check()
 
     def test_a_fork_of_a_fork_copies_from_the_first_page(self) -> None:
         cache = HashBlockCache(10, 16)
         seq = put(cache, list(range(21)))
-        twin = seq.fork()
-        third = twin.fork()  # the twin's own page is still empty
-        assert third.cow_copies[0][0] == twin.cow_copies[0][0] == seq.pages[1]
-        for one in (seq, twin, third):
+        forked = seq.fork()
+        third = forked.fork()  # the fork's own page is still empty
+        assert third.cow_copies[0][0] == forked.cow_copies[0][0] == seq.pages[1]
+        for one in (seq, forked, third):
             one.release()
             cache.check()
         assert cache.stats()["pages_free"] == 9
@@ -251,27 +251,27 @@ class TestSharedHeads:
     def test_rolling_back_into_a_shared_head_does_not_overwrite_it(self) -> None:
         cache = HashBlockCache(10, 16)
         seq = put(cache, list(range(21)))
-        twin = seq.fork()
+        forked = seq.fork()
         seq.truncate(18)
-        assert seq.pages[1] not in (twin.cow_copies[0][0], twin.pages[1])
-        assert seq.cow_copies == [(twin.cow_copies[0][0], int(seq.pages[1]), 2)]
+        assert seq.pages[1] not in (forked.cow_copies[0][0], forked.pages[1])
+        assert seq.cow_copies == [(forked.cow_copies[0][0], int(seq.pages[1]), 2)]
         cache.check()
-        twin.commit(21)
+        forked.commit(21)
         seq.commit(18)
         cache.check()
-        page = int(twin.pages[1])
-        twin.truncate(17)  # nobody else reads it
-        assert twin.cow_copies == []
-        assert int(twin.pages[1]) == page
+        page = int(forked.pages[1])
+        forked.truncate(17)  # nobody else reads it
+        assert forked.cow_copies == []
+        assert int(forked.pages[1]) == page
 
     def test_another_sequence_may_fill_the_block_first(self) -> None:
         cache = HashBlockCache(10, 16)
         seq = put(cache, list(range(21)))
-        twin = seq.fork()
-        for one in (twin, seq):
+        forked = seq.fork()
+        for one in (forked, seq):
             one.extend(list(range(21, 64)))
             one.commit(64)
-        assert seq.pages.tolist() == twin.pages.tolist()
+        assert seq.pages.tolist() == forked.pages.tolist()
         assert cache.stats()["duplicate_tokens"] == 48
         assert cache.stats()["pages_tree"] == 4
         cache.check()
@@ -279,15 +279,15 @@ class TestSharedHeads:
     def test_a_head_that_is_filled_after_a_reset_stays_unknown(self) -> None:
         cache = HashBlockCache(10, 16)
         seq = put(cache, list(range(21)))
-        twin = seq.fork()
+        forked = seq.fork()
         cache.reset()
-        for one in (seq, twin):
+        for one in (seq, forked):
             one.extend(list(range(21, 40)))
             one.commit(40)
             cache.check()
         assert cache.lookup(list(range(40))).cached_len == 0
         seq.release()
-        twin.release()
+        forked.release()
         cache.check()
         assert cache.stats()["pages_free"] == 10
 
@@ -403,7 +403,7 @@ DAMAGE: dict[str, Callable[[Parts], object]] = {
     "belongs to": lambda parts: parts.pages.free(parts.pages.allocate(1) * 2),
     "have no owner": lambda parts: parts.pages.allocate(1),
     "has 2 locks, not 1": lambda parts: parts.pool.lock(parts.locked[-1:]),
-    "blocks evictable": lambda parts: parts.pool.unused.forget(1),
+    "blocks evictable": lambda parts: parts.pool.evictable.forget(1),
     "wrong key": lambda parts: setattr(parts.locked[0], "tokens", b"x" * 16),
     "not where it says": lambda parts: setattr(parts.locked[0], "is_listed", False),
     "another page than": lambda parts: parts.seq._pages.__setitem__(0, int(parts.seq.pages[1])),

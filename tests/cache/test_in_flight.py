@@ -133,7 +133,7 @@ def test_pages_are_told_by_what_changed(make: Any) -> None:
     assert (pages.tolist(), first) == (two.pages.tolist(), 2)
 
 
-class Flight(NamedTuple):
+class InFlightChunk(NamedTuple):
     """A row that was launched and is not computed yet."""
 
     seq: Any
@@ -152,7 +152,7 @@ class FlightWorld(World):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.flights: list[Flight] = []
+        self.chunks: list[InFlightChunk] = []
         self.copied: set[int] = set()  # sequences whose copies are launched
         self.told: dict[int, list[int]] = {}
         self.seen: Counter[str] = Counter()
@@ -172,7 +172,7 @@ class FlightWorld(World):
             return
         copies = [] if id(seq) in self.copied else list(seq.cow_copies)
         self.copied.add(id(seq))
-        self.flights.append(Flight(seq, start, seq.length, self.tell(seq), copies))
+        self.chunks.append(InFlightChunk(seq, start, seq.length, self.tell(seq), copies))
 
     def tell(self, seq: Any) -> list[int]:
         pages, first = seq.take_page_table_delta()
@@ -185,7 +185,7 @@ class FlightWorld(World):
         return sum(self.seen.values()) % 2
 
     def land(self) -> None:
-        flight = self.flights.pop(0)
+        flight = self.chunks.pop(0)
         seq, shared = flight.seq, self.shared_cells()
         for source, target, count in flight.cow_copies:
             for slot in range(count):
@@ -206,7 +206,7 @@ class FlightWorld(World):
             self.seen["switched"] += behind and pages != seq.pages.tolist()
 
     def in_flight(self, seq: Any) -> int:
-        return sum(flight.seq is seq for flight in self.flights)
+        return sum(flight.seq is seq for flight in self.chunks)
 
     def step(self, rng: random.Random) -> None:
         action = rng.choices(
@@ -216,7 +216,7 @@ class FlightWorld(World):
         seq = rng.choice(self.open) if self.open else None
         if action == "acquire" and len(self.open) < 8:
             self.acquire(random_tokens(self, rng, 30), rng.choice(["", "", "b"]))
-        elif action == "land" and self.flights:
+        elif action == "land" and self.chunks:
             self.land()
         elif action == "evict":
             self.cache.evict(rng.randrange(2 * self.page_size + 8))
@@ -233,7 +233,7 @@ class FlightWorld(World):
             self.told.pop(id(seq), None)
 
     def drain(self) -> None:
-        while self.flights:
+        while self.chunks:
             self.land()
         super().drain()
 

@@ -133,15 +133,15 @@ class TestForkAndTruncate:
     def test_fork_shares_all_but_one_page_head(self, cache: RadixCache) -> None:
         seq = put(cache, list(range(75)))
         private = cache.stats()["pages_private"]
-        twin = seq.fork()
-        assert twin.tokens.tolist() == seq.tokens.tolist()
+        forked = seq.fork()
+        assert forked.tokens.tolist() == seq.tokens.tolist()
         extra = 75 % cache.page_size
         assert cache.stats()["pages_private"] - private == (1 if extra else 0)
-        assert [n for _, _, n in twin.cow_copies] == ([extra] if extra else [])
+        assert [n for _, _, n in forked.cow_copies] == ([extra] if extra else [])
         seq.extend([1])
-        twin.extend([2])
+        forked.extend([2])
         seq.commit(76)
-        twin.commit(76)
+        forked.commit(76)
         cache.check()
         assert cache.lookup([*range(75), 2, 0]).cached_len == 76
 
@@ -417,9 +417,9 @@ def test_without_reuse_nothing_is_shared_or_kept() -> None:
     two = put(cache, [1, 2, 3, 4])
     assert two.cached_len == 0
     assert not set(one.pages.tolist()) & set(two.pages.tolist())
-    twin = one.fork()
-    assert twin.pages.tolist() == one.pages.tolist()
-    for seq in (one, two, twin):
+    forked = one.fork()
+    assert forked.pages.tolist() == one.pages.tolist()
+    for seq in (one, two, forked):
         seq.release()
         cache.check()
     assert cache.stats()["pages_free"] == 100

@@ -39,7 +39,7 @@ def test_a_small_tree_is_shown_as_dump_shows_it(page_size: int) -> None:
     use(cache, range(24)).release()
     use(cache, [*range(12), *range(100, 112)], session=session).release()
     held = use(cache, [*range(8), *range(200, 209)])
-    twin = held.fork()
+    forked = held.fork()
     found, dump = cache.snapshot(SnapshotView()), cache.dump()
     nodes = {}
     stack = [(None, root) for root in dump["namespaces"].values()]
@@ -65,15 +65,15 @@ def test_a_small_tree_is_shown_as_dump_shows_it(page_size: int) -> None:
     assert counted["locked"] == stats["pages_locked"]
     assert counted["tree"] + counted["leased"] == stats["pages_cached"]
     assert counted["leased"] > 0
-    users = found["pages"]["users"]  # of page tables: the twin has its own copy of a part of a page
+    users = found["pages"]["users"]  # of page tables: the fork has its own copy of a part of a page
     assert found["pages"]["shared"] == sum(digit > "1" for digit in users)
     assert found["pages"]["shared"] == stats["pages_shared"] - (page_size > 1)
-    assert sum(int(digit, 36) for digit in users) == len(held.pages) + len(twin.pages)
+    assert sum(int(digit, 36) for digit in users) == len(held.pages) + len(forked.pages)
     slots = dump["fragmentation"]
     assert found["fragmentation"] == {name: slots[name] for name in ("slots", "unused_slots")}
     ids = [one["head"] + one["tail"] for one in found["victims"]]
     assert ids == [one["tokens"] for one in cache.eviction_preview(8)]
-    for sequence in (held, twin):
+    for sequence in (held, forked):
         sequence.release()
     cache.check()
 

@@ -96,7 +96,7 @@ class World:
     def extend(self, seq: CachedSequence, tokens: Prefix) -> bool:
         before = self.cache.dump(), self.cache.stats()["pages_free"]
         length = seq.length
-        wanted = seq.pages_wanted(len(tokens))
+        wanted = -(-(length + len(tokens)) // self.cache.page_size) - len(seq.pages)
         available = self.cache.num_obtainable(wanted)
         try:
             seq.extend(tokens)

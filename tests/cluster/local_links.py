@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from radixserve import EngineConfig, Runtime, SamplingParams
-from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.cluster_client import ClusterClient
+from radixserve.cluster.replica import EngineReplica, ReplicaReport
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
-from radixserve.cluster.worker import ClusterWorker
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Message
 from radixserve.output import EngineStatus
@@ -34,7 +34,7 @@ class Link:
         self.replica = EngineReplica("demo", SETTINGS)
         self.is_cut = self.hangs = False
         self.cut_after: int | None = None  # outputs
-        self.spoil: Callable[[Report], Report] = lambda report: report
+        self.spoil: Callable[[ReplicaReport], ReplicaReport] = lambda report: report
         self.num_outputs = self.num_resyncs = self.num_requests = 0
 
     def check(self) -> None:
@@ -45,7 +45,7 @@ class Link:
         self.check()
         return await self.replica.facts()
 
-    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[Report, None]:
+    async def reports(self, frontend: str, stream: int) -> AsyncGenerator[ReplicaReport, None]:
         self.check()
         async for report in self.replica.reports(frontend, stream):
             while self.hangs:
@@ -85,7 +85,7 @@ class SilentLink(Link):
     async def facts(self) -> Any:
         return None
 
-    async def reports(self, *_: Any) -> AsyncGenerator[Report, None]:
+    async def reports(self, *_: Any) -> AsyncGenerator[ReplicaReport, None]:
         status = EngineStatus(
             is_alive=True,
             is_idle=True,
@@ -95,7 +95,7 @@ class SilentLink(Link):
             waiting_tokens=0,
             stats={"pages_total": 1},
         )
-        yield Report([], [], status)
+        yield ReplicaReport([], [], status)
         await asyncio.sleep(PATIENCE_S)
 
     async def submit(self, _: str, __: int, requests: Sequence[Request]) -> bool:
@@ -109,13 +109,13 @@ class SilentLink(Link):
 @contextlib.contextmanager
 def scaled_cluster(
     links: Sequence[Link], silence_s: float = PATIENCE_S, drain_s: float = PATIENCE_S
-) -> Iterator[tuple[ClusterWorker, ClusterRuntime]]:
-    """The worker is told by the test which replicas there are; `links` at the beginning."""
-    worker = ClusterWorker(TreeReplicaRouter(), silence_s=silence_s, drain_s=drain_s)
-    worker.set_replicas(links)
-    with ClusterRuntime(worker, EngineConfig(**SETTINGS), lambda: None) as runtime:
+) -> Iterator[tuple[ClusterClient, ClusterRuntime]]:
+    """The client is told by the test which replicas there are; `links` at the beginning."""
+    client = ClusterClient(TreeReplicaRouter(), silence_s=silence_s, drain_s=drain_s)
+    client.set_replicas(links)
+    with ClusterRuntime(client, EngineConfig(**SETTINGS), lambda: None) as runtime:
         wait_for_links(runtime, len(links))
-        yield worker, runtime
+        yield client, runtime
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from radixserve import Runtime, SamplingParams
-from radixserve.cluster.replica import Report
+from radixserve.cluster.replica import ReplicaReport
 from radixserve.cluster.runtime import ClusterRuntime
 from radixserve.routing.limits import MAX_LOST
 from tests.cluster.local_links import (
@@ -44,7 +44,7 @@ def links() -> Iterator[list[Link]]:
 def hang_after(link: Link, count: int) -> None:
     """It says nothing more after so many outputs."""
 
-    def spoil(report: Report) -> Report:
+    def spoil(report: ReplicaReport) -> ReplicaReport:
         link.hangs |= count <= link.num_outputs
         return report
 
@@ -67,9 +67,9 @@ async def read_all(runtime: ClusterRuntime, meanwhile: Callable[[], None]) -> An
 
 
 def test_a_replica_that_is_added_gets_work(links: list[Link], expected: Answers) -> None:
-    with scaled_cluster(links[:1]) as (worker, runtime):
+    with scaled_cluster(links[:1]) as (client, runtime):
         assert runtime.generate(PROMPTS[:4], PARAMS[:4])[0].text == expected[0][0]
-        worker.set_replicas(links)
+        client.set_replicas(links)
         wait_for_links(runtime, 2)
         found = runtime.generate(PROMPTS, PARAMS)
         assert [(one.text, one.token_ids) for one in found] == expected
@@ -81,13 +81,13 @@ def test_requests_end_where_their_replica_is_taken_away(
     links: list[Link], expected: Answers
 ) -> None:
     first, second = links
-    with scaled_cluster(links) as (worker, runtime):
+    with scaled_cluster(links) as (client, runtime):
         hang_after(second, 20)
 
         def take_away() -> None:
             wait_until(lambda: second.hangs)
             before = second.num_requests
-            worker.set_replicas([first])
+            client.set_replicas([first])
             for _ in range(3):  # new requests go to those that stay
                 assert len(runtime.generate(PROMPT, ONE).token_ids) == 4
             assert second.num_requests == before
@@ -101,7 +101,7 @@ def test_requests_end_where_their_replica_is_taken_away(
 
 def test_what_a_replica_that_is_taken_away_had_cached_is_not_found(links: list[Link]) -> None:
     first, second = links
-    with scaled_cluster(links) as (worker, runtime):
+    with scaled_cluster(links) as (client, runtime):
         runtime.generate(PROMPT, ONE)
         used = second if second.num_requests else first
         other = first if used is second else second
@@ -109,7 +109,7 @@ def test_what_a_replica_that_is_taken_away_had_cached_is_not_found(links: list[L
         used.hangs = True
         with runtime.submit([PROMPT], ONE, streams=True) as handle:  # it keeps the replica there
             wait_until(lambda: used.num_requests == 2)
-            worker.set_replicas([other])
+            client.set_replicas([other])
             assert runtime.lookup(PROMPT).cached_len == 0
             assert runtime.generate(PROMPT, ONE).usage.cached_tokens == 0
             assert runtime.status().stats["pages_total"] == 2 * SETTINGS["num_pages"]
@@ -126,17 +126,17 @@ def test_what_does_not_end_there_goes_on_elsewhere(
 ) -> None:
     first, second = links
     drain_s = 0.2 if how == "its time is over" else 1e6
-    with scaled_cluster(links, drain_s=drain_s) as (worker, runtime):
+    with scaled_cluster(links, drain_s=drain_s) as (client, runtime):
         hang_after(second, 20)
 
         def take_away() -> None:
             wait_until(lambda: second.hangs)
-            worker.set_replicas([first])
+            client.set_replicas([first])
             second.spoil = lambda report: report
             if how == "it is lost":
                 second.is_cut, second.hangs = True, False
             elif how == "it comes back":
-                worker.set_replicas(links)
+                client.set_replicas(links)
                 second.hangs = False
 
         assert asyncio.run(read_all(runtime, take_away)) == expected
@@ -147,11 +147,11 @@ def test_what_does_not_end_there_goes_on_elsewhere(
 def test_replicas_that_are_taken_away_do_not_count_as_lost(links: list[Link]) -> None:
     """A request may be moved any number of times."""
     params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
-    with scaled_cluster(links[:1], drain_s=0.0) as (worker, runtime):
+    with scaled_cluster(links[:1], drain_s=0.0) as (client, runtime):
         whole = runtime.generate(PROMPT, params)
         with runtime.submit([PROMPT], params, streams=True) as handle:
             for link in [*links, *links, *links]:
-                worker.set_replicas([link])
+                client.set_replicas([link])
                 wait_until(functools.partial(has_sent, link, link.num_outputs))
             chunks = list(handle)
         assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
@@ -169,7 +169,7 @@ def test_requests_leave_a_replica_whose_engine_has_ended(
     first, second = links
     with scaled_cluster(links) as (_, runtime):
 
-        def spoil(report: Report) -> Report:
+        def spoil(report: ReplicaReport) -> ReplicaReport:
             if second.num_outputs < 20:
                 return report
             return report._replace(status=report.status._replace(is_alive=False))

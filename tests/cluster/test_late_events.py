@@ -12,7 +12,7 @@ from radixserve import SamplingParams
 from radixserve.arrays import IntArray
 from radixserve.cache import EventBatch, EventSnapshot
 from radixserve.cache.events import Event, Stored
-from radixserve.cluster.replica import EngineReplica, Report
+from radixserve.cluster.replica import EngineReplica, ReplicaReport
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.engine.messages import Message, TakeEvents
 from radixserve.output import EngineStatus
@@ -28,15 +28,15 @@ def make_request(name: str, first: int, num_tokens: int = 200) -> Request:
     return Request(name, ids, params, 0, frozenset(), num_tokens + 4)
 
 
-def report(*events: Event, first: int = 0, settled: tuple[str, ...] = ()) -> Report:
-    return Report([], [], STATUS, [EventBatch(1, first, list(events))], settled)
+def report(*events: Event, first: int = 0, settled: tuple[str, ...] = ()) -> ReplicaReport:
+    return ReplicaReport([], [], STATUS, [EventBatch(1, first, list(events))], settled)
 
 
 def test_a_reservation_stands_until_its_replica_says_that_the_events_are_there() -> None:
     router = TreeReplicaRouter()
     for name in ("a", "b"):
         router.add(name)
-        router.update(name, Report([], [], STATUS, [EventSnapshot(1, 0, [])]))
+        router.update(name, ReplicaReport([], [], STATUS, [EventSnapshot(1, 0, [])]))
     assert router.choose(make_request("one", 0)) == "a"
     request = make_request("two", 1000)
     assert router.choose(request) == "b"

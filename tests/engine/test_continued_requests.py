@@ -24,7 +24,7 @@ PROMPT = "How do I sort a list of numbers in Python, the largest first?"
 NAMES = {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 3}
 PARAMS = {
     "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
-    "drawn": SamplingParams(max_tokens=24, temperature=1.2, seed=5, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=24, temperature=1.2, seed=5, ignore_eos=True),
     "penalties": SamplingParams(
         max_tokens=24, temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3,
         presence_penalty=0.5, min_tokens=20,

@@ -16,7 +16,7 @@ from radixserve.config import EngineConfig
 from radixserve.engine.engine import Engine
 from radixserve.engine.engine_thread import EngineThread
 from radixserve.engine.messages import GetStats
-from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest
 from radixserve.output import Completion, RequestOutput
 from radixserve.request import BeamParams, Request, SamplingParams
@@ -42,7 +42,7 @@ class ChainRunner:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.drawn: list[int] = []  # by the last launched step
+        self.sampled: list[int] = []  # by the last launched step
         self.permits = threading.Semaphore(10_000)  # how many steps the device completes
 
     def launch(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
@@ -58,13 +58,14 @@ class ChainRunner:
         pass
 
     def compute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
-        drawn = []
+        sampled = []
         for row in schedule.rows:
-            last = int(row.token_ids[-1]) if row.future_index < 0 else self.drawn[row.future_index]
+            future = row.future_index
+            last = int(row.token_ids[-1]) if future < 0 else self.sampled[future]
             assert last != PLACEHOLDER
-            drawn.append((last * 31 + row.end) % VOCAB)
-        self.drawn = drawn
-        rows = zip(schedule.rows, drawn, strict=True)
+            sampled.append((last * 31 + row.end) % VOCAB)
+        self.sampled = sampled
+        rows = zip(schedule.rows, sampled, strict=True)
         outputs = [None if row.sample is None else SampleOutput(t, None, ()) for row, t in rows]
         return ModelRunnerOutput(tuple(outputs), {"prepare": 0.25, "forward": 0.5, "sample": 0.0})
 
@@ -226,18 +227,18 @@ class TestThread:
     def setup_method(self) -> None:
         self.ended = threading.Event()
 
-    def ticket(self, name: str, events: list[Event], **params: Any) -> Ticket:
+    def collector(self, name: str, events: list[Event], **params: Any) -> OutputCollector:
         def notify(event: Event) -> None:
             events.append(event)
             self.ended.set()
 
         one = request(name, range(2, 20), ends=False, **params)
-        return Ticket(one, None, notify, streams=False)
+        return OutputCollector(one, None, notify, streams=False)
 
     def test_it_goes_on_while_a_step_is_in_flight(self) -> None:
         runner, events = ChainRunner(), []
         thread = EngineThread(Engine(runner, EngineConfig()))
-        thread.submit([self.ticket("a", events, max_tokens=20)])
+        thread.submit([self.collector("a", events, max_tokens=20)])
         assert self.ended.wait(PATIENCE_S)  # without any further message
         (completion,) = events
         assert isinstance(completion, Completion)
@@ -250,7 +251,7 @@ class TestThread:
         """Every request gets the reason, now and later; none is computed."""
         runner, events = DyingRunner(), []
         thread = EngineThread(Engine(runner, EngineConfig()))
-        thread.submit([self.ticket(name, events, max_tokens=50) for name in ("a", "b")])
+        thread.submit([self.collector(name, events, max_tokens=50) for name in ("a", "b")])
         assert self.ended.wait(PATIENCE_S)
         thread.close()
         assert [str(event) for event in events] == ["cuda:0 can compute nothing any more"] * 2
@@ -265,7 +266,7 @@ class TestThread:
         runner.permits = threading.Semaphore(4)
         engine = Engine(runner, EngineConfig())
         thread = EngineThread(engine)
-        thread.submit([self.ticket("a", events, max_tokens=150)])
+        thread.submit([self.collector("a", events, max_tokens=150)])
         # It waits for the fifth step, and the sixth is launched.
         wait_until(lambda: len(runner.log) == 10)
         with ThreadPoolExecutor(1) as pool:
@@ -274,7 +275,7 @@ class TestThread:
             runner.permits.release()
             assert aborted.result(timeout=PATIENCE_S) == 1
         self.ended.clear()
-        thread.submit([self.ticket("a", events, max_tokens=3)])  # its last row may be in flight
+        thread.submit([self.collector("a", events, max_tokens=3)])  # its last row may be in flight
         runner.permits.release(4)
         assert self.ended.wait(PATIENCE_S)
         first, second = events
@@ -284,7 +285,7 @@ class TestThread:
         assert len(first.token_ids) == 5
         assert second.token_ids == first.token_ids[:3]
         runner.permits = threading.Semaphore(0)
-        thread.submit([self.ticket("b", events, max_tokens=100)])
+        thread.submit([self.collector("b", events, max_tokens=100)])
         threading.Timer(0.05, runner.permits.release, (100,)).start()
         thread.close()
         assert isinstance(events[-1], EngineDead)

@@ -37,7 +37,7 @@ def test_lines_are_what_happened(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     recorder = TraceRecorder(str(path))
     recorder.record(request([1, 2, 3], "chat", "n"), [4, 5], FINISH, arrived_at=1000.25)
-    recorder.record(request([9]), [], FINISH, arrived_at=1001.0)  # drew nothing
+    recorder.record(request([9]), [], FINISH, arrived_at=1001.0)  # sampled nothing
     recorder.close()
     recorder.close()
     recorder.record(request([9]), [1], FINISH, arrived_at=1001.0)  # too late

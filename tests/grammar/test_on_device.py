@@ -29,7 +29,7 @@ PROMPTS = ["Once upon a time", "Hello", "One day a cat"]
 
 
 def jobs() -> tuple[list[str], list[SamplingParams]]:
-    """Each form, greedy and drawn, with what else changes logits, beside plain requests."""
+    """Each form, greedy and sampled, with what else changes logits, beside plain requests."""
     more: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "top_p": 0.95},
@@ -94,7 +94,7 @@ def test_beams(expected: list[Completion]) -> None:
 def test_failed_steps_and_aborts_leave_nothing_behind(
     expected: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the draws fail that wait for the step before."""
+    """Also where the samples fail that wait for the step before."""
     prompts, params = jobs()
     with DeviceRuntime("demo", num_pages=4_000) as rt:
         real, count = DeviceSampler.launch, 0

@@ -64,7 +64,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
 def walk(
     compiler: GrammarCompiler, form: StructuredOutput, rng: random.Random, end: int = END
 ) -> list[int]:
-    """The tokens of an answer, drawn from what each mask allows."""
+    """The tokens of an answer, sampled from what each mask allows."""
     place = compiler.compile(form).matcher(frozenset([end]))
     ids: list[int] = []
     while not place.is_complete and len(ids) < 400:

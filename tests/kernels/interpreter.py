@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from radixserve_kernels.gpu.launch import JITFunction, Launch, tl
+from radixserve_kernels.gpu.launch import JITFunction, KernelLaunch, tl
 
 from triton.runtime import interpreter  # isort: skip  (launch decides how Triton is imported)
 from triton.runtime.interpreter import _patch_lang_tensor  # isort: skip
@@ -39,7 +39,7 @@ class _Interpreted(interpreter.InterpretedFunction):
         return self.rewrite()(*args, **kwargs)  # Triton's own patches everything once more
 
 
-def interpret(launch: Launch) -> None:
+def interpret(launch: KernelLaunch) -> None:
     """Run a launch on CPU tensors, one program after another."""
     if 0 not in launch.grid:
         with _interpreting():

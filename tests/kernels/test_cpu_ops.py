@@ -348,7 +348,7 @@ def test_draws_invert_the_distribution_of_what_is_allowed(columns: int, temperat
     point = uniform[:, None] * mass[:, -1:]
     bitmask = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     heat = np.full(num_rows, temperature, np.float32)
-    ids, num_broken = cpu_ops.draw(logits, bitmask, mask_of, heat, uniform)
+    ids, num_broken = cpu_ops.sample(logits, bitmask, mask_of, heat, uniform)
     is_possible = top[:, 0] > -np.inf
     assert num_broken == (~is_possible).sum()
     rows = np.flatnonzero(is_possible)
@@ -371,7 +371,7 @@ def test_draws_at_temperature_zero_and_without_a_finite_best_logit() -> None:
     bitmask = np.zeros((1, 22), np.int32)
     mask_of = np.array([-1, -1, -1, -1, 0, -1])
     heat = np.array([0, 1, 1, 1, 1, 1], np.float32)
-    ids, num_broken = cpu_ops.draw(logits, bitmask, mask_of, heat, np.full(6, 1 - 2.0**-53))
+    ids, num_broken = cpu_ops.sample(logits, bitmask, mask_of, heat, np.full(6, 1 - 2.0**-53))
     assert ids[0] == int(logits[0].argmax())
     assert ids[1:3] == [300, 500]
     assert ids[4] == -1

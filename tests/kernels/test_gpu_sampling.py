@@ -1,4 +1,4 @@
-"""Greedy and random draws of the kernels and their references: the sampler's, token for token."""
+"""Greedy and random samples of the kernels and their references: the sampler's, token for token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from radixserve.request import SamplingParams
 from radixserve.runner import sampler
-from radixserve.runner.plain_draws import uniform_numbers
+from radixserve.runner.random_stream import uniform_numbers
 from radixserve.schedule import SampleSpec
 from radixserve_kernels import gpu_ops
 
@@ -21,7 +21,7 @@ INF, NAN = torch.inf, torch.nan
 NO_TOKENS = np.empty(0, np.int32)
 
 
-def draw(
+def sample(
     logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float] | Tensor
 ) -> tuple[list[int], list[bool]]:
     """As the runner does, from a row of strided logits each."""
@@ -44,9 +44,9 @@ def draw(
 def sampled(logits: Tensor, params: Sequence[SamplingParams], seed: int) -> tuple[list, list]:
     """By the kernels, and by the sampler itself."""
     specs = [SampleSpec(one, seed + row, 0, NO_TOKENS, 0) for row, one in enumerate(params)]
-    found, finite = draw(logits, params, torch.tensor(uniform_numbers(specs)))
+    found, finite = sample(logits, params, torch.tensor(uniform_numbers(specs)))
     assert all(finite)
-    return found, sampler.draw_tokens(logits.cpu(), specs).tolist()
+    return found, sampler.sample_tokens(logits.cpu(), specs).tolist()
 
 
 PARAMS = [
@@ -93,12 +93,12 @@ def test_more_ties_than_are_gathered() -> None:
 @pytest.mark.parametrize("top_k", [0, 2])
 @both
 def test_ends_of_the_distribution(top_k: int) -> None:
-    """Tokens without probability are never drawn, however close to 0 or 1 the number comes."""
+    """Tokens without probability are never sampled, however close to 0 or 1 the number comes."""
     logits = torch.tensor([[-INF, 0.0, -INF, 0.0, -INF, -200.0]]).expand(4, -1)
     params = [SamplingParams(top_k=top_k)] * 4
-    found, _ = draw(logits, params, [2**-53, 0.4999999, 0.5000001, 1 - 2**-53])
+    found, _ = sample(logits, params, [2**-53, 0.4999999, 0.5000001, 1 - 2**-53])
     assert found == [1, 1, 3, 3]
-    found, _ = draw(torch.zeros(3, 4_099), params[:3], [2**-53, 1 - 2**-53, 1.0])
+    found, _ = sample(torch.zeros(3, 4_099), params[:3], [2**-53, 1 - 2**-53, 1.0])
     assert found == [0, 4_098, 4_098]
 
 
@@ -107,14 +107,14 @@ def test_floors_are_kept() -> None:
     """Logits that lie on a threshold, and one that is min_p's floor."""
     logits = torch.tensor([[0.0, -0.5, -2.0, -4.5, -8.0, -12.5, -18.0, -24.5, -30.0]])
     params = [SamplingParams(top_k=k) for k in (1, 2, 3, 8)]
-    found, _ = draw(logits.expand(4, -1), params, [1 - 2**-53] * 4)
+    found, _ = sample(logits.expand(4, -1), params, [1 - 2**-53] * 4)
     assert found == [0, 1, 2, 7]
     floor = torch.tensor(0.3).log()
     logits = torch.stack((torch.zeros(()), floor, floor - 1e-6))[None]
-    assert draw(logits, [SamplingParams(min_p=0.3)], [1 - 2**-53])[0] == [1]
+    assert sample(logits, [SamplingParams(min_p=0.3)], [1 - 2**-53])[0] == [1]
     logits = torch.tensor([[0.0, -1.0, -1.0]])  # 0.576 of the probability lies on the first one
-    assert draw(logits, [SamplingParams(top_p=0.57)], [1 - 2**-53])[0] == [0]
-    assert draw(logits, [SamplingParams(top_p=0.6)], [1 - 2**-53])[0] == [2]
+    assert sample(logits, [SamplingParams(top_p=0.57)], [1 - 2**-53])[0] == [0]
+    assert sample(logits, [SamplingParams(top_p=0.6)], [1 - 2**-53])[0] == [2]
 
 
 @both
@@ -147,7 +147,7 @@ def test_rows_that_cannot_be_drawn_from() -> None:
     logits[6] = torch.where(torch.arange(4_200) == 4_199, 3.0, -INF)
     greedy = SamplingParams(temperature=0.0, top_k=4, min_p=0.5)
     for params in ([greedy] * 7, [SamplingParams(top_k=1), *[greedy] * 5, SamplingParams()]):
-        tokens, finite = draw(logits, params, torch.full((7,), 0.3))
+        tokens, finite = sample(logits, params, torch.full((7,), 0.3))
         assert finite == [False] * 3 + [True] * 4
         assert tokens[:5] == [0, 0, 0, 40, 4_150]
         assert tokens[5] == logits[5].argmax()
@@ -161,7 +161,7 @@ def test_rows_that_cannot_be_drawn_from() -> None:
 @both
 def test_no_rows() -> None:
     empty = torch.empty(0, 10)
-    assert draw(empty, [], []) == ([], [])
+    assert sample(empty, [], []) == ([], [])
     assert [len(one) for one in gpu_ops.argmax(empty)] == [0, 0]
     assert gpu_ops.token_logprob(empty, torch.empty(0, dtype=torch.int64)).shape == (0,)
 
@@ -212,7 +212,7 @@ def test_vocabularies_of_real_models(vocab_size: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 @both
 def test_any_params(seed: int) -> None:
-    """Logits of many kinds; rounding may move a draw to a token next to a border."""
+    """Logits of many kinds; rounding may move a sample to a token next to a border."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab_size = rng.choice((5, 300, 4_096, 9_001))

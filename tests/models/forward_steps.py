@@ -16,7 +16,7 @@ SAMPLED = SampleSpec(SamplingParams(), 0, 1, np.ones(1, np.int32), ())
 def forward_steps(
     seed: int, page_size: int, num_pages: int = 1_500, vocab: int = VOCAB
 ) -> list[list[ScheduledRequest]]:
-    """Chunks and decodes of sequences that fork off each other, mixed; some draw, some score."""
+    """Chunks and decodes of sequences that fork off each other, mixed; some sample, some score."""
     rng = random.Random(seed)
     unused = iter(rng.sample(range(num_pages), num_pages))
     sequences: list[tuple[list[int], list[int]]] = []  # pages, and [tokens computed]

@@ -25,7 +25,7 @@ from tests.models.test_gpu_decoder import CPU, NUM_PAGES, World
 from tests.pacing import PATIENCE_S
 
 
-class Room:
+class Rendezvous:
     """Where threads meet."""
 
     def __init__(self, size: int) -> None:
@@ -36,7 +36,7 @@ class Room:
 class ThreadTPGroup:
     """See `TPGroup`."""
 
-    def __init__(self, rank: int, size: int, room: Room) -> None:
+    def __init__(self, rank: int, size: int, room: Rendezvous) -> None:
         self.rank, self.size, self._room = rank, size, room
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class ThreadTPGroup:
 
 
 def split(source: Any, size: int, dtype: torch.dtype = torch.float32) -> list[Decoder]:
-    room = Room(size)
+    room = Rendezvous(size)
     return [
         load_decoder(source, dtype, CPU, ThreadTPGroup(rank, size, room)) for rank in range(size)
     ]

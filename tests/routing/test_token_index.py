@@ -133,7 +133,7 @@ def test_the_index_knows_what_each_replica_holds(page_size: int, seed: int) -> N
 
 
 def feed(index: TokenIndex, name: str, *events: Event) -> None:
-    index.take(name, EventBatch(1, index.stands_at(name), events))
+    index.take(name, EventBatch(1, index.next_event(name), events))
 
 
 def make_index(*names: str) -> TokenIndex:

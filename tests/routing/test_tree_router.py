@@ -31,7 +31,7 @@ def add(router: TreeRouter, name: str, costs: StepCosts | None = None) -> None:
 
 
 def feed(router: TreeRouter, name: str, *events: Event) -> None:
-    router.take(name, EventBatch(1, router.index.stands_at(name), events))
+    router.take(name, EventBatch(1, router.index.next_event(name), events))
 
 
 def tokens(first: int, count: int) -> bytes:

@@ -80,7 +80,7 @@ class Driver:
         return sequence
 
     def step(self, work: Sequence[tuple[Stream, int]]) -> dict[str, float]:
-        """Compute the next n tokens of each sequence; draw where that reaches the end."""
+        """Compute the next n tokens of each sequence; sample where that reaches the end."""
         rows = tuple(self.row(sequence, count) for sequence, count in work)
         copies = np.array(self.cow_copies, np.int32).reshape(-1, 3)
         self.cow_copies = []
@@ -90,12 +90,12 @@ class Driver:
             SchedulerOutput(self.num_steps, rows, copies, total - decodes, decodes)
         )
         self.num_steps += 1
-        for (sequence, count), row, drawn in zip(work, rows, output.outputs, strict=True):
+        for (sequence, count), row, sampled in zip(work, rows, output.outputs, strict=True):
             sequence.computed += count
-            assert (drawn is None) == (row.sample is None)
-            if drawn is not None:
-                sequence.outputs.append(drawn)
-                sequence.tokens.append(drawn.token_id)
+            assert (sampled is None) == (row.sample is None)
+            if sampled is not None:
+                sequence.outputs.append(sampled)
+                sequence.tokens.append(sampled.token_id)
         return output.seconds
 
     def compute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:

@@ -71,7 +71,7 @@ def launch(
     return sampler.launch(logits, plan, tensors, previous, in_graph_buffer=bool(padding))
 
 
-def draw(logits: torch.Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
+def sample_step(logits: torch.Tensor, schedule: SchedulerOutput) -> tuple[SampleOutput | None, ...]:
     sampler = sampler_of()
     return sampler.collect(launch(sampler, logits, schedule))
 
@@ -80,7 +80,7 @@ def assert_same(mine: SampleOutput | None, theirs: SampleOutput) -> None:
     assert mine is not None
     if theirs.error is not None:
         assert mine.token_id == -1
-        assert "no token can be drawn" in str(mine.error)
+        assert "no token can be sampled" in str(mine.error)
         return
     assert mine.candidates is None or mine.candidates.token_ids.tolist() == (
         theirs.candidates.token_ids.tolist()
@@ -122,14 +122,14 @@ def test_one_kind_of_row(number: int) -> None:
         logits = logits_of(6, seed)
         rows = [row(at, one) for at, one in enumerate(specs)]
         for mine, theirs in zip(
-            draw(logits, schedule_of(rows)), sample(logits, specs), strict=True
+            sample_step(logits, schedule_of(rows)), sample(logits, specs), strict=True
         ):
             assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_all_kinds_in_any_mix(padding: int) -> None:
-    """Rows that draw nothing, bans, penalties and beams among the others."""
+    """Rows that sample nothing, bans, penalties and beams among the others."""
     generator = np.random.default_rng(padding)
     kinds = [*PARAMS, *PENALIZED]
     queue = LateQueue()
@@ -147,15 +147,15 @@ def test_all_kinds_in_any_mix(padding: int) -> None:
                 output = tuple(generator.integers(0, VOCAB, at).tolist())
                 specs.append(spec(seed=step * 50 + at, output=output, banned=banned, **kinds[kind]))
         rows = [row(at, one) for at, one in enumerate(specs)]
-        drawn = [at for at, one in enumerate(specs) if one is not None]
-        logits = logits_of(len(rows) + padding if padding else len(drawn), step)
+        sampled = [at for at, one in enumerate(specs) if one is not None]
+        logits = logits_of(len(rows) + padding if padding else len(sampled), step)
         pending = launch(sampler, logits, schedule_of(rows), padding)
         if padding:
             source, logits = logits, logits.clone()
             source.fill_(math.nan)  # the next graph overwrites them
         outputs = sampler.collect(pending)
         assert len(outputs) == len(rows) == len(pending.tokens)
-        logit_of = dict(zip(drawn, drawn if padding else range(len(drawn)), strict=True))
+        logit_of = dict(zip(sampled, sampled if padding else range(len(sampled)), strict=True))
         for at, output in enumerate(outputs):
             asked = specs[at]
             if asked is None:
@@ -204,7 +204,7 @@ def test_broken_rows_disturb_nobody() -> None:
 def test_everything_banned_is_an_error() -> None:
     logits = logits_of(2)
     specs = [spec(banned=tuple(range(VOCAB))), spec(seed=3)]
-    outputs = draw(logits, schedule_of([row(0, specs[0]), row(1, specs[1])]))
+    outputs = sample_step(logits, schedule_of([row(0, specs[0]), row(1, specs[1])]))
     assert_same(outputs[0], sample(logits, specs)[0])
     assert_same(outputs[1], sample(logits, specs)[1])
 
@@ -214,7 +214,7 @@ def test_bans_leave_logprobs_and_logits_as_they_are() -> None:
     before = logits.clone()
     best = logits.topk(2).indices.tolist()
     specs = [spec(temperature=0.0, banned=(best[0][0],), logprobs=2), spec(temperature=0.0)]
-    outputs = draw(logits, schedule_of([row(0, specs[0]), row(1, specs[1])]))
+    outputs = sample_step(logits, schedule_of([row(0, specs[0]), row(1, specs[1])]))
     assert outputs[0] is not None
     assert outputs[0].token_id == best[0][1]
     assert [token for token, _ in outputs[0].top_logprobs] == best[0]
@@ -239,13 +239,13 @@ def test_scores_with_and_without_a_draw() -> None:
             zip((asked, None, None), targets, tokens, (2, 0, 1), strict=True)
         )
     ]
-    outputs = draw(logits, schedule_of(rows))
+    outputs = sample_step(logits, schedule_of(rows))
     first, scored = sample(logits[2:3], [asked])[0], score(logits[:2], targets[0], 2)
     assert outputs[0] == first._replace(scores=scored.scores, top_scores=scored.top_scores)
     assert outputs[1] == score(logits[3:4], targets[1], 0)
     assert outputs[2] == score(logits[4:7], targets[2], 1)
     logits[5] = math.nan
-    assert "no token can be scored" in str(draw(logits, schedule_of(rows))[2].error)
+    assert "no token can be scored" in str(sample_step(logits, schedule_of(rows))[2].error)
 
 
 def test_plain_rows_send_nothing() -> None:
@@ -266,23 +266,23 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 class Penalized:
-    """A request whose draws are compared with those of the host, which knows all tokens."""
+    """A request whose samples are compared with those of the host, which knows all tokens."""
 
     def __init__(self, slot: int, seed: int, generator: np.random.Generator) -> None:
         self.slot, self.seed = slot, seed
         self.name = str(int(generator.integers(3)))  # names come again, also in the same slot
         self.prompt = generator.integers(0, VOCAB, int(generator.integers(1, 9))).tolist()
-        self.drawn: list[int] = []
+        self.sampled: list[int] = []
         self.params = PENALTIES[seed % len(PENALTIES)]
         self.is_new = True
 
     def spec(self, num_placeholders: int) -> SampleSpec:
-        drawn = self.drawn[: len(self.drawn) - num_placeholders]
+        sampled = self.sampled[: len(self.sampled) - num_placeholders]
         return SampleSpec(
             SamplingParams(**self.params),
             self.seed,
             len(self.prompt),
-            np.array(self.prompt + drawn, np.int32),
+            np.array(self.prompt + sampled, np.int32),
             (),
             num_placeholders=num_placeholders,
             bad_words_ids=((3,), *((a, b) for a in range(6) for b in range(0, 6, 2)), (1, 5, 1)),
@@ -324,7 +324,7 @@ def test_penalties_of_steps_in_flight(seed: int) -> None:
         theirs = sample(logits, [*exact, plain])
         wanted.append(theirs)
         for one, output in zip(running, theirs, strict=False):
-            one.drawn.append(output.token_id)
+            one.sampled.append(output.token_id)
         if step:
             compare(sampler, pendings[-2], wanted[-2])
     compare(sampler, pendings[-1], wanted[-1])

@@ -47,16 +47,16 @@ def requests_of(rng: random.Random) -> list[Request]:
             other = rng.choice(found).token_ids.tolist()
             head = other[: rng.randrange(len(other) + 1)]
         tail = [rng.randrange(256) for _ in range(rng.choice([1, 2, 7, 30]))]
-        kind = rng.choice(["greedy", "drawn", "penalty", "short", "min"])
+        kind = rng.choice(["greedy", "sampled", "penalty", "short", "min"])
         params = SamplingParams(
-            temperature=0.9 if kind == "drawn" else 0.0,
-            top_k=3 if kind == "drawn" else 0,
+            temperature=0.9 if kind == "sampled" else 0.0,
+            top_k=3 if kind == "sampled" else 0,
             max_tokens=1 if kind == "short" else rng.randrange(2, 20),
             min_tokens=2 if kind == "min" else 0,
             presence_penalty=0.5 if kind == "penalty" else 0.0,
             logprobs=rng.choice([None, None, 2]),
         )
-        ends = frozenset(range(0, 256, 5)) if kind in ("min", "drawn") else frozenset()
+        ends = frozenset(range(0, 256, 5)) if kind in ("min", "sampled") else frozenset()
         ids = np.array((head + tail)[:70], np.int32)
         found.append(Request(f"{at}", ids, params, rng.getrandbits(60), ends, 100))
         if at and rng.random() < 0.2:  # another one of the same prompt

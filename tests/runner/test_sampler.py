@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from radixserve.request import SamplingParams
-from radixserve.runner import plain_draws, sampler
-from radixserve.runner.logit_changes import apply_penalties
-from radixserve.runner.plain_draws import uniform_numbers
+from radixserve.runner import cpu_sampler, sampler
+from radixserve.runner.logits_processing import apply_penalties
+from radixserve.runner.random_stream import uniform_numbers
 from radixserve.runner.sampler import (
     are_greedy_only,
     best_tokens,
-    draw_tokens,
     filter_tokens,
     invert_distribution,
     sample,
+    sample_tokens,
     score,
 )
 from radixserve.schedule import SampleSpec
@@ -28,12 +28,12 @@ VOCAB = 50
 
 
 @pytest.fixture(params=["compiled", "torch"], autouse=True)
-def _draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _samples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain rows by the compiled code and without it."""
     is_compiled = request.param == "compiled"
     if is_compiled and (reason := cpu_ops.unsupported_reason(torch.float32)):
         pytest.skip(reason)
-    for module in (sampler, plain_draws):
+    for module in (sampler, cpu_sampler):
         monkeypatch.setattr(module, "is_loaded", lambda: is_compiled)
 
 
@@ -229,11 +229,11 @@ def test_flat_distribution_needs_the_whole_vocabulary_for_top_p() -> None:
     ],
 )
 def test_frequencies_match_probabilities(fields: dict[str, float]) -> None:
-    draws, vocab = 20000, 12
+    samples, vocab = 20000, 12
     row = logits_of(1, seed=3, vocab=vocab)[0]
     params = SamplingParams(**fields)
-    asked = [SampleSpec(params, s, 1, np.zeros(1, np.int32), ()) for s in range(draws)]
-    tokens = draw_tokens(row.expand(draws, vocab), asked)
+    asked = [SampleSpec(params, s, 1, np.zeros(1, np.int32), ()) for s in range(samples)]
+    tokens = sample_tokens(row.expand(samples, vocab), asked)
     scaled = row / params.temperature
     kept = kept_by_hand(scaled, params)
     probs = scaled.double().softmax(-1)
@@ -242,7 +242,7 @@ def test_frequencies_match_probabilities(fields: dict[str, float]) -> None:
     counts = tokens.bincount(minlength=vocab)
     assert not counts[probs == 0].any()
     real = probs > 0
-    chi2 = ((counts - draws * probs)[real] ** 2 / (draws * probs[real])).sum().item()
+    chi2 = ((counts - samples * probs)[real] ** 2 / (samples * probs[real])).sum().item()
     freedom = int(real.sum()) - 1
     assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
 
@@ -322,9 +322,9 @@ def test_a_broken_row_disturbs_no_other(value: float) -> None:
     asked = [spec(temperature=1.0, seed=row, repetition_penalty=1.3) for row in range(4)]
     expected = sample(logits, asked)
     logits[2] = value
-    drawn = sample(logits, asked)
-    assert drawn[2].error is not None
-    assert [drawn[row] for row in (0, 1, 3)] == [expected[row] for row in (0, 1, 3)]
+    sampled = sample(logits, asked)
+    assert sampled[2].error is not None
+    assert [sampled[row] for row in (0, 1, 3)] == [expected[row] for row in (0, 1, 3)]
 
 
 def test_a_row_whose_tokens_are_all_banned_has_an_error() -> None:

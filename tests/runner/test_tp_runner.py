@@ -25,7 +25,7 @@ from radixserve.runner.tensor_parallel.schedule_wire import pack_schedule
 from radixserve.runner.tensor_parallel.worker_process import serve
 from radixserve.schedule import SchedulerOutput
 from tests.checkpoints import make_checkpoint
-from tests.models.test_parallel import Room, ThreadTPGroup
+from tests.models.test_parallel import Rendezvous, ThreadTPGroup
 from tests.pacing import PATIENCE_S, held, wait_until
 from tests.runner.test_worker_group import is_alive
 
@@ -154,7 +154,7 @@ class ThreadedRunner:
     """Rank 0 here, rank 1 in a thread that does what its process would do; both on_device."""
 
     def __init__(self, config: EngineConfig) -> None:
-        room, (ours, theirs) = Room(2), Pipe()
+        room, (ours, theirs) = Rendezvous(2), Pipe()
         self._link = ours
         self._thread = threading.Thread(target=self._follow, args=(theirs, room, config))
         self._thread.start()
@@ -163,7 +163,7 @@ class ThreadedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def _follow(self, link: Any, room: Room, config: EngineConfig) -> None:
+    def _follow(self, link: Any, room: Rendezvous, config: EngineConfig) -> None:
         runner = CudaModelRunner(MODEL, config, ThreadTPGroup(1, 2, room))
         serve(link, runner)
 

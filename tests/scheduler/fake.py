@@ -204,7 +204,7 @@ class FakeRunner:
             self.states[state_id] = hashes[length - 1]
         if row.state_id >= 0:
             self.states[row.written_state_id] = hashes[row.end - 1]
-        output = self._draw(row)
+        output = self._sample_rows(row)
         if row.logprob_targets is None:
             return output
         end = row.end - (output is not None)
@@ -218,7 +218,7 @@ class FakeRunner:
             return SampleOutput(-1, None, (), None, scores, tops)
         return output._replace(scores=scores, top_scores=tops)
 
-    def _draw(self, row: ScheduledRequest) -> SampleOutput | None:
+    def _sample_rows(self, row: ScheduledRequest) -> SampleOutput | None:
         if row.sample is None:
             return None
         hashes = self.hashes[row.request_id]
@@ -226,7 +226,7 @@ class FakeRunner:
         assert given == tokens[: len(given)]
         if not row.sample.params.is_greedy_only:
             assert len(given) + row.sample.num_placeholders == len(tokens)
-            assert row.sample.num_drawn == len(tokens) - row.sample.num_prompt
+            assert row.sample.num_sampled == len(tokens) - row.sample.num_prompt
         if row.sample.num_candidates:
             return self.candidates(hashes[row.end - 1], row)
         return SampleOutput(self.next_token(hashes[: row.end], row.sample.seed), None, ())
@@ -312,7 +312,7 @@ class Driver:
         max_len: int | None = None,
         session: str = "",
         logprob_targets: list[int] | None = None,
-        draws: bool = False,
+        samples: bool = False,
         seed: int = 0,
         beams: BeamParams | None = None,
         **params: float,
@@ -331,7 +331,7 @@ class Driver:
             if logprob_targets is None
             else np.asarray(logprob_targets, np.int32),
             beams=beams,
-            also_generate=draws,
+            also_generate=samples,
         )
         self.seeds[name] = seed
         self.engine.add(request, getattr(beams, "is_stopped", None))  # `StoppedBeams` have one

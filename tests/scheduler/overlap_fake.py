@@ -2,7 +2,7 @@
 
 A launched step is computed at some moment before it is collected: at once, or when everything that
 the host does meanwhile is done. Steps are computed in order. The device knows nothing but what its
-rows said when they were launched and what it drew itself.
+rows said when they were launched and what it sampled itself.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class DelayedRunner(FakeRunner):
         return self.queue[-1]
 
     def known(self, name: str) -> list[int]:
-        """The tokens of a request; what was drawn for nobody is not among them."""
+        """The tokens of a request; what was sampled for nobody is not among them."""
         return (self.tokens[name] + self.untold.get(name, []))[: self.length(name)]
 
     def tick(self) -> None:
@@ -137,8 +137,8 @@ class DelayedRunner(FakeRunner):
         if pending.error is not None:
             raise pending.error
         assert pending.output is not None
-        schedule, drawn = pending.schedule, pending.output.outputs
-        for one, output in zip(schedule.rows, drawn, strict=True):
+        schedule, sampled = pending.schedule, pending.output.outputs
+        for one, output in zip(schedule.rows, sampled, strict=True):
             if output is not None and output.token_id >= 0:
                 self.untold[one.request_id] = [output.token_id]
         return pending.output
@@ -158,9 +158,9 @@ class DelayedRunner(FakeRunner):
         sound = {at: row for at, row in enumerate(rows) if row is not None}
         alive = self.tokens, self.namespaces
         self.tokens, self.namespaces, self.hashes = launched.tokens, launched.namespaces, {}
-        drawn = iter(self.run(_with_rows(schedule, sound)).outputs)
+        sampled = iter(self.run(_with_rows(schedule, sound)).outputs)
         self.tokens, self.namespaces = alive
-        outputs = [next(drawn) if at in sound else _NOTHING for at in range(len(rows))]
+        outputs = [next(sampled) if at in sound else _NOTHING for at in range(len(rows))]
         for at, row in enumerate(schedule.rows):
             is_answered = row.sample is not None or row.logprob_targets is not None
             if rows[at] is None or (is_answered and self.broken_rows(row)):

@@ -13,7 +13,7 @@ PROMPT = list(range(2, 35))  # 33 tokens
 
 def add(driver: Driver, name: str, prompt: list[int], num_top: int = 0, **params: int) -> None:
     targets = prompt[1:] or None
-    more = {"logprob_targets": targets, "draws": targets is not None, "prompt_logprobs": num_top}
+    more = {"logprob_targets": targets, "samples": targets is not None, "prompt_logprobs": num_top}
     driver.add(name, prompt, **more, **params)  # type: ignore[arg-type]
 
 

@@ -460,7 +460,7 @@ def test_plain_rows_keep_their_spec_once_their_ends_are_free() -> None:
     driver = Driver(30, 1, max_running_requests=8)  # too few pages: some are preempted
     common = {"max_tokens": 12, "temperature": 0}
     driver.add("telling", prompt(6, 6), logprobs=1, ignore_eos=True, **common)
-    driver.add("drawn", prompt(7, 6), max_tokens=12, ignore_eos=True)
+    driver.add("sampled", prompt(7, 6), max_tokens=12, ignore_eos=True)
     driver.add("plain", prompt(5, 6), min_tokens=3, **common)
     driver.run()
     assert driver.scheduler.stats()["preemptions"] > 0
@@ -472,8 +472,8 @@ def test_plain_rows_keep_their_spec_once_their_ends_are_free() -> None:
     plain = specs["plain"]
     assert [spec.banned_ids for spec in plain[:4]] == [(EOS,), (EOS,), (EOS,), ()]
     assert all(spec is plain[3] for spec in plain[3:])
-    for name in ("telling", "drawn"):
-        assert [spec.num_drawn for spec in specs[name]] == list(range(12))
+    for name in ("telling", "sampled"):
+        assert [spec.num_sampled for spec in specs[name]] == list(range(12))
     for name, found in specs.items():
         output = driver.output(name)
         assert output == driver.expected(name, len(output))

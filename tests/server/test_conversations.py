@@ -55,7 +55,7 @@ def test_ids_that_tokenise_differently_are_reused_fully(
     second = turn(served, next_messages(answer), cache_salt="exact")
     known = [*answer["prompt_token_ids"], *ids]
     assert second["prompt_token_ids"][: len(known)] == known
-    # The last token that was drawn has not been computed: nothing came after it.
+    # The last token that was sampled has not been computed: nothing came after it.
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == len(known) - 1
     events = served.stream(CHAT, {"messages": next_messages(answer), "cache_salt": "exact",

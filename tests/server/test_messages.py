@@ -184,7 +184,7 @@ def test_an_agent_of_30_turns_computes_only_what_is_new(
         }
         assert text["text"] == "Let me add them."
         assert (use["name"], use["input"]) == ("add", {"a": 2, "b": 3})
-        # All but the last token that was drawn, after which nothing came.
+        # All but the last token that was sampled, after which nothing came.
         assert usage["cache_read_input_tokens"] == max(0, known - 1)
         if turn:
             new_tokens.add(usage["input_tokens"])

@@ -140,7 +140,7 @@ def test_an_agent_of_30_turns_computes_only_what_is_new(
         usage, output = answer["usage"], answer["output"]
         assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
         cached = usage["input_tokens_details"]["cached_tokens"]
-        # All but the last token that was drawn, after which nothing came.
+        # All but the last token that was sampled, after which nothing came.
         assert cached == max(0, known - 1)
         if turn:
             new_tokens.add(usage["input_tokens"] - cached)

@@ -123,7 +123,7 @@ def test_results_meet_the_cache_where_the_call_ended(served: LocalServer, style:
         assert cached_of(answer) == computed
         ids = answer["choices"][0]["token_ids"]
         known = [*answer["prompt_token_ids"], *(ids[:-1] if ids[-1] in ENDS else ids)]
-        computed = len(answer["prompt_token_ids"]) + len(ids) - 1  # all but the last one drawn
+        computed = len(answer["prompt_token_ids"]) + len(ids) - 1  # all but the last one sampled
         calls = calls_of(answer)
         assert len(calls) == 1 or number == 1
         messages += [answer["choices"][0]["message"], *results(calls)]

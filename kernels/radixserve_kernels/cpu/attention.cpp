@@ -89,12 +89,12 @@ void Attention<T, A>::run_splits(const TeamThread &thread, const PagedKv<T> &kv,
         const TaskState<T> state = make_state(task, buffers.state, scratch);
         load_state(state, head);
         reader.online_softmax(state, buffers, head);
-        if (!head) buffers.mixed->store(0);
+        if (!head) buffers.num_done->store(0);
     });
     share(0, thread.claim(), reader.num_units, [&](const Task &task, const SplitBuffers<T> &buffers, int64_t unit) {
         const TaskState<T> state = make_state(task, buffers.state, scratch);
-        reader.mix(state, buffers, unit);
-        if (buffers.mixed->fetch_add(1) + 1 < reader.num_units(buffers)) return;
+        reader.pv_gemm(state, buffers, unit);
+        if (buffers.num_done->fetch_add(1) + 1 < reader.num_units(buffers)) return;
         for (int64_t head = 0; head < task.num_heads; head++) {  // the last one adds up
             reader.add(state, buffers, head);
             store_state(state, head);
@@ -159,7 +159,7 @@ void Attention<T, A>::load_state(const TaskState<T> &state, int64_t head_of_task
     for (int64_t row = 0; row < state.rows; row++) {
         const int64_t token = tokens[row / state.group], head = first + row % state.group;
         Operand<T> *query = part.queries + row * state.depth;
-        widen(q + token * q_stride + head * dim, dim, query);
+        convert(q + token * q_stride + head * dim, dim, query);
         if (state.depth > dim) memset((void *)(query + dim), 0, (state.depth - dim) * sizeof(*query));
         part.row_max[row] = LOWEST;
         store(part.sums + row * LANES, vec{});

@@ -16,7 +16,7 @@ template <class T> struct SplitBuffers {
     float *scores;          // [rows][stride]
     Operand<T> *weights;    // [rows][stride]
     float *partial;         // [blocks][rows][width] weighted values
-    std::atomic<int64_t> *mixed;  // units that are weighted
+    std::atomic<int64_t> *num_done;  // units that are weighted
     int64_t num_floats = 0;
 
     // `rows` of all heads.
@@ -28,7 +28,7 @@ template <class T> struct SplitBuffers {
         };
         take(state.queries, rows * depth), take(state.acc, rows * width), take(state.row_max, rows);
         take(state.sums, rows * LANES), take(factors, rows * num_blocks), take(scores, rows * stride);
-        take(weights, rows * stride), take(partial, num_blocks * rows * width), take(mixed, 1);
+        take(weights, rows * stride), take(partial, num_blocks * rows * width), take(num_done, 1);
     }
 };
 
@@ -65,7 +65,7 @@ template <class T> class SplitReader {
             }
     }
 
-    void mix(const TaskState<T> &state, const SplitBuffers<T> &buffers, int64_t unit) {
+    void pv_gemm(const TaskState<T> &state, const SplitBuffers<T> &buffers, int64_t unit) {
         const int64_t rows = state.task.num_heads * state.rows;
         for_blocks(kv.v, state, buffers, unit, [&](int64_t block, const T *const *values, int64_t count, auto &soon) {
             for (int64_t head = 0; head < state.task.num_heads; head++) {

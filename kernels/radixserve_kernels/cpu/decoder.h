@@ -77,7 +77,7 @@ template <class T, class A> class FusedDecoder : public AnyDecoder, private Deco
 
     void embed(int64_t id, float *to) const {
         if (embedding.form == DENSE) {
-            widen(embedding.panels + id * shape.hidden, shape.hidden, to);
+            convert(embedding.panels + id * shape.hidden, shape.hidden, to);
         } else if (embedding.form == FLOAT16) {
             const half *panel = embedding.template slice<half>(0, embedding.num_panels())[id / PANEL];
             for (int64_t k = 0; k < shape.hidden; k++) to[k] = to_f32(panel[panel_offset<half>(k, int(id % PANEL))]);

@@ -121,12 +121,12 @@ template <class T, class A> class ExpertMlp {
             for (int64_t i = found - 1; i > at; i--) ids[i] = ids[i - 1], weights[i] = weights[i - 1];
             ids[at] = int32_t(e), weights[at] = logit;
         }
-        const float highest = weights[0];
+        const float row_max = weights[0];
         float sum = 0;
         for (int64_t e = 0; e < experts.num_experts && !experts.renormalizes; e++)
-            sum += std::exp(to_f32(logits[e]) - highest);
+            sum += std::exp(to_f32(logits[e]) - row_max);
         for (int64_t i = 0; i < experts.top_k; i++) {
-            weights[i] = std::exp(weights[i] - highest);
+            weights[i] = std::exp(weights[i] - row_max);
             if (experts.renormalizes) sum += weights[i];
         }
         for (int64_t i = 0; i < experts.top_k; i++) weights[i] /= sum;

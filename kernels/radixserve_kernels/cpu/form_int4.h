@@ -11,7 +11,7 @@ template <class Scale> struct FormInt4 {
     static constexpr int64_t SCALE_BYTES = 2 * PANEL * sizeof(Scale), BLOCK_BYTES = SCALE_BYTES + PANEL * BLOCK / 2;
     static constexpr int ROWS = LANES == 16 ? 8 : 4, LIMIT = 128;
 
-    static void put(const PlainWeight &weight, int64_t column, int64_t b, uint8_t *block, int n) {
+    static void pack(const PlainWeight &weight, int64_t column, int64_t b, uint8_t *block, int n) {
         const int64_t at = column * num_blocks(weight.depth) + b;
         ((Scale *)block)[n] = ((const Scale *)weight.scales)[at];
         ((Scale *)block)[PANEL + n] = ((const Scale *)weight.minimums)[at];
@@ -24,7 +24,7 @@ template <class Scale> struct FormInt4 {
             memcpy(block + SCALE_BYTES + lane_offset(k, n), &low, 4);
         }
     }
-    static float widen(const uint8_t *block, int n, int k) {
+    static float value_at(const uint8_t *block, int n, int k) {
         const int both = block[SCALE_BYTES + lane_offset(k % 16, n)], number = k < 16 ? both & 15 : both >> 4;
         return to_f32(((const Scale *)block)[n]) * float(number) + to_f32(((const Scale *)block)[PANEL + n]);
     }

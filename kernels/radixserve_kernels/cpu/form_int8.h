@@ -8,13 +8,13 @@ struct FormInt8 {
     static constexpr int64_t SCALE_BYTES = PANEL * sizeof(half), BLOCK_BYTES = SCALE_BYTES + PANEL * BLOCK;
     static constexpr int ROWS = LANES == 16 ? 8 : 4, LIMIT = IntegerDot::LIMIT;
 
-    static void put(const PlainWeight &weight, int64_t column, int64_t b, uint8_t *block, int n) {
+    static void pack(const PlainWeight &weight, int64_t column, int64_t b, uint8_t *block, int n) {
         ((half *)block)[n] = ((const half *)weight.scales)[column * num_blocks(weight.depth) + b];
         uint8_t numbers[BLOCK];
         block_numbers(weight, column, b, numbers);
         for (int k = 0; k < BLOCK; k += 4) memcpy(block + SCALE_BYTES + lane_offset(k, n), numbers + k, 4);
     }
-    static float widen(const uint8_t *block, int n, int k) {
+    static float value_at(const uint8_t *block, int n, int k) {
         return to_f32(((const half *)block)[n]) * float(int8_t(block[SCALE_BYTES + lane_offset(k, n)]));
     }
 

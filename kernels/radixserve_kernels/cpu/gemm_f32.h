@@ -25,7 +25,7 @@ template <class T, class W = T> class VectorF32 {
             static thread_local Scratch scratch;
             const int64_t size = depth + 16;  // an odd number of cache lines
             float *to = scratch.get<float>(rows * size);
-            for (int m = 0; m < rows; m++) widen(x + m * stride, depth, to + m * size);
+            for (int m = 0; m < rows; m++) convert(x + m * stride, depth, to + m * size);
             return {to, size};
         }
     }

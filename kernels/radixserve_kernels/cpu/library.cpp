@@ -3,7 +3,7 @@
 // more, and RADIXSERVE_IS_BF16 is defined with the latter.
 #include "cascade.h"
 #include "decoder.h"
-#include "draw.h"
+#include "sample.h"
 
 #include <algorithm>
 #include <optional>
@@ -186,13 +186,13 @@ int64_t radixserve_argmax_allowed(const float *x, int64_t rows, int64_t columns,
     return num_broken;
 }
 
-// Tokens drawn of x [rows][columns], with masks as above: the best one where temperature [rows] is 0 or where that is
+// Tokens sampled of x [rows][columns], with masks as above: the best one where temperature [rows] is 0 or where that is
 // not finite or not there; returns how many of the best are not. uniform [rows] in (0, 1); sums: a number for each row
-// and DRAW_BLOCK columns.
-int64_t radixserve_draw(const float *x, int64_t rows, int64_t columns, const uint32_t *masks, int64_t stride,
+// and SAMPLE_BLOCK columns.
+int64_t radixserve_sample(const float *x, int64_t rows, int64_t columns, const uint32_t *masks, int64_t stride,
                         const int64_t *mask_of, const float *temperature, const double *uniform, double *sums,
                         int64_t *ids) {
-    const int64_t num_blocks = (columns + DRAW_BLOCK - 1) / DRAW_BLOCK;
+    const int64_t num_blocks = (columns + SAMPLE_BLOCK - 1) / SAMPLE_BLOCK;
     const double ns = rows * price(20.0 * columns, 8.0 * columns);
     std::atomic<int64_t> num_broken{0};
     this_team().run(num_threads_for(ns), [&](const TeamThread &thread) {
@@ -208,7 +208,7 @@ int64_t radixserve_draw(const float *x, int64_t rows, int64_t columns, const uin
                 if (at < 0 || values[at] - values[at] != 0)
                     num_broken++;
                 else if (temperature[row] > 0)
-                    at = draw_token(values, columns, mask, values[at], temperature[row], uniform[row],
+                    at = sample_token(values, columns, mask, values[at], temperature[row], uniform[row],
                                     sums + row * num_blocks);
             }
         });

@@ -59,7 +59,7 @@ inline void pack_keys(const T *const *keys, int64_t count, int64_t dim, float *p
                     uint32_t widened[sizeof(T) == 2 ? 16 : 1][16];
                     for (int i = 0; i < 16; i++) {
                         const T *from = keys[first + j + i] + d;
-                        if (sizeof(T) == 2) widen((const bf16 *)from, 16, (float *)widened[i]);
+                        if (sizeof(T) == 2) convert((const bf16 *)from, 16, (float *)widened[i]);
                         rows[i] = sizeof(T) == 2 ? widened[i] : (const uint32_t *)from;
                     }
                     transpose_16(rows, 0, (uint32_t *)panel + d * PANEL + j, PANEL);

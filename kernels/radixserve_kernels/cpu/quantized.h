@@ -100,8 +100,8 @@ inline ivec load_lanes(const uint8_t *from) {
 // The functions of a form that is written as a class:
 //   BLOCK_BYTES                                  of a panel
 //   ROWS, LIMIT                                  of x in one pass; see quantize_row
-//   put(weight, column, block, panel block, n)   packs 32 numbers and their scale
-//   widen(panel block, n, k)                     one number
+//   pack(weight, column, block, panel block, n)  packs 32 numbers and their scale
+//   value_at(panel block, n, k)                  one number
 //   add_block<M>(panel block, x, stride, sums)   integers of M rows
 //   add_scaled(panel block, part, sum, block, total)   total plus the scaled sum
 template <class Form> struct FormFunctions {
@@ -109,13 +109,13 @@ template <class Form> struct FormFunctions {
         const int64_t blocks = num_blocks(weight.depth), size = blocks * Form::BLOCK_BYTES;
         for (int64_t column = 0; column < weight.columns; column++)
             for (int64_t b = 0; b < blocks; b++)
-                Form::put(weight, column, b, panels + column / PANEL * size + b * Form::BLOCK_BYTES,
+                Form::pack(weight, column, b, panels + column / PANEL * size + b * Form::BLOCK_BYTES,
                           int(column % PANEL));
     }
 
     static void widen_column(const uint8_t *panel, int n, int64_t depth, float *out) {
         for (int64_t k = 0; k < depth; k++)
-            out[k] = Form::widen(panel + k / BLOCK * Form::BLOCK_BYTES, n, int(k % BLOCK));
+            out[k] = Form::value_at(panel + k / BLOCK * Form::BLOCK_BYTES, n, int(k % BLOCK));
     }
 
     template <int M, bool READS_MEMORY>

@@ -55,7 +55,7 @@ inline uvec zero_extend(half_vec bits) {
 }
 
 // The low 16 bits of each lane.
-inline half_vec narrow(uvec bits) {
+inline half_vec truncate_lanes(uvec bits) {
 #if defined(__AVX512F__)
     return (half_vec)_mm512_cvtepi32_epi16((__m512i)bits);
 #elif defined(__AVX2__)
@@ -87,7 +87,7 @@ inline half_vec to_bf16(vec x) {
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     uvec quiet = (bits >> 16) | 0x40;
-    return narrow((uvec)(x == x ? (ivec)rounded : (ivec)quiet));
+    return truncate_lanes((uvec)(x == x ? (ivec)rounded : (ivec)quiet));
 #endif
 }
 
@@ -142,10 +142,10 @@ inline vec load(const half *from) {
 }
 
 // `count` numbers in the type in which they are multiplied.
-template <class T> inline void widen(const T *from, int64_t count, T *to) {
+template <class T> inline void convert(const T *from, int64_t count, T *to) {
     memcpy((void *)to, from, count * sizeof(T));
 }
-inline void widen(const bf16 *from, int64_t count, float *to) {
+inline void convert(const bf16 *from, int64_t count, float *to) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
     for (; i < count; i++) to[i] = to_f32(from[i]);

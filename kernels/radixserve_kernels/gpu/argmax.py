@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl
 
 BLOCK = 4_096  # tokens
 
@@ -113,7 +113,7 @@ def logprob_kernel(
     tl.store(out_ptr + row, logit - row_max - tl.log(exp_sum))
 
 
-def argmax(logits: Tensor, row_max: Tensor, out: Tensor, finite: Tensor) -> list[Launch]:
+def argmax(logits: Tensor, row_max: Tensor, out: Tensor, finite: Tensor) -> list[KernelLaunch]:
     """See `gpu_ops.argmax`: row_max [S] float32, out [S] int64 and finite [S] bool are written."""
     num_rows, vocab_size, num_blocks = *logits.shape, blocks_of(logits)
     block_max = logits.new_empty((num_rows, num_blocks))
@@ -128,12 +128,12 @@ def argmax(logits: Tensor, row_max: Tensor, out: Tensor, finite: Tensor) -> list
         "block_blocks": power_of_2(num_blocks),
     }
     return [
-        Launch(block_argmax_kernel, (num_rows, num_blocks), arguments | block_arguments, 8),
-        Launch(merge_argmax_kernel, (num_rows,), arguments | row_arguments, 1),
+        KernelLaunch(block_argmax_kernel, (num_rows, num_blocks), arguments | block_arguments, 8),
+        KernelLaunch(merge_argmax_kernel, (num_rows,), arguments | row_arguments, 1),
     ]
 
 
-def token_logprob(logits: Tensor, token_ids: Tensor, out: Tensor) -> list[Launch]:
+def token_logprob(logits: Tensor, token_ids: Tensor, out: Tensor) -> list[KernelLaunch]:
     """See `gpu_ops.token_logprob`; `out` [S] float32 is written."""
     num_rows, vocab_size, num_blocks = *logits.shape, blocks_of(logits)
     block_max, exp_sum = logits.new_empty((2, num_rows, num_blocks)).unbind(0)
@@ -151,8 +151,8 @@ def token_logprob(logits: Tensor, token_ids: Tensor, out: Tensor) -> list[Launch
         "block_blocks": power_of_2(num_blocks),
     }
     return [
-        Launch(block_sum_kernel, (num_rows, num_blocks), arguments | block_arguments, 8),
-        Launch(logprob_kernel, (num_rows,), arguments | row_arguments, 1),
+        KernelLaunch(block_sum_kernel, (num_rows, num_blocks), arguments | block_arguments, 8),
+        KernelLaunch(logprob_kernel, (num_rows,), arguments | row_arguments, 1),
     ]
 
 

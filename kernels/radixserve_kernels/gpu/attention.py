@@ -19,7 +19,7 @@ MAX_GROUP = 128  # query heads of one K/V head
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockSizes:
     """rows queries (of all heads of a group) against keys at a time."""
 
     rows: int
@@ -162,36 +162,36 @@ def write_state(
         tl.store(lse_ptr + lse_cells, m_i + tl.log2(l_i), mask=is_query)
 
 
-def decode_blocks(group: int, head_dim: int, dtype: torch.dtype) -> Blocks:
+def decode_blocks(group: int, head_dim: int, dtype: torch.dtype) -> BlockSizes:
     """16 KB each of K and V at a time at 128 features, two such blocks under way.
 
     Page ids are loaded one step before the keys, so that 5 stages keep 2 blocks of keys in flight.
     """
     rows = max(power_of_2(group), 16)
     if dtype == torch.float32:  # no tensor cores: products of small tiles
-        return Blocks(rows, 32, 8, 2)
-    return Blocks(rows, 32 if head_dim > 128 else 64, 4 if rows <= 32 else 8, 5)
+        return BlockSizes(rows, 32, 8, 2)
+    return BlockSizes(rows, 32 if head_dim > 128 else 64, 4 if rows <= 32 else 8, 5)
 
 
 def extend_blocks(
     num_rows: int, head_dim: int, dtype: torch.dtype, capability: Capability
-) -> Blocks:
+) -> BlockSizes:
     """num_rows: queries times heads of a group in the longest row.
 
     Hopper and Blackwell servers have 227 KB of shared memory and multiply out of it. The others
     hold the queries in registers too, which leaves fewer of them for keys.
     """
     if dtype == torch.float32:
-        return Blocks(16, 16, 8, 1)
+        return BlockSizes(16, 16, 8, 1)
     is_wide = head_dim > 128
     if num_rows <= 16:
-        return Blocks(16, 32 if is_wide else 64, 4, 5)
+        return BlockSizes(16, 32 if is_wide else 64, 4, 5)
     is_small = num_rows <= 64 or is_wide
     rows, num_warps = (64, 8 if is_wide else 4) if is_small else (128, 8)
-    return Blocks(rows, 64 if capability[0] in (9, 10) else 32, num_warps, 3)
+    return BlockSizes(rows, 64 if capability[0] in (9, 10) else 32, num_warps, 3)
 
 
-def is_long(blocks: Blocks) -> bool:
+def is_long(blocks: BlockSizes) -> bool:
     """Whether they are those of many queries, which another card may want otherwise."""
     return blocks.rows == 128
 

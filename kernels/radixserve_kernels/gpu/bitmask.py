@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from radixserve_kernels.gpu.argmax import BLOCK, blocks_of
-from radixserve_kernels.gpu.launch import Launch, kernel, tl
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, tl
 
 
 @kernel(varying=("logits_ptr", "bitmask_ptr", "rows_ptr", "stride_bitmask"))
@@ -29,7 +29,7 @@ def forbid_kernel(
     tl.store(cells, tl.full((block,), float("-inf"), tl.float32), is_forbidden)
 
 
-def forbid_(logits: Tensor, bitmask: Tensor, rows: Tensor) -> list[Launch]:
+def forbid_(logits: Tensor, bitmask: Tensor, rows: Tensor) -> list[KernelLaunch]:
     """See `gpu_ops.forbid_`."""
     num_masks, vocab_size = len(bitmask), logits.shape[1]
     arguments = {
@@ -41,4 +41,4 @@ def forbid_(logits: Tensor, bitmask: Tensor, rows: Tensor) -> list[Launch]:
         "stride_bitmask": bitmask.stride(0),
         "block": BLOCK,
     }
-    return [Launch(forbid_kernel, (num_masks, blocks_of(logits)), arguments, 8)]
+    return [KernelLaunch(forbid_kernel, (num_masks, blocks_of(logits)), arguments, 8)]

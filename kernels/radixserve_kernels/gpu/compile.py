@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from radixserve_kernels.gpu.launch import JITFunction, Launch, has_pdl, tl
+from radixserve_kernels.gpu.launch import JITFunction, KernelLaunch, has_pdl, tl
 from radixserve_kernels.gpu.variants import Variant, variants
 
 STACK_BYTES = 16  # of a thread, on Hopper and Blackwell servers, whose registers should do
@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
         return not is_spilled and self.shared_bytes <= SHARED_BYTES[self.target]
 
 
-def source_of(launch: Launch, backend: Any, pdl: bool) -> Any:
+def source_of(launch: KernelLaunch, backend: Any, pdl: bool) -> Any:
     """The kernel and its arguments, specialised by Triton's own binder as on a call: arguments that
     are not `varying` are constants where they are 1, and known multiples of 16 where they are."""
     from triton.compiler import ASTSource

@@ -26,13 +26,13 @@ from radixserve_kernels.gpu.attention import (
     row_keys,
     write_state,
 )
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl, wait_for_inputs
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
 from radixserve_kernels.gpu.records import (
     LONG_ROW_KEYS,
     MIN_SPLIT_KEYS,
+    AttentionOutput,
+    KVSplit,
     PagedKeys,
-    Result,
-    Split,
 )
 
 BLOCK_SPLITS = 16  # read by the merge
@@ -163,10 +163,10 @@ def decode(
     q: Tensor,
     keys: PagedKeys,
     scale: float,
-    split: Split,
-    result: Result,
+    split: KVSplit,
+    result: AttentionOutput,
     features: AttentionFeatures = PLAIN,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.decode`; `result` is written."""
     blocks = decode_blocks(group_of(q, keys), q.shape[2], q.dtype)
     arguments = attention_arguments(q, keys, scale, features)
@@ -177,7 +177,9 @@ def decode(
     }
     state, merge = split_state(q, split, result)
     grid = (len(q), keys.k_slots.shape[1], split.num_splits)
-    attend = Launch(decode_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages)
+    attend = KernelLaunch(
+        decode_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages
+    )
     return [attend, *merge]
 
 
@@ -228,7 +230,9 @@ def attention_arguments(
     }
 
 
-def split_state(q: Tensor, split: Split, result: Result) -> tuple[dict[str, Any], list[Launch]]:
+def split_state(
+    q: Tensor, split: KVSplit, result: AttentionOutput
+) -> tuple[dict[str, Any], list[KernelLaunch]]:
     """Where an attention kernel writes its states, and the merge of splits that follows."""
     out, lse = result
     assert out.stride(2) == 1, "features must lie dense"
@@ -247,12 +251,12 @@ def split_state(q: Tensor, split: Split, result: Result) -> tuple[dict[str, Any]
         "block_dim": power_of_2(q.shape[2]),
         "block_splits": BLOCK_SPLITS,
     }
-    merge = Launch(merge_splits_kernel, tuple(q.shape[:2]), arguments | _strides(out))
+    merge = KernelLaunch(merge_splits_kernel, tuple(q.shape[:2]), arguments | _strides(out))
     names = {"out_ptr": states, "lse_ptr": state_lse, "stride_out_split": q.shape[2]}
     return names | _strides(states), [merge]
 
 
-def _workspace(q: Tensor, split: Split) -> tuple[Tensor, Tensor]:
+def _workspace(q: Tensor, split: KVSplit) -> tuple[Tensor, Tensor]:
     """Memory for the splits' outputs [T, Hq, splits, D] and lse [T, Hq, splits], float32."""
     shape = (*q.shape[:2], split.num_splits, q.shape[2])
     num_lse = math.prod(shape[:3])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from radixserve_kernels.gpu.attention import precision_of
 from radixserve_kernels.gpu.extend import ROWS_AT_ONCE, find_row
-from radixserve_kernels.gpu.launch import Launch, kernel, tl
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, tl
 
 BLOCK_COLUMNS, BLOCK_DEPTH_BYTES = 128, 128
 BLOCK = 1_024  # features of the activation at a time
@@ -93,7 +93,7 @@ def clamped_swiglu_kernel(
 
 def grouped_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, indptr: Tensor, out: Tensor
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.grouped_linear`; `out` is written."""
     assert x.stride(1) == weight.stride(2) == out.stride(1) == 1, "features must lie dense"
     assert bias is None or bias.is_contiguous(), "features must lie dense"
@@ -123,7 +123,7 @@ def grouped_linear(
     }
     num_tiles = num_rows // tile_rows + num_experts if num_rows else 0
     grid = (-(-num_columns // BLOCK_COLUMNS), num_tiles)
-    return [Launch(grouped_linear_kernel, grid, arguments, 4, 3)]
+    return [KernelLaunch(grouped_linear_kernel, grid, arguments, 4, 3)]
 
 
 def _tile_rows(rows_per_expert: float) -> int:
@@ -131,7 +131,7 @@ def _tile_rows(rows_per_expert: float) -> int:
     return 16 if rows_per_expert <= 16 else 32 if rows_per_expert <= 64 else 64
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> list[Launch]:
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> list[KernelLaunch]:
     """See `gpu_ops.clamped_swiglu`; `out` is written."""
     assert gate_up.stride(-1) == out.stride(-1) == 1, "features must lie dense"
     num_tokens, num_features = out.shape
@@ -146,4 +146,4 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> 
         "block": BLOCK,
     }
     grid = (num_tokens, -(-num_features // BLOCK))
-    return [Launch(clamped_swiglu_kernel, grid, arguments)]
+    return [KernelLaunch(clamped_swiglu_kernel, grid, arguments)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from radixserve_kernels.attention_features import PLAIN, AttentionFeatures
 from radixserve_kernels.gpu.attention import (
-    Blocks,
+    BlockSizes,
     attend_keys,
     empty_state,
     extend_blocks,
@@ -26,14 +26,14 @@ from radixserve_kernels.gpu.decode import attention_arguments, group_of, split_s
 from radixserve_kernels.gpu.kernel_choice import choice_of
 from radixserve_kernels.gpu.launch import (
     Capability,
-    Launch,
+    KernelLaunch,
     capability_of,
     kernel,
     power_of_2,
     tl,
     wait_for_inputs,
 )
-from radixserve_kernels.gpu.records import PagedKeys, Result, Split
+from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
 
 ROWS_AT_ONCE = 128  # looked through for the one that a tile belongs to
 
@@ -162,18 +162,18 @@ def extend(
     scale: float,
     causal: bool,
     max_q: int,
-    split: Split,
-    result: Result,
+    split: KVSplit,
+    result: AttentionOutput,
     features: AttentionFeatures = PLAIN,
     capability: Capability | None = None,  # by default that of the GPU that q lies on
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.extend`; `result` is written."""
     assert causal or features.span == (0, 0), "a window or chunk goes by the places of queries"
     group, num_rows = group_of(q, keys), len(keys.last_page_len)
     blocks = extend_blocks(max_q * group, q.shape[2], q.dtype, capability or capability_of(q))
     measured = choice_of(q.device).extend_tile
     if measured is not None and is_long(blocks):
-        blocks = Blocks(*measured)
+        blocks = BlockSizes(*measured)
     block_rows = max(blocks.rows, power_of_2(group))
     tile_tokens = block_rows // group
     arguments = attention_arguments(q, keys, scale, features)
@@ -189,5 +189,7 @@ def extend(
     state, merge = split_state(q, split, result)
     num_tiles = len(q) // tile_tokens + num_rows if len(q) else 0
     grid = (num_tiles, keys.k_slots.shape[1], split.num_splits)
-    attend = Launch(extend_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages)
+    attend = KernelLaunch(
+        extend_kernel, grid, arguments | state, blocks.num_warps, blocks.num_stages
+    )
     return [attend, *merge]

@@ -1,6 +1,6 @@
 """A launch of a Triton kernel: a value that can be run, interpreted or only compiled.
 
-A family's functions make `Launch`es from tensors and touch no device. The same launches, made from
+A family's functions make launches from tensors and touch no device. The same launches, made from
 tensors of the meta device, tell the ahead-of-time compiler what would be compiled on a GPU.
 """
 
@@ -71,7 +71,7 @@ def has_pdl(capability: Capability) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class KernelLaunch:
     """A kernel, its grid of programs and its arguments by name, constants included."""
 
     kernel: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl, wait_for_inputs
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
 
 BLOCK_CELLS = 2_048  # features of some heads at a time
 
@@ -60,7 +60,7 @@ def merge_states_kernel(
 
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.merge_states`; `out` and `lse` are written."""
     num_tokens, num_heads, head_dim = out_a.shape
     assert all(x.stride(-1) == 1 for x in (out_a, lse_a, out_b, lse_b, out, lse)), "must lie dense"
@@ -83,4 +83,6 @@ def merge_states(
         arguments[f"stride_{name}_head"] = tensor.stride(1)
     for name, tensor in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         arguments[f"stride_{name}"] = tensor.stride(0)
-    return [Launch(merge_states_kernel, (num_tokens, -(-num_heads // block_heads)), arguments)]
+    return [
+        KernelLaunch(merge_states_kernel, (num_tokens, -(-num_heads // block_heads)), arguments)
+    ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl, wait_for_inputs
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
 
 BLOCK = 1_024  # features of the activation at a time
 
@@ -82,7 +82,7 @@ def rms_norm(
     eps: float,
     is_centered: bool,
     out: Tensor,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.rms_norm` and, with a residual, `gpu_ops.add_rms_norm`; `out` is written."""
     tensors = (x, weight, out) if residual is None else (x, residual, weight, out)
     assert all(one.stride(-1) == 1 for one in tensors), "features must lie dense"
@@ -102,10 +102,10 @@ def rms_norm(
         "block": block,
     }
     num_warps = min(max(block // 512, 1), 16)  # 16 numbers a thread
-    return [Launch(rms_norm_kernel, (num_tokens,), arguments, num_warps)]
+    return [KernelLaunch(rms_norm_kernel, (num_tokens,), arguments, num_warps)]
 
 
-def act_and_mul(gate_up: Tensor, activation: str, out: Tensor) -> list[Launch]:
+def act_and_mul(gate_up: Tensor, activation: str, out: Tensor) -> list[KernelLaunch]:
     """See `gpu_ops.act_and_mul`; `out` is written."""
     assert gate_up.stride(-1) == out.stride(-1) == 1, "features must lie dense"
     num_tokens, num_features = out.shape
@@ -119,4 +119,4 @@ def act_and_mul(gate_up: Tensor, activation: str, out: Tensor) -> list[Launch]:
         "block": BLOCK,
     }
     grid = (num_tokens, -(-num_features // BLOCK))
-    return [Launch(act_and_mul_kernel, grid, arguments)]
+    return [KernelLaunch(act_and_mul_kernel, grid, arguments)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl
 
 MAX_BLOCK = 4_096  # cells of a page at a time
 PAGES_AT_ONCE = 1_024  # page ids
@@ -55,7 +55,7 @@ def flat_indices_kernel(
             tl.store(out_ptr + first + place, tl.load(pages + place, mask=is_page), mask=is_page)
 
 
-def copy_page_prefixes(kv: Tensor, copies: Tensor) -> list[Launch]:
+def copy_page_prefixes(kv: Tensor, copies: Tensor) -> list[KernelLaunch]:
     """See `gpu_ops.copy_page_prefixes`."""
     assert all(one.is_contiguous() for one in (kv, copies)), "pool and copies must lie dense"
     assert copies.shape[1] == 3, f"copies have 3 columns, not {copies.shape[1]}"
@@ -71,10 +71,12 @@ def copy_page_prefixes(kv: Tensor, copies: Tensor) -> list[Launch]:
         "block": block,
     }
     grid = (len(copies), num_layers * halves, -(-page_size * token_cells // block))
-    return [Launch(copy_page_prefixes_kernel, grid, arguments)]
+    return [KernelLaunch(copy_page_prefixes_kernel, grid, arguments)]
 
 
-def flat_indices(page_table: Tensor, row_of: Tensor, indptr: Tensor, out: Tensor) -> list[Launch]:
+def flat_indices(
+    page_table: Tensor, row_of: Tensor, indptr: Tensor, out: Tensor
+) -> list[KernelLaunch]:
     """See `gpu_ops.flat_indices`; `out` is written."""
     assert page_table.stride(1) == 1, "page ids of a row must lie dense"
     pages = page_table, page_table.stride(0), page_table.shape[1]
@@ -83,7 +85,7 @@ def flat_indices(page_table: Tensor, row_of: Tensor, indptr: Tensor, out: Tensor
 
 def copy_ranges(
     values: Tensor, first: Tensor, indptr: Tensor, out: Tensor, most: int
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.copy_ranges`; `out` is written. A table whose rows begin at every value."""
     return [_copy_rows(values, 1, most, first, indptr, out)]
 
@@ -95,7 +97,7 @@ def _copy_rows(
     row_of: Tensor,
     indptr: Tensor,
     out: Tensor,
-) -> Launch:
+) -> KernelLaunch:
     arguments = {
         "table_ptr": values,
         "row_of_ptr": row_of,
@@ -105,4 +107,4 @@ def _copy_rows(
         "block": PAGES_AT_ONCE,
     }
     grid = (len(row_of), min(-(-most // PAGES_AT_ONCE), PROGRAMS_PER_ROW))
-    return Launch(flat_indices_kernel, grid, arguments)
+    return KernelLaunch(flat_indices_kernel, grid, arguments)

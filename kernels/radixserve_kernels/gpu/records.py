@@ -21,7 +21,7 @@ class PagedKeys(NamedTuple):
     page_size: int
 
 
-class Split(NamedTuple):
+class KVSplit(NamedTuple):
     """How the keys of rows are split: see `gpu_ops.decode`."""
 
     num_splits: int
@@ -29,7 +29,7 @@ class Split(NamedTuple):
     workspace: Tensor | None
 
 
-class Result(NamedTuple):
+class AttentionOutput(NamedTuple):
     """What attention writes."""
 
     out: Tensor  # [T, Hq, D]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from radixserve_kernels import torch_ops
 from radixserve_kernels.attention_features import AttentionFeatures
-from radixserve_kernels.gpu.records import PagedKeys, Result, Split
+from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
 
 LOG2_E = math.log2(math.e)
 
@@ -125,8 +125,8 @@ def decode(
     q: Tensor,
     keys: PagedKeys,
     scale: float,
-    split: Split,
-    result: Result,
+    split: KVSplit,
+    result: AttentionOutput,
     features: AttentionFeatures,
 ) -> None:
     extend(q, keys, torch.arange(len(q) + 1), scale, True, 1, split, result, features)
@@ -139,8 +139,8 @@ def extend(
     scale: float,
     causal: bool,
     _max_q: int,
-    _split: Split,
-    result: Result,
+    _split: KVSplit,
+    result: AttentionOutput,
     features: AttentionFeatures,
 ) -> None:
     """Row by row in float32."""
@@ -221,8 +221,8 @@ def sample(
     scaled = scaled.masked_fill(scaled < min_p.log()[:, None], -torch.inf)
     scaled = _keep_top_k(scaled, top_k.long())
     scaled = _keep_top_p(scaled, top_p.double())
-    drawn = _invert(scaled.softmax(-1), uniform.double())
-    out.copy_(torch.where(is_greedy | ~finite, out, drawn))
+    sampled = _invert(scaled.softmax(-1), uniform.double())
+    out.copy_(torch.where(is_greedy | ~finite, out, sampled))
 
 
 def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:

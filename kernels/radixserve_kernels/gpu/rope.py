@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl, wait_for_inputs
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl, wait_for_inputs
 
 BLOCK_CELLS = 1_024  # features of some heads of one token at a time
 
@@ -96,7 +96,7 @@ def rope_and_store(
     eps: float,
     is_centered: bool,
     out: Tensor,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.rope_and_store`; `out` [T, Hq, D] is written."""
     tensors = (qkv, positions, slots, k_slots, v_slots, out)
     assert all(one.stride(-1) == 1 for one in tensors), "features must lie dense"
@@ -131,4 +131,4 @@ def rope_and_store(
         "block_heads": block_heads,
     }
     grid = (len(qkv), -(-num_all // block_heads))
-    return [Launch(rope_and_store_kernel, grid, arguments)]
+    return [KernelLaunch(rope_and_store_kernel, grid, arguments)]

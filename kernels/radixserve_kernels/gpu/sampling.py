@@ -1,4 +1,4 @@
-"""Draws from filtered distributions without sorting them.
+"""Samples from filtered distributions without sorting them.
 
 Scaled logits are (logit - row maximum) / temperature <= 0; the bits of -scaled, as an integer,
 are a token's key: 0 for the argmax, larger for less likely tokens. A filter is a largest key, found
@@ -7,15 +7,15 @@ vocabulary:
 
     threshold   which of a few fixed thresholds of the scaled logit is low enough for the filters
     gather      copies the tokens above that threshold, if they are at most MAX_GATHERED
-    draw        bisects over those (over all tokens if they are more), sums the rest and inverts the
+    sample      bisects over those (over all tokens if they are more), sums the rest and inverts the
                 distribution; a row without filters needs the threshold sums and one block
 
 Sums are float64 in a fixed order: the same row gives the same token in any batch. Differences from
 the torch operations: exp is the GPU's, exact to about 1e-6, and their probabilities are rounded to
 float32 once more before they are summed. So the last token that top_p keeps may differ if the sum
-comes within about 1e-6 of top_p, and the token drawn may be a neighbour where `uniform` comes that
-close to a border between two. Scaled logits, min_p and top_k are exact, and tokens of equal scaled
-logits are kept or dropped together.
+comes within about 1e-6 of top_p, and the sampled token may be a neighbour where `uniform` comes
+that close to a border between two. Scaled logits, min_p and top_k are exact, and tokens of equal
+scaled logits are kept or dropped together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from radixserve_kernels.gpu import argmax
-from radixserve_kernels.gpu.launch import Launch, kernel, power_of_2, tl
+from radixserve_kernels.gpu.launch import KernelLaunch, kernel, power_of_2, tl
 from radixserve_kernels.gpu.threshold_search import (
     BLOCK,
     MAX_GATHERED,
@@ -75,7 +75,7 @@ def point_of(uniform, total):
 
 
 @kernel(varying=(*PARAMETERS, "uniform_ptr", "out_ptr"))
-def draw_kernel(
+def sample_kernel(
     logits_ptr,
     row_max_ptr,
     temperature_ptr,
@@ -87,7 +87,7 @@ def draw_kernel(
     gathered_ptr,
     token_ptr,
     uniform_ptr,  # [S] float64
-    out_ptr,  # [S] int64: the argmax before, the one drawn after
+    out_ptr,  # [S] int64: the argmax before, the one sampled after
     vocab_size,
     num_blocks,
     stride_logits,
@@ -191,7 +191,7 @@ def sample(
     uniform: Tensor,
     out: Tensor,
     finite: Tensor,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """See `gpu_ops.sample`: out [S] int64 and finite [S] bool are written."""
     num_rows, num_blocks = len(logits), argmax.blocks_of(logits)
     row_max = logits.new_empty(num_rows)
@@ -218,10 +218,10 @@ def sample(
         "max_gathered": MAX_GATHERED,
         "block_blocks": power_of_2(num_blocks),
     }
-    drawing = gathering | {"uniform_ptr": uniform, "out_ptr": out}
+    sampling = gathering | {"uniform_ptr": uniform, "out_ptr": out}
     return [
         *argmax.argmax(logits, row_max, out, finite),
-        Launch(threshold_kernel, (num_rows, num_blocks), arguments, 8),
-        Launch(gather_kernel, (num_rows, num_blocks), gathering, 8),
-        Launch(draw_kernel, (num_rows,), drawing, 8),
+        KernelLaunch(threshold_kernel, (num_rows, num_blocks), arguments, 8),
+        KernelLaunch(gather_kernel, (num_rows, num_blocks), gathering, 8),
+        KernelLaunch(sample_kernel, (num_rows,), sampling, 8),
     ]

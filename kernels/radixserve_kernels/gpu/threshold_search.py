@@ -150,8 +150,8 @@ def gather_kernel(
     floor = tl.load(floor_ptr + row)
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
-    is_drawn = (tl.abs(row_max) < float("inf")) & (temperature > 0.0)
-    if is_drawn & is_filtered(top_k, top_p, floor, vocab_size):
+    is_sampled = (tl.abs(row_max) < float("inf")) & (temperature > 0.0)
+    if is_sampled & is_filtered(top_k, top_p, floor, vocab_size):
         counts_ptr += row * steps * num_blocks
         masses_ptr += row * steps * num_blocks
         step, num_tokens = choose_step(

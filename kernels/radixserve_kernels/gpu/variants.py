@@ -25,8 +25,8 @@ from radixserve_kernels.gpu import (
     rope,
     sampling,
 )
-from radixserve_kernels.gpu.launch import Capability, Launch
-from radixserve_kernels.gpu.records import PagedKeys, Result, Split
+from radixserve_kernels.gpu.launch import Capability, KernelLaunch
+from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
 
 HEADS = (32, 8)  # query heads, key heads
 OTHER_HEADS = ((8, 8), (16, 8), (40, 8), (64, 8))
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     """A launch, and what it stands for."""
 
     name: str
-    launch: Launch
+    launch: KernelLaunch
 
 
 def variants(capability: Capability, *, every: bool) -> list[Variant]:
@@ -89,14 +89,14 @@ def _attention_variants(
     keys = PagedKeys(pool, pool, indptr, indices, last, page_size)
     q = _tensor(NUM_ROWS, num_heads, head_dim, dtype=dtype)
     for num_splits in (1, 8) if every else (8,):
-        split = Split(num_splits, num_splits, None)
-        for launch in decode.decode(q, keys, 0.1, split, Result(q, None)):
+        split = KVSplit(num_splits, num_splits, None)
+        for launch in decode.decode(q, keys, 0.1, split, AttentionOutput(q, None)):
             yield Variant(f"{kind} splits={num_splits}", launch)
-    whole, features = Split(1, 1, None), AttentionFeatures(1_024, logits_soft_cap=50.0)
-    for launch in decode.decode(q, keys, 0.1, whole, Result(q, None), features):
+    whole, features = KVSplit(1, 1, None), AttentionFeatures(1_024, logits_soft_cap=50.0)
+    for launch in decode.decode(q, keys, 0.1, whole, AttentionOutput(q, None), features):
         yield Variant(f"{kind} window, cap", launch)
     q = _tensor(NUM_TOKENS, num_heads, head_dim, dtype=dtype)
-    result, split = Result(q, _float(NUM_TOKENS, num_heads)), whole
+    result, split = AttentionOutput(q, _float(NUM_TOKENS, num_heads)), whole
     for launch in extend.extend(
         q, keys, indptr, 0.1, True, NUM_TOKENS, split, result, features, capability
     ):

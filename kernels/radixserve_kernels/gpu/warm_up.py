@@ -16,8 +16,8 @@ from torch import Tensor
 
 from radixserve_kernels.attention_features import AttentionFeatures
 from radixserve_kernels.gpu import decode, extend, merge
-from radixserve_kernels.gpu.launch import Launch
-from radixserve_kernels.gpu.records import PagedKeys, Result, Split
+from radixserve_kernels.gpu.launch import KernelLaunch
+from radixserve_kernels.gpu.records import AttentionOutput, KVSplit, PagedKeys
 
 TILES = (16, 64, 128)  # queries x query heads of a K/V head, see `extend_blocks`
 
@@ -36,7 +36,7 @@ def compile_attention(
     launches = attention_launches(k_slots, v_slots, num_heads, page_size, features)
     variants = {launch.variant: launch for launch in launches}
 
-    def compile_one(launch: Launch) -> None:
+    def compile_one(launch: KernelLaunch) -> None:
         with torch.cuda.device(k_slots.device):
             launch.compile()
 
@@ -51,7 +51,7 @@ def attention_launches(
     num_heads: int,
     page_size: int,
     features: frozenset[str] = frozenset(),
-) -> Iterator[Launch]:
+) -> Iterator[KernelLaunch]:
     """Launches of every kind over a layer's slots [num_slots, Hkv, D]; not to be run."""
     num_kv_heads, head_dim = k_slots.shape[1:]
     group = num_heads // num_kv_heads
@@ -60,8 +60,8 @@ def attention_launches(
     q = k_slots.new_empty((2, num_heads, head_dim))
     lse = q.new_empty((2, num_heads), dtype=torch.float32)
     for num_splits in (1, 2):
-        split = Split(num_splits, num_splits, None)
-        for result in (Result(q, None), Result(q, lse)):
+        split = KVSplit(num_splits, num_splits, None)
+        for result in (AttentionOutput(q, None), AttentionOutput(q, lse)):
             for layer in kinds_of_layers(features):
                 yield from decode.decode(q, keys, 1.0, split, result, layer)
                 for max_q in sorted({max(rows // group, 1) for rows in TILES}):

@@ -89,8 +89,8 @@ def _check_block(pool: BlockPool, block: Block) -> None:
 
 
 def _check_order(pool: BlockPool) -> None:
-    rank = {id(block): at for at, block in enumerate(pool.unused)}
-    for block in pool.unused:
+    rank = {id(block): at for at, block in enumerate(pool.evictable)}
+    for block in pool.evictable:
         name, at = f"block {block.block_id}", rank[id(block)]
         assert block.is_listed, f"{name} is unused and cannot be found"
         assert not block.lock_ref, f"{name} is locked and evictable"
@@ -98,7 +98,7 @@ def _check_order(pool: BlockPool) -> None:
         assert is_last, f"{name} outlives its parent"
     findable = [b for namespace in pool.namespaces.values() for b in namespace.blocks.values()]
     unused = sum(not block.lock_ref for block in findable)
-    assert unused == len(pool.unused), f"{len(pool.unused)} blocks evictable, {unused} unused"
+    assert unused == len(pool.evictable), f"{len(pool.evictable)} blocks evictable, {unused} unused"
 
 
 def _check_namespaces(pool: BlockPool, sequences: list[HashSequence]) -> None:
@@ -160,7 +160,7 @@ def _last_uses(pool: BlockPool) -> Iterator[tuple[Block, float]]:
 
     A release notes the time in its last block only: it is that of the blocks before it, too."""
     latest: dict[int, float] = {}  # by the identity of a block: of those after it
-    for block in pool.unused:
+    for block in pool.evictable:
         last_use = max(block.last_use, latest.pop(id(block), 0.0))
         if block.parent is not None:
             above = id(block.parent)

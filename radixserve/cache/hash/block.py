@@ -89,5 +89,5 @@ class Block:
         self.run: BlockRun | None = None  # of a listed block
         self.run_index = 0  # its place there
         self.last_use = 0.0  # the pool's `now` when a sequence that ended here was released
-        self.batch = 0  # see UnusedBlocks
+        self.batch = 0  # see EvictableBlocks
         self.lock_ref = 1  # sequences that use it or have still to copy from it

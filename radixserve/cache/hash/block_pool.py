@@ -16,7 +16,7 @@ import numpy as np
 from radixserve.cache.events import ROOT, EventLog, Removed, Reset, Stored
 from radixserve.cache.hash.block import Block, BlockNamespace, BlockRun
 from radixserve.cache.hash.block_hash import BlockChain, ChainMemo, Digest
-from radixserve.cache.hash.unused import UnusedBlocks
+from radixserve.cache.hash.evictable_blocks import EvictableBlocks
 from radixserve.cache.page_pool import PagePool
 from radixserve.cache.tokens import TOKEN_BYTES, as_view
 from radixserve.cache.watch import WatchRegistry
@@ -31,7 +31,7 @@ class BlockPool:
         self.block_size = block_size
         self.width = block_size * TOKEN_BYTES  # bytes of a block's tokens
         self.namespaces: dict[str, BlockNamespace] = {}
-        self.unused = UnusedBlocks()
+        self.evictable = EvictableBlocks()
         self.chains = ChainMemo(digest, self.width)
         self.watch_registry = WatchRegistry()
         self.evicted: OrderedDict[bytes, str] = OrderedDict()  # key -> namespace, oldest first
@@ -49,7 +49,7 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Pages of unlocked blocks."""
-        return len(self.unused)
+        return len(self.evictable)
 
     # -- look-up ------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class BlockPool:
         """Forget up to `num_pages` unused blocks, oldest first; returns how many. O(those)."""
         evicted, watched, events = self.evicted, self._watched, self.events
         shorter: dict[BlockRun, int] = {}  # and their new lengths
-        taken = self.unused.take(min(num_pages, len(self.unused)))
+        taken = self.evictable.take(min(num_pages, len(self.evictable)))
         for block in taken:
             namespace, key = block.namespace, block.key
             del namespace.blocks[key]
@@ -143,7 +143,7 @@ class BlockPool:
         return len(taken)
 
     def make_room(self, num_pages: int) -> bool:
-        return num_pages <= len(self.unused) and self.evict(num_pages) >= num_pages
+        return num_pages <= len(self.evictable) and self.evict(num_pages) >= num_pages
 
     def reset(self, name: str | None) -> None:
         """Forget a namespace, or all. O(blocks and memories of evicted ones); blocks in use are
@@ -165,7 +165,7 @@ class BlockPool:
             self.watch_registry.notify(key)
             if not block.lock_ref:
                 freed.append(block.page)
-        self.unused.forget(len(freed))
+        self.evictable.forget(len(freed))
         self._free(freed)
 
     def _free(self, pages: array[int]) -> None:
@@ -177,11 +177,11 @@ class BlockPool:
 
     def lock(self, blocks: Sequence[Block]) -> None:
         """One more lock on each."""
-        self.unused.lock(blocks)
+        self.evictable.lock(blocks)
 
     def unlock(self, blocks: list[Block]) -> None:
         """Undo one `lock` of each, the last one first; the list is the pool's from now on."""
-        gone = self.unused.unlock(blocks)
+        gone = self.evictable.unlock(blocks)
         if gone:
             self._free(array("i", [block.page for block in gone]))
 

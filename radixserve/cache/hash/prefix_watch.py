@@ -48,4 +48,4 @@ class HashPrefixWatch(PrefixWatch):
         places = {(found[-1].key, b"")} if found else set()
         if len(found) < chain.num_blocks:
             places.add((chain.key(len(found)), b""))
-        self._rest_on(frozenset(places))
+        self._watch_at(frozenset(places))

@@ -10,7 +10,7 @@ from sortedcontainers import SortedDict
 from radixserve.cache.radix.node import Node, path
 from radixserve.cache.radix.session import Deadline, RadixSession
 
-Lease = tuple[RadixSession, Node]  # a session and one of its end nodes
+SessionEnd = tuple[RadixSession, Node]  # a session and one of its end nodes
 
 
 class Leases:
@@ -39,17 +39,17 @@ class Leases:
             del self.chosen[node]
         return is_chosen
 
-    def first_expired(self, now: float) -> Lease | None:
+    def first_expired(self, now: float) -> SessionEnd | None:
         """A lease that has ended by then; the first one to end."""
         if not self.by_deadline or self.by_deadline.keys()[0][0] > now:
             return None
-        first: Lease = self.by_deadline.peekitem(0)[1]
+        first: SessionEnd = self.by_deadline.peekitem(0)[1]
         return first
 
-    def oldest(self) -> Lease | None:
+    def oldest(self) -> SessionEnd | None:
         """The lease that began first."""
         for deadline in self._begun:
-            oldest: Lease = self.by_deadline[deadline]
+            oldest: SessionEnd = self.by_deadline[deadline]
             return oldest
         return None
 
@@ -63,7 +63,7 @@ class Leases:
                 found[at] = end
         return found
 
-    def check(self, found: Mapping[Deadline, Lease]) -> None:
+    def check(self, found: Mapping[Deadline, SessionEnd]) -> None:
         """AssertionError unless these are the leases. `found`: what the sessions say."""
         assert found == dict(self.by_deadline), "leases and end nodes disagree"
         assert set(found) == set(self._begun), "leases and their order of beginning disagree"

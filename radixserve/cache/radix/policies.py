@@ -18,7 +18,7 @@ from radixserve.cache.radix.node import Node, path
 from radixserve.cache.tokens import TOKEN_BYTES
 
 
-class Ranked(EvictionOrder):
+class RankedEviction(EvictionOrder):
     """Lowest key first, least recently used among equals. O(log nodes)."""
 
     tracks_use = True
@@ -63,7 +63,7 @@ class Ranked(EvictionOrder):
         """Update the policy keys of the path."""
 
 
-class LFU(Ranked):
+class LFU(RankedEviction):
     """Least often reused first. The count is of sequences that found the node in the cache.
 
     Counts do not age: a node stays until others have been reused more often.
@@ -78,7 +78,7 @@ class LFU(Ranked):
                 at.policy_key += 1
 
 
-class Priority(Ranked):
+class Priority(RankedEviction):
     """Lowest priority first: that of the most important sequence that ever reached the node."""
 
     initial_key = -(2**63)
@@ -93,7 +93,7 @@ class Priority(Ranked):
             at.policy_key = use.priority
 
 
-class FIFO(Ranked):
+class FIFO(RankedEviction):
     """Oldest first, by when something was last published in a node or below; reuse counts nothing.
 
     O(depth) a sequence that published something.

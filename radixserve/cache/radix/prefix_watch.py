@@ -7,7 +7,7 @@ from radixserve.cache.radix.match import Match, find_match
 from radixserve.cache.radix.node import NamespaceTree, path
 from radixserve.cache.radix.radix_tree import RadixTree
 from radixserve.cache.tokens import as_view
-from radixserve.cache.watch import Place, PrefixWatch
+from radixserve.cache.watch import PrefixWatch, WatchKey
 
 
 class RadixPrefixWatch(PrefixWatch):
@@ -53,10 +53,10 @@ class RadixPrefixWatch(PrefixWatch):
         self.cached_len = length
         # The token that would continue the match there, b"" at the prompt's end. Two nodes where
         # it ends in a child's first page: another child may share more of it.
-        places: set[Place] = {tree.place(name), (node.node_id, self._token(length))}
+        places: set[WatchKey] = {tree.place(name), (node.node_id, self._token(length))}
         if resume is not node:
             places.add((resume.node_id, self._token(resume.end)))
-        self._rest_on(frozenset(places))
+        self._watch_at(frozenset(places))
 
     def _token(self, position: int) -> bytes:
         return self._data[position : position + 1].tobytes()

@@ -23,7 +23,7 @@ from radixserve.cache.radix.eviction import EvictionOrder
 from radixserve.cache.radix.node import NO_CHILDREN, NamespaceTree, Node, SessionRefs
 from radixserve.cache.radix.session_eviction import SessionAwareEviction
 from radixserve.cache.tokens import TOKEN_BYTES
-from radixserve.cache.watch import Place, WatchRegistry
+from radixserve.cache.watch import WatchKey, WatchRegistry
 
 _NO_PAGES = array("i")  # of removed nodes; stays empty
 
@@ -65,7 +65,7 @@ class RadixTree:
             self.watch_registry.notify(*self.place(name))
         return found
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> WatchKey:
         """The place that watches use for the namespace of that name."""
         return (name,), b""
 

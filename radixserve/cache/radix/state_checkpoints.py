@@ -186,7 +186,7 @@ class StateCheckpoints:
         if found is None:
             return
         for length in [length for length in found if length > end]:
-            self._let_go(node, length, found.pop(length))
+            self._drop_checkpoint(node, length, found.pop(length))
         if not found:
             del self.by_node[node]
 
@@ -196,7 +196,7 @@ class StateCheckpoints:
             del self._places[state_id]
             self.add(new, length, state_id)
 
-    def _let_go(self, node: Node, length: int, state_id: int) -> None:
+    def _drop_checkpoint(self, node: Node, length: int, state_id: int) -> None:
         del self._places[state_id]
         tokens, first, last = self._collector, node.start * TOKEN_BYTES, length * TOKEN_BYTES
         if state_id in self._pins:

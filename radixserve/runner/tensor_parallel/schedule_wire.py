@@ -1,6 +1,6 @@
 """How a `SchedulerOutput` travels to ranks 1, 2 ...: their work, and only the pages that are new.
 
-They draw no tokens: the data of a draw, which may be as long as its sequence, stays in rank 0.
+They sample no tokens: the data of a sample, which may be as long as its sequence, stays in rank 0.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ScheduleUnpacker:
         )
         rows, token_at, page_at = [], 0, 0
         for at, (request_id, fields) in enumerate(zip(ids, numbers.tolist(), strict=True)):
-            num_tokens, start, first_new, num_new, draws, future_index, slot = fields
+            num_tokens, start, first_new, num_new, samples, future_index, slot = fields
             page_ids = pages[page_at : page_at + num_new]
             if first_new:
                 page_ids = np.concatenate((self._pages[slot][:first_new], page_ids))
@@ -69,7 +69,7 @@ class ScheduleUnpacker:
                     token_ids=tokens[token_at : token_at + num_tokens],
                     start=start,
                     page_ids=page_ids,
-                    sample=_DRAWN_ELSEWHERE if draws else None,
+                    sample=_DRAWN_ELSEWHERE if samples else None,
                     logprob_targets=targets.get(at),
                     future_index=future_index,
                     first_new_page=first_new,

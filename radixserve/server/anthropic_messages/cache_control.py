@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixserve.server.anthropic_messages.schema import PromptFields
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
 
@@ -32,6 +32,6 @@ def retain_hints(body: PromptFields) -> list[dict[str, Any]]:
     return [{"verb": "retain", "seconds": seconds}]
 
 
-def num_retained(generation: Generation) -> int:
+def num_retained(generation: HttpGeneration) -> int:
     """Leading tokens of the prompt that the marks keep, after the end."""
     return max((found["tokens_covered"] for found in generation.hint_answers), default=0)

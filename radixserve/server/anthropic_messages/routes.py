@@ -16,7 +16,7 @@ from radixserve.server.anthropic_messages.translate import chat_fields, prompt_f
 from radixserve.server.chat_prompt import read_chat
 from radixserve.server.chat_turn import ChatTurn
 from radixserve.server.errors import ApiError
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.items import errors_in_terms
 from radixserve.server.json_response import answer
 from radixserve.server.reasoning_tokens import count_reasoning
@@ -46,7 +46,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     request_id = request_id_of(request)
     builder = MessageBuilder(f"msg_{request_id}", server.model_name, body.max_tokens)
 
-    async def events(_generation: Generation) -> AsyncIterator[str]:
+    async def events(_generation: HttpGeneration) -> AsyncIterator[str]:
         text = builder.begin(len(turn.prompt.token_ids))
         async for batch in turn.deltas():
             for _, delta, chunk in batch:

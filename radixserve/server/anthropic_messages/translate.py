@@ -119,7 +119,7 @@ def _check_results(turns: list[tuple[str, list[Body]]], blocks: list[Body], wher
 def _messages(role: str, blocks: list[Body]) -> list[dict[str, Any]]:
     """A turn: results of tools are messages of their own."""
     if role == "assistant":
-        return [_said(blocks)]
+        return [_message(blocks)]
     found: list[dict[str, Any]] = []
     for one in blocks:
         if isinstance(one, ToolResultBlock):
@@ -134,7 +134,7 @@ def _messages(role: str, blocks: list[Body]) -> list[dict[str, Any]]:
     return found
 
 
-def _said(blocks: list[Body]) -> dict[str, Any]:
+def _message(blocks: list[Body]) -> dict[str, Any]:
     """What the assistant said: the parts of one text are joined as they are."""
     text = "".join(one.text for one in blocks if isinstance(one, TextBlock))
     thinking = "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock))

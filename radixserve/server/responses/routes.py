@@ -13,14 +13,14 @@ from radixserve.output import Completion
 from radixserve.server.answer_parts import Part, parts_of, reasoning_of
 from radixserve.server.chat_turn import ChatTurn
 from radixserve.server.errors import ApiError
-from radixserve.server.generation import Generation
+from radixserve.server.http_generation import HttpGeneration
 from radixserve.server.items import errors_in_terms
 from radixserve.server.json_response import answer
 from radixserve.server.reasoning_tokens import count_reasoning
 from radixserve.server.rendering import tokenizer_of
 from radixserve.server.responses.builder import ResponseBuilder, said
 from radixserve.server.responses.schema import ResponseRequest
-from radixserve.server.responses.store import StoredResponse, go_on
+from radixserve.server.responses.store import StoredResponse, next_response
 from radixserve.server.responses.translate import (
     chat_fields,
     check_calls,
@@ -68,11 +68,11 @@ async def create_response(request: Request, body: ResponseRequest) -> Response:
             caller = caller_of(request)
             namespace = caller.namespace(body.cache_salt)
             inputs = shown_items(items, builder.response_id)
-            stored = go_on(known, namespace, response, inputs, [*new, said(parts)])
+            stored = next_response(known, namespace, response, inputs, [*new, said(parts)])
             server.responses.put(caller.tenant, stored)
         return response
 
-    async def events(_generation: Generation) -> AsyncIterator[str]:
+    async def events(_generation: HttpGeneration) -> AsyncIterator[str]:
         text = builder.begin()
         async for batch in turn.deltas():
             for _, delta, chunk in batch:

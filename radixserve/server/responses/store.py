@@ -28,7 +28,7 @@ class StoredResponse:
     num_bytes: int
 
 
-def go_on(
+def next_response(
     known: StoredResponse | None,
     namespace: str,
     response: dict[str, Any],

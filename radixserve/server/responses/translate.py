@@ -83,13 +83,13 @@ class _Turns:
     def add(self, item: Body, where: str) -> None:
         if isinstance(item, MessageItem):
             if item.role == "assistant":
-                said = self._said({"content", "tool_calls"})
+                said = self._message({"content", "tool_calls"})
                 said["content"] = _text(item.content, f"{where}.content", _SAID)
             else:
                 text = _text(item.content, f"{where}.content", _INPUT)
                 self.messages.append(_message(item.role, text))
         elif isinstance(item, CallItem):
-            said = self._said(set())
+            said = self._message(set())
             said.setdefault("tool_calls", []).append(_call(item, where))
         elif isinstance(item, OutputItem):
             text = _text(item.output, f"{where}.output", _INPUT)
@@ -97,11 +97,11 @@ class _Turns:
             self.messages.append(message)
         else:
             assert isinstance(item, ReasoningItem)
-            said = self._said({"content", "tool_calls"})
+            said = self._message({"content", "tool_calls"})
             text = "".join(one.text for one in item.content or [])
             said["reasoning_content"] = said.get("reasoning_content", "") + text
 
-    def _said(self, ends: set[str]) -> Message:
+    def _message(self, ends: set[str]) -> Message:
         """The assistant's present message; a new one after any that has one of `ends`."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in ends):

@@ -1,4 +1,4 @@
-"""`Hinting`: the calls of a `Runtime` that steer what the cache keeps."""
+"""`HintsMixin`: the calls of a `Runtime` that steer what the cache keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixserve.hint import Hint, HintAnswer, check_hint
 from radixserve.text.prompts import Prompt
 
 
-class Hinting:
+class HintsMixin:
     """Every call checks all that it is given before the engine sees anything."""
 
     _client: EngineClient

@@ -17,7 +17,7 @@ from radixserve.hint import HintAnswer
 Links = Mapping[str, ReplicaLink]  # replicas that report, by name
 
 
-async def answer(message: Message[Any], links: Links, router: Router) -> Any:
+async def handle_message(message: Message[Any], links: Links, router: Router) -> Any:
     """As of one engine. Raises EngineDead without a replica."""
     match message:
         case messages.GetStats() | messages.GetHeld():

@@ -1,4 +1,4 @@
-"""`ClusterWorker`: what `EngineThread` is to one engine, for the engines of several replicas.
+"""`ClusterClient`: an `EngineCoreClient` as `EngineThread` is one, over several replicas.
 
 Requests outlive their replica: another one continues them from the prompt and the tokens so far.
 """
@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from radixserve.cluster.messages import answer
+from radixserve.cluster.message_handler import handle_message
 from radixserve.cluster.open_request import OpenRequest
-from radixserve.cluster.replica import REPORT_EVERY_S, Report
+from radixserve.cluster.replica import REPORT_EVERY_S, ReplicaReport
 from radixserve.cluster.replica_link import Replica, ReplicaLink
 from radixserve.cluster.router import Router
 from radixserve.cluster.stats import add_stats
 from radixserve.engine import messages
 from radixserve.engine.core_client import EngineFacts
 from radixserve.engine.messages import Answer, Message
-from radixserve.engine.ticket import Ticket
+from radixserve.engine.output_collector import OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, fresh, request_failed
 from radixserve.output import EngineStatus, Finish, Metrics, RequestOutput, Usage
 from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
@@ -34,11 +34,9 @@ from radixserve.routing.limits import MAX_LOST, WITHOUT_REPLICA_S
 _log = logging.getLogger("radixserve")
 SILENCE_S = 10 * REPORT_EVERY_S  # a replica that says nothing for so long hangs
 DRAIN_S = 20.0  # that requests have to end where a replica is taken away
-_KEEP_S = 5.0  # between two signs of life to a replica
-_REPORTS_TO_A_SNAPSHOT = 20  # after them it is asked for again
 
 
-class ClusterWorker:
+class ClusterClient:
     """An `EngineCoreClient` over replicas that come and go. Its event loop's thread owns it."""
 
     def __init__(
@@ -77,17 +75,17 @@ class ClusterWorker:
         """Replace the replicas by these; the names tell which are new."""
         self._post(self._set_replicas, list(links))
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
-        if not self._post(self._submit, tickets):
-            for ticket in tickets:
-                ticket.fail(self._dead())
+    def submit(self, collectors: Sequence[OutputCollector]) -> None:
+        if not self._post(self._submit, collectors):
+            for collector in collectors:
+                collector.fail(self._dead())
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         ids = None if request_ids is None else tuple(request_ids)
         return self.call(messages.AbortRequests(ids))
 
-    def abandon(self, tickets: Sequence[Ticket]) -> None:
-        self._post(self._abandon, tickets)
+    def abandon(self, collectors: Sequence[OutputCollector]) -> None:
+        self._post(self._abandon, collectors)
 
     def status(self) -> EngineStatus:
         """The status of all replicas together; stats are the sums of their last reports."""
@@ -103,7 +101,7 @@ class ClusterWorker:
             running=sum(one.running for one in found),
             waiting=sum(one.waiting for one in found) + len(waiting),
             waiting_tokens=sum(one.waiting_tokens for one in found)
-            + sum(len(one.ticket.request.token_ids) for one in waiting),
+            + sum(len(one.collector.request.token_ids) for one in waiting),
             stats={**self._stats, "replicas": len(found)},
         )
 
@@ -160,23 +158,23 @@ class ClusterWorker:
         self._death = death
         for one in list(self._open.values()):
             self._close(one)
-            one.ticket.fail(fresh(death))
+            one.collector.fail(fresh(death))
         self._loop.stop()
 
-    def _submit(self, tickets: Sequence[Ticket]) -> None:
+    def _submit(self, collectors: Sequence[OutputCollector]) -> None:
         if self._death is not None:
-            for ticket in tickets:
-                ticket.fail(self._dead())
+            for collector in collectors:
+                collector.fail(self._dead())
             return
-        for ticket in tickets:
-            if ticket.request.request_id in self._ids:
-                error = InvalidRequest(f"request id {ticket.request.request_id!r} is in use")
-                for other in tickets:
+        for collector in collectors:
+            if collector.request.request_id in self._ids:
+                error = InvalidRequest(f"request id {collector.request.request_id!r} is in use")
+                for other in collectors:
                     other.fail(error)
                 return
-        for ticket in tickets:
-            self._ids.add(ticket.request.request_id)
-            self._place(OpenRequest(ticket))
+        for collector in collectors:
+            self._ids.add(collector.request.request_id)
+            self._place(OpenRequest(collector))
 
     def _place(self, one: OpenRequest) -> None:
         """Choose a replica for what is left of it."""
@@ -188,9 +186,7 @@ class ClusterWorker:
         if one.replica is None:
             self._waiting[one.id] = one
             return
-        replica = self._replicas[one.replica]
-        replica.outbox.append(request)
-        replica.is_due.set()
+        self._replicas[one.replica].submit(request)
 
     def _place_waiting(self) -> None:
         waiting = list(self._waiting.values())
@@ -205,7 +201,9 @@ class ClusterWorker:
             for one in list(self._waiting.values()):
                 if now - one.lost_at > WITHOUT_REPLICA_S:
                     self._close(one)
-                    one.ticket.fail(EngineDead(f"no replica for {WITHOUT_REPLICA_S:.0f} seconds"))
+                    one.collector.fail(
+                        EngineDead(f"no replica for {WITHOUT_REPLICA_S:.0f} seconds")
+                    )
 
     def _close(self, one: OpenRequest) -> None:
         """It has ended."""
@@ -213,9 +211,9 @@ class ClusterWorker:
         self._waiting.pop(one.id, None)
         self._ids.discard(one.request_id)
 
-    def _abandon(self, tickets: Sequence[Ticket]) -> None:
-        left = set(map(id, tickets))
-        for one in [one for one in self._open.values() if id(one.ticket) in left]:
+    def _abandon(self, collectors: Sequence[OutputCollector]) -> None:
+        left = set(map(id, collectors))
+        for one in [one for one in self._open.values() if id(one.collector) in left]:
             self._abort(one)
 
     def _abort(self, one: OpenRequest) -> None:
@@ -223,11 +221,10 @@ class ClusterWorker:
         replica = self._replicas.get(one.replica or "")
         self._close(one)
         if replica is not None:
-            replica.ended.append(one.id)
-            replica.is_due.set()
-        ticket = one.ticket
-        usage = Usage(0, 0, 0, len(ticket.token_ids))
-        metrics = Metrics(None, None, time.time() - ticket.made_at)
+            replica.end(one.id)
+        collector = one.collector
+        usage = Usage(0, 0, 0, len(collector.token_ids))
+        metrics = Metrics(None, None, time.time() - collector.made_at)
         finish = Finish("abort", usage, metrics, None)
         self._push(one, RequestOutput(one.id, (), (), (), finish))
 
@@ -236,7 +233,7 @@ class ClusterWorker:
             one.push(output)
         except Exception as error:  # its text cannot be made: only this request suffers
             _log.exception("request %s failed", one.request_id)
-            one.ticket.fail(request_failed(f"the request's text could not be made: {error!r}"))
+            one.collector.fail(request_failed(f"the request's text could not be made: {error!r}"))
             if one.id in self._open:
                 self._abort(one)
 
@@ -258,9 +255,8 @@ class ClusterWorker:
 
     def _drain(self, replica: Replica) -> None:
         """It is not chosen any more; what runs there may end there."""
-        unsent, replica.outbox = replica.outbox, []
         self._draining[replica.link.name] = replica
-        for request in unsent:
+        for request in replica.remove():
             if request.request_id in self._open:
                 self._place(self._open[request.request_id])
         self._check_drain(replica)
@@ -287,7 +283,8 @@ class ClusterWorker:
         """Read its reports as long as there is such a replica."""
         while True:
             replica.stream = next(self._numbers)
-            tasks = {self._loop.create_task(part(replica)) for part in (self._read, self._send)}
+            parts = self._read(replica), replica.send(self._frontend)
+            tasks = {self._loop.create_task(part) for part in parts}
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -315,27 +312,7 @@ class ClusterWorker:
                 if facts is not None and not self._facts.done():
                     self._facts.set_result(facts)
 
-    async def _send(self, replica: Replica) -> None:
-        """Pass on what waits, and a sign of life, until the replica knows the stream no more."""
-        link, frontend, stream = replica.link, self._frontend, replica.stream
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_KEEP_S):  # `wait_for` may miss a cancellation
-                    await replica.is_due.wait()
-            replica.is_due.clear()
-            if self._replicas.get(link.name) is not replica:
-                continue  # it is taken away: no call reaches it
-            requests, replica.outbox = replica.outbox, []
-            ended, replica.ended = replica.ended, []
-            if requests and not await link.submit(frontend, stream, requests):
-                return
-            if replica.lacks_snapshot:
-                replica.lacks_snapshot = False
-                await link.resync(frontend, stream)
-            if ended or not requests:
-                await link.end(frontend, stream, ended)
-
-    def _note(self, replica: Replica, report: Report) -> None:
+    def _note(self, replica: Replica, report: ReplicaReport) -> None:
         name = replica.link.name
         if self._draining.get(name) is replica:
             self._note_outputs(name, report)
@@ -344,24 +321,21 @@ class ClusterWorker:
             return  # taken away
         if replica.status is None:
             self._router.add(name)
-        replica.status = report.status
         self._router.update(name, report)
-        replica.reports_to_wait -= 1
-        if report.events and self._router.needs_snapshot(name) and replica.reports_to_wait < 0:
-            replica.lacks_snapshot, replica.reports_to_wait = True, _REPORTS_TO_A_SNAPSHOT
-            replica.is_due.set()
+        lacks_events = bool(report.events) and self._router.needs_snapshot(name)
+        replica.note_report(report.status, lacks_events=lacks_events)
         self._note_outputs(name, report)
         if self._waiting:
             self._place_waiting()
 
-    def _note_outputs(self, name: str, report: Report) -> None:
+    def _note_outputs(self, name: str, report: ReplicaReport) -> None:
         for output in report.outputs:
             self._note_output(name, output)
         for request_id, error in report.failures:
             failed = self._open.get(request_id)
             if failed is not None and failed.replica == name and not isinstance(error, EngineDead):
                 self._close(failed)
-                failed.ticket.fail(error)
+                failed.collector.fail(error)
 
     def _note_output(self, name: str, output: RequestOutput) -> None:
         one = self._open.get(output.request_id)
@@ -377,9 +351,7 @@ class ClusterWorker:
     def _note_lost(self, replica: Replica) -> None:
         """Its requests go on elsewhere."""
         name = replica.link.name
-        replica.status = None
-        replica.outbox.clear()
-        replica.ended.clear()
+        replica.note_lost()
         self._router.remove(name)
         for one in [one for one in self._open.values() if one.replica == name]:
             one.note_lost()
@@ -387,12 +359,12 @@ class ClusterWorker:
                 self._place(one)
                 continue
             self._close(one)
-            one.ticket.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
+            one.collector.fail(request_failed(f"{MAX_LOST} replicas were lost while it ran"))
 
     async def _answer(self, message: Message[Any]) -> Any:
         if not isinstance(message, messages.AbortRequests):
-            there = {key: one.link for key, one in self._replicas.items() if one.status is not None}
-            return await answer(message, there, self._router)
+            links = {key: one.link for key, one in self._replicas.items() if one.status is not None}
+            return await handle_message(message, links, self._router)
         ids = message.request_ids
         found = [one for one in self._open.values() if ids is None or one.request_id in ids]
         for one in found:

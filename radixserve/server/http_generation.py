@@ -1,4 +1,4 @@
-"""`Generation`: one HTTP request's way through the engine, until it ends or its client leaves."""
+"""`HttpGeneration`: an HTTP request in the engine, until it ends or its client leaves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from radixserve.arrays import IntArray
 from radixserve.output import Chunk, Completion
 from radixserve.request import SamplingParams
 from radixserve.server.disconnect import CancelOnDisconnect
-from radixserve.server.hints import own_hints
+from radixserve.server.hints import request_hints
 from radixserve.server.sampling import session_of
 from radixserve.server.schema import GenerateRequest, GenerationFields
 from radixserve.server.state import Server
 from radixserve.server.usage import Group, as_groups, grouped, usage_of
 
 
-class Generation(CancelOnDisconnect):
+class HttpGeneration(CancelOnDisconnect):
     """Enter it, then take `groups` or iterate over `chunks`. Leaving aborts what has not ended."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Generation(CancelOnDisconnect):
         """
         super().__init__(server, request)
         session = session_of(server, body, namespace)
-        self._hints = own_hints(request, body.cache_hints, namespace)
+        self._hints = request_hints(request, body.cache_hints, namespace)
         runtime = server.runtime
         num_tokens = sum(map(len, prompts))
         server.limits.check(runtime.status(), len(prompts) * params.num_samples, num_tokens)

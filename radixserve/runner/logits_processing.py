@@ -1,6 +1,6 @@
-"""What a request's parameters do to its logits before temperature, filters and draw.
+"""What a request's parameters do to its logits before temperature, filters and sample.
 
-In this order: logits_processors, logit_bias, penalties, then what may not be drawn: all but
+In this order: logits_processors, logit_bias, penalties, then what may not be sampled: all but
 allowed_token_ids, the last tokens of bad_words, end tokens that min_tokens still forbids, and what
 a grammar has no place for. Bias, allowed and forbidden tokens are arrays made on the host and
 applied with tensor operations, here and on a device.
@@ -24,7 +24,7 @@ from radixserve.schedule import SampleOutput, SampleSpec
 IndexArray = NDArray[np.int64]
 
 
-def change_logits(
+def process_logits(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None = None
 ) -> Tensor:
     """All changes but those of logits_processors: [S, V] float32 -> [S, V]; a copy if there are
@@ -89,7 +89,7 @@ def bias_arrays(specs: Sequence[SampleSpec]) -> dict[str, NDArray[Any]]:
         return {}
     each = [specs[row].params.bias_arrays for row in rows]
     return {
-        "bias_draws": np.repeat(np.array(rows, np.int64), [len(ids) for ids, _ in each]),
+        "bias_rows": np.repeat(np.array(rows, np.int64), [len(ids) for ids, _ in each]),
         "bias_ids": np.concatenate([ids for ids, _ in each]),
         "bias": np.concatenate([values for _, values in each]),
     }
@@ -99,12 +99,12 @@ def add_bias(logits: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """Logits [S, V] with what `bias_arrays` adds."""
     if "bias" not in tensors:
         return logits
-    places = tensors["bias_draws"], tensors["bias_ids"]
+    places = tensors["bias_rows"], tensors["bias_ids"]
     return logits.index_put(places, tensors["bias"].to(logits.dtype), accumulate=True)
 
 
 class _ConditionalBan(NamedTuple):
-    """A token forbidden only if the token that the step in flight draws is `needed`."""
+    """A token forbidden only if the token that the step in flight samples is `needed`."""
 
     row: int
     token_id: int
@@ -114,7 +114,7 @@ class _ConditionalBan(NamedTuple):
 def ban_arrays(
     specs: Sequence[SampleSpec], future_indices: Sequence[int] = ()
 ) -> dict[str, NDArray[Any]]:
-    """What the rows may not draw; nothing where that is nothing.
+    """What the rows may not sample; nothing where that is nothing.
 
     future_indices: of each row, the output of the step in flight that is its last token.
     """
@@ -122,7 +122,7 @@ def ban_arrays(
     allowed = [row for row, spec in enumerate(specs) if spec.params.allowed_token_ids is not None]
     if allowed:
         ids = [specs[row].params.allowed_array for row in allowed]
-        arrays["allowed_draws"] = np.array(allowed, np.int64)
+        arrays["allowed_rows"] = np.array(allowed, np.int64)
         arrays["allowed_places"] = np.repeat(np.arange(len(allowed)), [len(one) for one in ids])
         arrays["allowed_ids"] = np.concatenate(ids)
     banned: list[tuple[int, int]] = []
@@ -135,10 +135,10 @@ def ban_arrays(
             banned += [(row, token_id) for token_id in found]
             conditional += [_ConditionalBan(row, *pair) for pair in conditional_pairs]
     if banned:
-        arrays["banned_draws"], arrays["banned_ids"] = _columns(banned)
+        arrays["banned_rows"], arrays["banned_ids"] = _columns(banned)
     if conditional:
         columns = _columns(conditional)
-        arrays["conditional_draws"], arrays["conditional_ids"], arrays["conditional_needed"] = (
+        arrays["conditional_rows"], arrays["conditional_ids"], arrays["conditional_needed"] = (
             columns
         )
         arrays["conditional_outputs"] = np.array(
@@ -149,22 +149,22 @@ def ban_arrays(
 
 def forbid(logits: Tensor, tensors: dict[str, Tensor], previous: Tensor | None = None) -> Tensor:
     """Logits [S, V] with what `ban_arrays` forbids at -inf. previous [n]: the tokens that the step
-    before draws, by output."""
+    before samples, by output."""
     if "allowed_ids" in tensors:
-        rows = tensors["allowed_draws"]
+        rows = tensors["allowed_rows"]
         some = logits.index_select(0, rows)
         is_banned = torch.ones_like(some, dtype=torch.bool)
         is_banned[tensors["allowed_places"], tensors["allowed_ids"]] = False
         logits = logits.index_copy(0, rows, some.masked_fill(is_banned, -torch.inf))
     if "banned_ids" in tensors:
-        places = tensors["banned_draws"], tensors["banned_ids"]
+        places = tensors["banned_rows"], tensors["banned_ids"]
         logits = logits.index_put(places, logits.new_full((), -torch.inf))
     if "conditional_ids" in tensors:
         assert previous is not None
-        drawn = previous.index_select(0, tensors["conditional_outputs"])
-        zeros = torch.zeros_like(drawn, dtype=logits.dtype)
-        change = zeros.masked_fill(drawn == tensors["conditional_needed"], -torch.inf)
-        places = tensors["conditional_draws"], tensors["conditional_ids"]
+        sampled = previous.index_select(0, tensors["conditional_outputs"])
+        zeros = torch.zeros_like(sampled, dtype=logits.dtype)
+        change = zeros.masked_fill(sampled == tensors["conditional_needed"], -torch.inf)
+        places = tensors["conditional_rows"], tensors["conditional_ids"]
         logits = logits.index_put(places, change, accumulate=True)
     return logits
 
@@ -176,7 +176,7 @@ def _bad_words(spec: SampleSpec) -> tuple[list[int], list[tuple[int, int]]]:
     assert spec.num_placeholders <= 1, "more than one step is in flight"
     for *before, last in spec.bad_words_ids:
         known = before[: len(before) - spec.num_placeholders]
-        if len(before) > spec.num_drawn or output[len(output) - len(known) :].tolist() != known:
+        if len(before) > spec.num_sampled or output[len(output) - len(known) :].tolist() != known:
             continue
         if before and spec.num_placeholders:
             conditional.append((last, before[-1]))
@@ -206,13 +206,13 @@ def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     outputs = [specs[row].token_ids[specs[row].num_prompt :] for row in rows]
     flat = logits.flatten().clone()
 
-    cells, _, of_row = _cells(rows, everything, vocab_size)
+    cells, _, of_row = _flat_indices(rows, everything, vocab_size)
     index = torch.from_numpy(cells).to(logits.device)
     penalty = column(params, lambda p: p.repetition_penalty, logits)[of_row]
     seen = flat[index]
     flat[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
-    cells, counts, of_row = _cells(rows, outputs, vocab_size)
+    cells, counts, of_row = _flat_indices(rows, outputs, vocab_size)
     index = torch.from_numpy(cells).to(logits.device)
     times = torch.from_numpy(counts).to(logits)
     flat[index] -= column(params, lambda p: p.frequency_penalty, logits)[of_row] * times
@@ -220,7 +220,7 @@ def apply_penalties(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     return flat.view_as(logits)
 
 
-def _cells(
+def _flat_indices(
     rows: Sequence[int], tokens: Sequence[NDArray[np.int32]], vocab_size: int
 ) -> tuple[IndexArray, IndexArray, IndexArray]:
     """The distinct (row, token) cells of flattened [S, V] logits that `tokens` of `rows` name.

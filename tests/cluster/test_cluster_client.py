@@ -12,11 +12,11 @@ import pytest
 
 from radixserve import Runtime, SamplingParams
 from radixserve.cache import EventBatch
-from radixserve.cluster.replica import Report
+from radixserve.cluster.cluster_client import ClusterClient
+from radixserve.cluster.replica import ReplicaReport
 from radixserve.cluster.router import TreeReplicaRouter
 from radixserve.cluster.runtime import ClusterRuntime
-from radixserve.cluster.worker import ClusterWorker
-from radixserve.engine.ticket import Event, Ticket
+from radixserve.engine.output_collector import Event, OutputCollector
 from radixserve.errors import EngineDead, InvalidRequest, RequestFailed
 from radixserve.request import Request
 from tests.cluster.local_links import (
@@ -98,7 +98,7 @@ def test_wrong_events_give_no_wrong_answer(
 ) -> None:
     kept: list[Any] = []
 
-    def spoil(report: Report) -> Report:
+    def spoil(report: ReplicaReport) -> ReplicaReport:
         if how == "lost":
             lost = [one for one in report.events if isinstance(one, EventBatch) and one.events]
             if kept or not lost:
@@ -125,7 +125,7 @@ def test_requests_outlive_their_replica(links: list[Link], single: Runtime, how:
     """The first one that has sent a few outputs."""
     lost: list[Link] = []
 
-    def lose(report: Report, link: Link) -> Report:
+    def lose(report: ReplicaReport, link: Link) -> ReplicaReport:
         if not lost and link.num_outputs >= 30:
             lost.append(link)
             link.is_cut, link.hangs = how == "cut", how == "hangs"
@@ -196,23 +196,23 @@ def test_a_request_that_ends_replicas_ends(runtime: ClusterRuntime, links: list[
 
 def test_a_request_is_not_sent_to_replicas_that_go_together() -> None:
     links = [SilentLink(name) for name in "abcd"]
-    worker = ClusterWorker(TreeReplicaRouter(), silence_s=2 * PATIENCE_S, drain_s=0.0)
+    client = ClusterClient(TreeReplicaRouter(), silence_s=2 * PATIENCE_S, drain_s=0.0)
     try:
-        worker.set_replicas(links)
-        wait_until(lambda: worker.status().stats.get("pages_total") == len(links))
+        client.set_replicas(links)
+        wait_until(lambda: client.status().stats.get("pages_total") == len(links))
         events: list[Event] = []
         ids = np.arange(10, dtype=np.int32)
         request = Request("one", ids, SamplingParams(), 0, frozenset(), 100)
-        worker.submit([Ticket(request, None, events.append, streams=False)])
+        client.submit([OutputCollector(request, None, events.append, streams=False)])
         wait_until(lambda: any(link.requests for link in links))
         (first,) = [link for link in links if link.requests]
         stays = links[-1] if first is not links[-1] else links[0]
-        worker.set_replicas([stays])
+        client.set_replicas([stays])
         wait_until(lambda: bool(stays.requests or events))
         assert not events
         assert sum(len(link.requests) for link in links) == 2
     finally:
-        worker.close()
+        client.close()
 
 
 def test_ids_aborts_and_the_end(runtime: ClusterRuntime) -> None:

@@ -1,4 +1,4 @@
-"""Rows that the best logit or a temperature alone decides, drawn by the compiled CPU code.
+"""Rows that the best logit or a temperature alone decides, sampled by the compiled CPU code.
 
 One pass over logits that are not in the caches, and no copy of them.
 """
@@ -9,22 +9,22 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from radixserve.runner.grammar_masks import GrammarMasks
+from radixserve.runner.random_stream import uniform_numbers
 from radixserve.schedule import SampleOutput, SampleSpec
 from radixserve_kernels import cpu_ops
 from radixserve_kernels.cpu_library import is_loaded
 
 
-def draws_plainly(spec: SampleSpec) -> bool:
-    """Whether `draw_plainly` can draw the row, where the kernels are loaded."""
+def is_temperature_only(spec: SampleSpec) -> bool:
+    """Whether `sample_temperature_only` can sample the row, where the kernels are loaded."""
     is_free = not spec.banned_ids or spec.matcher is not None  # else its mask says so
-    return spec.params.draws_plainly and is_free and not spec.num_candidates
+    return spec.params.is_temperature_only and is_free and not spec.num_candidates
 
 
-def draw_plainly(
+def sample_temperature_only(
     logits: Tensor, specs: Sequence[SampleSpec], masks: GrammarMasks | None
 ) -> list[SampleOutput]:
     """`sampler.sample` for such rows: logits [S, V] float32 on the CPU."""
@@ -37,10 +37,10 @@ def draw_plainly(
     uniform[rows] = uniform_numbers([specs[row] for row in rows])
     if masks is None:
         masks = GrammarMasks((), (), np.empty((0, -(-logits.shape[1] // 32)), np.int32))
-    return _outputs(logits, *masks.draw(logits, temperature, uniform))
+    return _outputs(logits, *masks.sample(logits, temperature, uniform))
 
 
-def best_of_all(logits: Tensor) -> list[SampleOutput]:
+def sample_greedy(logits: Tensor) -> list[SampleOutput]:
     """The best token of each row, also without the kernels."""
     if is_loaded():  # not compiled for this alone: the torch backend was asked for, then
         return _outputs(logits, *cpu_ops.argmax(logits))
@@ -66,21 +66,4 @@ def broken_output(best: float) -> SampleOutput:
     reason = f"the best logit is {best}"
     if best == -math.inf:
         reason += "; all tokens are forbidden, by the request or by the model"
-    return SampleOutput(-1, None, (), f"no token can be drawn: {reason}")
-
-
-def uniform_numbers(specs: Sequence[SampleSpec]) -> NDArray[np.float64]:
-    """[S] numbers in (0, 1), each a pure function of its row's seed and index.
-
-    Two rounds of splitmix64's finalizer (Steele, Lea and Flood 2014), as a counter-based generator.
-    """
-    seeds = np.array([spec.seed & (2**64 - 1) for spec in specs], np.uint64)
-    index = np.array([spec.num_drawn for spec in specs], np.uint64)
-    bits = _mix(_mix(seeds) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return SampleOutput(-1, None, (), f"no token can be sampled: {reason}")

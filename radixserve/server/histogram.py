@@ -1,4 +1,4 @@
-"""`Timing`: a histogram of seconds that costs a bisection to add to."""
+"""`Histogram`: of seconds; adding costs a bisection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COARSE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 3
           120.0, 240.0, 480.0, 960.0)  # fmt: skip
 
 
-class Timing:
+class Histogram:
     """Owned by the event loop."""
 
     def __init__(self, bounds: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""`UnusedBlocks`: locks of findable blocks, and the unlocked ones in the order of eviction."""
+"""`EvictableBlocks`: locks of findable blocks, and the unlocked ones in the order of eviction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixserve.cache.hash.block import Block
 _SLACK = 4096  # entries kept that say nothing any more, beside as many as there are blocks
 
 
-class UnusedBlocks:
+class EvictableBlocks:
     """Unlocked blocks, least recently used first.
 
     A release appends its chain whole. What was locked again or used later is skipped when its turn

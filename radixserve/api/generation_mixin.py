@@ -1,4 +1,4 @@
-"""`Generation`: the calls of a `Runtime` that generate: whole, streamed, by beam search."""
+"""`GenerationMixin`: the calls of a `Runtime` that generate: whole, streamed, by beam search."""
 
 # mypy: disable-error-code="overload-overlap"
 from __future__ import annotations
@@ -27,7 +27,7 @@ from radixserve.request import BeamParams, Request, SamplingParams
 from radixserve.text.prompts import Prompt, as_prompts
 
 
-class Generation:
+class GenerationMixin:
     """Every call checks all that it is given before anything is started.
 
     Overloads: a text is an iterable of texts to a type checker, so that the two forms of a call

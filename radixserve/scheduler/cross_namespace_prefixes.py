@@ -1,4 +1,4 @@
-"""`SharedPrefixes`: prefixes of one namespace that requests of the others may go on from.
+"""`CrossNamespacePrefixes`: prefixes of one namespace that requests of the others may go on from.
 
 Namespaces stay apart: a request of another one copies the K/V of the prefix into pages of its own
 instead of computing it, and everything after that is its own. The prefix is available for as long
@@ -26,7 +26,7 @@ class _Shared(NamedTuple):
     end: float | None  # on the cache's clock; None: until it is taken back
 
 
-class SharedPrefixes:
+class CrossNamespacePrefixes:
     """Longest first, so that the first that fits is the best. Only the scheduler calls it."""
 
     def __init__(self, cache: PrefixCache) -> None:

@@ -1,4 +1,4 @@
-"""`Ticket`: converts a request's engine outputs to text."""
+"""`OutputCollector`: converts a request's engine outputs to text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixserve.text.tokenizer import StopStringMatcher, Tokenizer
 Event = Chunk | Completion | tuple[Completion, ...] | BaseException
 
 
-class Ticket:
+class OutputCollector:
     """Collects a request's outputs and passes chunks or the completion to `notify`.
 
     The engine's thread calls `push`. A streaming caller gets a Chunk for each piece of text; every

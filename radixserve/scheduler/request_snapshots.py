@@ -10,7 +10,7 @@ from radixserve.cache.snapshot import SnapshotView, page_runs
 from radixserve.scheduler.request_state import RequestState
 
 
-class RequestViews:
+class RequestSnapshots:
     """The scheduler's requests, read only."""
 
     def __init__(self, requests: Mapping[str, RequestState], clock: Callable[[], float]) -> None:
