@@ -116,7 +116,7 @@ def churn(world: World, number: int, router: TreeRouter) -> tuple[str, EventBatc
         events.append(Removed(node, TURN))
         events.append(Stored(node + 10**9, world.node(at, last - 1), "", tokens))
     name = f"r{replica}"
-    first = router.index.stands_at(name) + turn * BATCH
+    first = router.index.next_event(name) + turn * BATCH
     return name, EventBatch(1, first, events)
 
 

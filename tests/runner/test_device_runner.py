@@ -19,9 +19,10 @@ from radixserve.config import EngineConfig
 from radixserve.output import Completion
 from radixserve.runner import cuda_graph, cuda_runner
 from radixserve.runner.cuda_graph import DecodeGraph
+from radixserve.runner.cuda_runner import PendingStep
 from radixserve.runner.device_batch import PageTable
 from radixserve.runner.device_sampler import DeviceSampler
-from radixserve.schedule import SchedulerOutput
+from radixserve.schedule import ScheduledRequest, SchedulerOutput
 from tests.attention.fake_flashinfer import Fake, mark_sides
 from tests.checkpoints import NATIVE, VOCAB_SIZE, greedy, load_reference, make_checkpoint
 from tests.runner.driver import GREEDY, Driver
@@ -429,6 +430,28 @@ def test_steps_that_fit_no_graph_run_without(
     check_parity(driver.sequences, load_reference(checkpoints["llama"]))
 
 
+def launch_ahead(late: Driver, step: int, rows: list[ScheduledRequest]) -> PendingStep:
+    """Launch a step of all sequences whose tokens nobody on the host knows."""
+    schedule = SchedulerOutput(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
+    pending = late.runner.launch(schedule)
+    for one in late.sequences:
+        one.computed += 1
+        one.tokens.append(-1)
+    return pending
+
+
+def check_tokens(
+    late: Driver, plain: Driver, pendings: list[tuple[list[int], PendingStep]]
+) -> None:
+    """The steps launched ahead, each with its sequences in the order of its rows, sampled what the
+    steps one by one did."""
+    for step, (places, pending) in enumerate(pendings):
+        outputs = late.runner.collect(pending).outputs
+        for at, output in zip(places, outputs, strict=True):
+            assert output is not None
+            assert output.token_id == plain.sequences[at].outputs[step + 1].token_id
+
+
 def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path]) -> None:
     """Five steps launched before any is collected: only the device knows the tokens between."""
     plain, late = (prefilled(checkpoints["llama"], 3) for _ in range(2))
@@ -445,20 +468,12 @@ def test_tokens_feed_the_next_step_on_the_device(checkpoints: dict[str, Path]) -
             if step:
                 row = row._replace(token_ids=np.array([-1], np.int32), future_index=last[at])
             rows.append(row)
-        schedule = SchedulerOutput(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
-        pendings.append((list(order), late.runner.launch(schedule)))
-        for one in late.sequences:
-            one.computed += 1
-            one.tokens.append(-1)
-    for step, (places, pending) in enumerate(pendings):
-        outputs = late.runner.collect(pending).outputs
-        for at, output in zip(places, outputs, strict=True):
-            assert output is not None
-            assert output.token_id == plain.sequences[at].outputs[step + 1].token_id
+        pendings.append((order, launch_ahead(late, step, rows)))
+    check_tokens(late, plain, pendings)
 
 
 def test_counts_of_tokens_that_feed_the_next_step(checkpoints: dict[str, Path]) -> None:
-    """Penalties see a row's own token of the step in flight, in whatever place it was drawn."""
+    """Penalties see a row's own token of the step in flight, in whatever place it was sampled."""
     params = SamplingParams(temperature=0.0, max_tokens=8, frequency_penalty=-2.0)
     plain, late = (prefilled(checkpoints["llama"], 3) for _ in range(2))
     for driver in (plain, late):
@@ -478,16 +493,8 @@ def test_counts_of_tokens_that_feed_the_next_step(checkpoints: dict[str, Path]) 
                 token = np.array([-1], np.int32)
                 row = row._replace(token_ids=token, future_index=at, sample=spec)
             rows.append(row)
-        schedule = SchedulerOutput(step, tuple(rows), np.empty((0, 3), np.int32), 0, 3)
-        pendings.append((order, late.runner.launch(schedule)))
-        for one in late.sequences:
-            one.computed += 1
-            one.tokens.append(-1)
-    for step, (places, pending) in enumerate(pendings):
-        outputs = late.runner.collect(pending).outputs
-        for at, output in zip(places, outputs, strict=True):
-            assert output is not None
-            assert output.token_id == plain.sequences[at].outputs[step + 1].token_id
+        pendings.append((order, launch_ahead(late, step, rows)))
+    check_tokens(late, plain, pendings)
 
 
 def test_a_slot_of_a_failed_step_is_written_anew(
